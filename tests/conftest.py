@@ -1,0 +1,18 @@
+from pathlib import Path
+
+import pytest
+
+from kvfold.models import EMBEDDED, load_model
+
+
+@pytest.fixture(scope="session")
+def embedded():
+    """(model, tokenizer) of the embedded model, in float32 on the CPU."""
+    return load_model(EMBEDDED, dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path | None:
+    """Evaluation text beside the checkout, or None: it is optional, and tests that need it skip without it."""
+    folder = Path(__file__).parents[2] / "shared" / "data"
+    return folder if folder.is_dir() else None
