@@ -1,0 +1,30 @@
+"""Token-wise affine integers: x̂ = scale·code + offset, with a 16-bit scale and offset for each group."""
+
+import math
+
+import torch
+from torch import Tensor
+
+SMALLEST_SCALE = 2.0**-24  # the smallest positive float16
+
+
+def quantize(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """float32[..., n] -> uint8[..., n] codes, float16[..., 2] (scale, offset).
+
+    Codes are rounded against the scale and offset as stored, so that 16-bit metadata costs range, not bias. A constant
+    vector gets scale 0 and decodes to its offset.
+    """
+    levels = 2**bits - 1
+    low, high = x.amin(dim=-1, keepdim=True), x.amax(dim=-1, keepdim=True)
+    meta = torch.cat(((high - low) / levels, low), dim=-1).half()
+    stored = meta.float()
+    if not math.isfinite(stored.sum()):
+        raise ValueError("cannot quantize NaN, Inf or numbers beyond ±65504, the range of 16-bit metadata")
+    scale, offset = stored.split(1, -1)
+    codes = ((x - offset) / scale.clamp_min(SMALLEST_SCALE)).round().clamp(0, levels)
+    return codes.to(torch.uint8), meta
+
+
+def dequantize(codes: Tensor, meta: Tensor) -> Tensor:
+    scale, offset = meta.float().split(1, -1)
+    return codes.float().mul_(scale).add_(offset)

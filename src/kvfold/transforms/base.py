@@ -1,0 +1,42 @@
+"""Centring and rotation of keys, values and queries."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Rotation(Protocol):
+    """A linear map of the last dimension."""
+
+    def apply(self, x: Tensor) -> Tensor: ...
+    def invert(self, y: Tensor) -> Tensor: ...
+    def dual(self, q: Tensor) -> Tensor:
+        """The map of queries under which dual(q)·apply(k) = q·k."""
+        ...
+
+
+@dataclass(frozen=True)
+class Transform:
+    """y = (x − mean)·A, per KV head; tensors are [..., kv_heads, d].
+
+    Keys: softmax does not see a constant added to all logits of a query, so the mean is never added back and
+    `dual(q)·forward(k)` gives the attention of q·k exactly. Values: attention weights sum to one, so `inverse` of the
+    attention output adds the mean once.
+    """
+
+    mean: Tensor | None = None  # [kv_heads, d]
+    rotation: Rotation | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.float()
+        if self.mean is not None:
+            y = y - self.mean
+        return y if self.rotation is None else self.rotation.apply(y)
+
+    def inverse(self, y: Tensor) -> Tensor:
+        x = y if self.rotation is None else self.rotation.invert(y)
+        return x if self.mean is None else x + self.mean
+
+    def dual(self, q: Tensor) -> Tensor:
+        return q.float() if self.rotation is None else self.rotation.dual(q.float())

@@ -1,0 +1,49 @@
+"""Block-diagonal Hadamard rotation."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from scipy.linalg import hadamard
+from torch import Tensor
+
+
+def default_order(dims: int) -> int:
+    """The largest power of two that divides `dims`, at most 128."""
+    return min(dims & -dims, 128)
+
+
+@lru_cache(maxsize=64)
+def _matrix(dims: int, order: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """diag(H, …, H) [dims, dims], with entries ±1 in float64 and orthonormal in float32."""
+    signs = torch.block_diag(*[torch.from_numpy(hadamard(order))] * (dims // order)).to(device, torch.float64)
+    return signs, (signs * order**-0.5).float()
+
+
+@dataclass(frozen=True)
+class Hadamard:
+    """x·diag(H, …, H) with H the orthonormal Sylvester–Hadamard matrix of order `order`; symmetric, so its own inverse."""
+
+    order: int
+
+    def __post_init__(self) -> None:
+        if self.order < 1 or self.order & (self.order - 1):
+            raise ValueError(f"order={self.order} is not a power of two")
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Sums of ±x in float64 are exact for 16-bit inputs, and for float32 ones unless magnitudes differ by more than
+        2^22, so what is stored of a token does not depend on how many tokens come along."""
+        signs, _ = self._matrices(x)
+        return (x.double() @ signs).mul_(self.order**-0.5).float()
+
+    def invert(self, y: Tensor) -> Tensor:
+        _, orthonormal = self._matrices(y)
+        return y @ orthonormal
+
+    dual = invert
+
+    def _matrices(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        dims = x.shape[-1]
+        if dims % self.order:
+            raise ValueError(f"order={self.order} does not divide the head dimension {dims}")
+        return _matrix(dims, self.order, x.device)

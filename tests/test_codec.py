@@ -1,0 +1,352 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvfold.codec import Codec
+from kvfold.layout import Segment, SlotLayout, affine_slot, raw_slot
+from kvfold.quantizers import affine
+from kvfold.recipes import RECIPES, parse
+from kvfold.transforms import Hadamard, Transform
+
+HEAD_DIMS = [64, 80, 96, 128, 256]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
+
+
+def heavy_tailed(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).standard_t(3, shape).astype(np.float32))
+
+
+def rotation_matrix(dims: int, order: int) -> np.ndarray:
+    signs = [[(-1.0) ** (i & j).bit_count() for j in range(order)] for i in range(order)]
+    return np.kron(np.eye(dims // order), np.array(signs)) / np.sqrt(order)
+
+
+def error_bound(y: np.ndarray, bits: int) -> np.ndarray:
+    """What |ŷ − y| may be at most for float64[..., n] of one group; [..., 1].
+
+    With s = (max − min)/L, L = 2^bits − 1, the stored scale s' = s + e and offset o' = min + f are 16-bit roundings:
+    |e| ≤ max(2^-11·s, 2^-25) and |f| ≤ max(2^-11·|min|, 2^-25), the second of each for subnormals.
+    A number between o' and o' + L·s' is at most s'/2 from the grid; one below it at most |f|, one above it at most
+    max − (o' + L·s') = −f − L·e. Then float32 arithmetic on numbers up to max |y|.
+    """
+    levels = 2**bits - 1
+    low, high = y.min(-1, keepdims=True), y.max(-1, keepdims=True)
+    scale = (high - low) / levels
+    e, f = np.maximum(scale * 2**-11, 2**-25), np.maximum(np.abs(low) * 2**-11, 2**-25)
+    float32 = 4 * 2**-24 * (np.abs(y).max(-1, keepdims=True) + high - low)
+    return np.maximum((scale + e) / 2, f + levels * e) * (1 + 2**-10) + float32
+
+
+def decoded_by_hand(slots: torch.Tensor, layout: SlotLayout, wide: torch.dtype) -> np.ndarray:
+    """Slots uint8[..., slot_bytes] -> transformed float64[..., d], from the bytes as documented."""
+    data = slots.numpy()
+    meta = np.ascontiguousarray(data[..., layout.code_bytes :]).view("<f2").astype(np.float64)
+    parts, byte, entry = [], 0, 0
+    for segment in layout.segments:
+        n = segment.stop - segment.start
+        if segment.rule == "raw":
+            raw = np.ascontiguousarray(data[..., byte : byte + 2 * n])
+            if wide == torch.float16:
+                parts.append(raw.view("<f2").astype(np.float64))
+            else:  # bfloat16: the upper half of a float32
+                parts.append((raw.view("<u2").astype(np.uint32) << 16).view(np.float32).astype(np.float64))
+            byte += 2 * n
+            continue
+        codes, below = np.zeros((*data.shape[:-1], n)), 0
+        for width in PLANES[segment.bits]:
+            stride = n * width // 8
+            plane = data[..., byte : byte + stride].astype(np.int64)
+            for part in range(8 // width):
+                bits = plane // 2 ** (part * width) % 2**width
+                codes[..., part * stride : (part + 1) * stride] += bits * 2**below
+            byte, below = byte + stride, below + width
+        parts.append(codes * meta[..., entry : entry + 1] + meta[..., entry + 1 : entry + 2])
+        entry += 2
+    assert byte == layout.code_bytes
+    return np.concatenate(parts, axis=-1)
+
+
+# --- the quantizer
+
+
+def finite(limit: float) -> st.SearchStrategy[float]:
+    return st.floats(-limit, limit, width=32)
+
+
+@st.composite
+def vectors(draw) -> np.ndarray:
+    """float32 vectors of every kind that is hard to quantize."""
+    n = draw(st.sampled_from((1, 2, 8, 33, 64)))
+    seed = np.random.default_rng(draw(st.integers(0, 2**32)))
+    noise = seed.standard_normal(n)
+    kind = draw(
+        st.sampled_from(("any", "constant", "huge", "tiny", "outlier", "offset", "two values", "subnormal scale"))
+    )
+    if kind == "any":
+        size = draw(st.sampled_from((2.0**-100, 2.0**-20, 1.0, 60000.0)))
+        x = np.array(draw(st.lists(finite(size), min_size=n, max_size=n)))
+    elif kind == "constant":
+        x = np.full(n, draw(finite(65504)))
+    elif kind == "huge":
+        x = seed.uniform(-60000, 60000, n)
+        x[0], x[-1] = 60000, -60000
+    elif kind == "tiny":
+        x = noise * 10.0 ** -draw(st.integers(3, 40))
+    elif kind == "outlier":
+        x = noise * 0.01
+        x[seed.integers(n)] = draw(finite(60000))
+    elif kind == "offset":
+        x = draw(finite(60000)) + noise * 10.0 ** -draw(st.integers(0, 6))
+    elif kind == "two values":
+        x = np.where(noise > 0, draw(finite(30000)), draw(finite(30000)))
+    else:
+        x = seed.uniform(0, 1, n) * draw(st.integers(1, 400)) * 2.0**-26
+    return x.astype(np.float32)
+
+
+@settings(deadline=None, derandomize=True, max_examples=600)
+@given(vectors(), st.integers(2, 8))
+def test_codes_are_the_nearest_and_metadata_is_rounded_once(x, bits):
+    levels = 2**bits - 1
+    codes, meta = affine.quantize(torch.from_numpy(x), bits)
+    assert codes.dtype == torch.uint8
+    assert codes.shape == x.shape
+    assert meta.dtype == torch.float16
+    assert meta.shape == (2,)
+
+    exact = x.astype(np.float64)
+    expected = np.array([(exact.max() - exact.min()) / levels, exact.min()])
+    spacing = np.maximum(2.0 ** (np.floor(np.log2(np.maximum(np.abs(expected), 2.0**-14))) - 10), 2.0**-24)
+    stored = meta.double().numpy()
+    # exactly rounded, but for float32 arithmetic on the way to a number that lies between two of float16
+    assert (np.abs(stored - expected) <= spacing / 2 * (1 + 2**-9)).all()
+
+    scale, offset = stored
+    grid = scale * np.arange(levels + 1) + offset
+    decoded = affine.dequantize(codes, meta).double().numpy()
+    assert np.abs(decoded - grid[codes.numpy()]).max() <= 2**-23 * np.abs(grid).max()
+    error = np.abs(decoded - exact)
+    nearest = np.abs(exact[:, None] - grid).min(axis=1)
+    slack = 2**-22 * (np.abs(exact).max() + np.abs(grid).max())
+    assert (error <= nearest + slack).all()
+    assert (error <= error_bound(exact, bits)).all()
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_constants_of_sixteen_bits_decode_exactly(bits):
+    halves = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.float16)
+    constants = halves[torch.isfinite(halves)].float()[:, None].expand(-1, 8).contiguous()
+    assert len(constants) == 2 * 31 * 1024
+    codes, meta = affine.quantize(constants, bits)
+    assert (meta[:, 0] == 0).all()
+    assert torch.equal(affine.dequantize(codes, meta), constants)
+
+
+def test_bfloat16_constants_decode_exactly():
+    """bfloat16 has fewer bits than float16: everything from the smallest normal float16 to its largest fits."""
+    bits = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16).float()
+    constants = bits[(bits.abs() >= 2**-14) & (bits.abs() <= 65504)][:, None].expand(-1, 16).contiguous()
+    assert torch.equal(affine.dequantize(*affine.quantize(constants, 4)), constants)
+
+
+def test_what_lies_on_the_grid_decodes_exactly():
+    for bits in range(1, 9):
+        grid = torch.arange(2**bits).float() * 0.25 - 3.5
+        codes, meta = affine.quantize(grid, bits)
+        assert codes.tolist() == list(range(2**bits))
+        assert meta.tolist() == [0.25, -3.5]
+        assert torch.equal(affine.dequantize(codes, meta), grid)
+
+
+BAD = [float("nan"), float("inf"), float("-inf")]
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_nan_and_inf_are_refused_wherever_they_are(bad, bits):
+    for place in range(67):  # past whatever vectors of numbers the processor works on at once
+        x = heavy_tailed(67)
+        x[place] = bad
+        with pytest.raises(ValueError, match="NaN, Inf or numbers beyond ±65504"):
+            affine.quantize(x, bits)
+
+
+@pytest.mark.parametrize("low", [-65520.0, -1e5, -3e38])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_numbers_that_sixteen_bit_metadata_cannot_hold_are_refused(low, bits):
+    x = heavy_tailed(3, 64)
+    x[1, 40] = low
+    with pytest.raises(ValueError, match="numbers beyond ±65504"):
+        affine.quantize(x, bits)
+    with pytest.raises(ValueError, match="numbers beyond ±65504"):
+        affine.quantize(torch.full((64,), -low), bits)
+    with pytest.raises(ValueError, match="numbers beyond ±65504"):
+        affine.quantize(torch.tensor([0.0, 3e38]), bits)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_every_float16_is_accepted(bits):
+    x = torch.tensor([-65504.0, 65504.0, 0.0, 1.0])
+    decoded = affine.dequantize(*affine.quantize(x, bits))
+    assert (np.abs(decoded.double().numpy() - x.numpy()) <= error_bound(x.double().numpy(), bits)).all()
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_sixteen_bit_metadata_costs_little(bits):
+    """Squared error against the same integers with float64 metadata: within half a percent, offsets included."""
+    for offset in (0.0, 8.0):
+        x = heavy_tailed(4096, 128, seed=bits) + offset
+        exact = x.double()
+        low, high = exact.aminmax(dim=-1, keepdim=True)
+        scale = (high - low) / (2**bits - 1)
+        ideal = ((exact - low) / scale).round() * scale + low
+        decoded = affine.dequantize(*affine.quantize(x, bits)).double()
+        ratio = float((decoded - exact).square().sum() / (ideal - exact).square().sum())
+        assert ratio < 1.005, f"{bits} bits, offset {offset}: {ratio}"
+
+
+# --- the whole way
+
+
+def means_for(kv_heads: int, dims: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return 3 * heavy_tailed(kv_heads, dims, seed=11), heavy_tailed(kv_heads, dims, seed=12)
+
+
+def with_groups(name: str, dims: int) -> list[str]:
+    """The recipe, and variants of it that fit the head dimension."""
+    if name == "bf16":
+        return [name]
+    variants = [name, f"{name}:group={dims // 2}"]
+    return [*variants, f"{name}:order=16,values=true,group=16"] if "order" in RECIPES[name].options else variants
+
+
+CASES = [(text, dims) for name in RECIPES for dims in HEAD_DIMS for text in with_groups(name, dims)]
+
+
+@pytest.mark.parametrize(("text", "dims"), CASES)
+@pytest.mark.parametrize("centred", [False, True])
+def test_recipes_encode_and_decode_within_the_bound(text, dims, centred):
+    recipe, kv_heads = parse(text), 3
+    means = means_for(kv_heads, dims) if centred else (None, None)
+    x = heavy_tailed(2, 20, kv_heads, dims, seed=dims)
+    x[0, 0] = 60000 * x[0, 0] / x[0, 0].abs().max()
+    x[0, 1] = 1.5
+    x[0, 2] *= 1e-6
+    x[0, 3, :, 7] = 500
+    for which, codec in enumerate(recipe.layer_codecs(0, dims, means=means)):
+        slots = codec.encode(x)
+        assert slots.dtype == torch.uint8
+        assert slots.shape == (2, 20, kv_heads, codec.layout.slot_bytes)
+        decoded = codec.decode(slots)
+        assert decoded.dtype == torch.float32
+        assert decoded.shape == x.shape
+
+        # the transform, from the recipe's definition
+        rotated = name_of(text) in ("saw-int4", "quarot-int2") and (which == 0 or recipe.values)
+        order = (recipe.order or min(dims & -dims, 128)) if rotated else 1
+        matrix = rotation_matrix(dims, order)
+        exact = x.double().numpy()
+        mean = 0.0 if not centred or text == "bf16" else means[which].double().numpy()
+        transformed = (exact - mean) @ matrix
+
+        by_hand = decoded_by_hand(slots, codec.layout, torch.bfloat16)
+        float32 = 2**-22 * np.sqrt(order) * (np.abs(exact).max(-1, keepdims=True) + np.abs(mean).max())
+        assert (np.abs(decoded.numpy() - (by_hand @ matrix.T + mean)) <= float32).all()
+
+        for segment in codec.layout.segments:
+            part = slice(segment.start, segment.stop)
+            error = np.abs(by_hand[..., part] - transformed[..., part])
+            if text == "bf16":
+                bound = 2**-8 * np.abs(transformed[..., part])
+            else:
+                bound = error_bound(transformed[..., part], recipe.bits)
+            assert (error <= bound + float32).all()
+
+
+def name_of(text: str) -> str:
+    return text.partition(":")[0]
+
+
+@pytest.mark.parametrize("text", ["bf16", "int8", "int4:group=32", "int2", "saw-int4", "quarot-int2:order=16"])
+@pytest.mark.parametrize("dims", [64, 96, 128])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_row_by_row_is_all_at_once_bit_for_bit(text, dims, dtype):
+    x = heavy_tailed(36, 2, dims, seed=dims).to(dtype)
+    for codec in parse(text).layer_codecs(0, dims, means=means_for(2, dims)):
+        slots = codec.encode(x)
+        for rows in (1, 5):
+            parts = x.split(rows)
+            assert torch.equal(torch.cat([codec.encode(part) for part in parts]), slots)
+            assert torch.equal(torch.cat([codec.decode(part) for part in slots.split(rows)]), codec.decode(slots))
+        assert torch.equal(codec.encode(x[13]), slots[13])
+        batch, batch_slots = x.unflatten(0, (4, 9)).transpose(0, 1), slots.unflatten(0, (4, 9)).transpose(0, 1)
+        assert torch.equal(codec.encode(batch), batch_slots)
+        assert torch.equal(codec.decode(batch_slots), codec.decode(slots).unflatten(0, (4, 9)).transpose(0, 1))
+
+
+@pytest.mark.parametrize("wide", [torch.bfloat16, torch.float16])
+def test_sixteen_bit_slots_keep_sixteen_bit_numbers(wide):
+    x = heavy_tailed(50, 2, 80).to(wide)
+    codec = Codec(raw_slot(80), wide=wide)
+    slots = codec.encode(x)
+    assert torch.equal(slots, x.view(torch.uint8))
+    assert torch.equal(codec.decode(slots), x.float())
+    assert np.array_equal(decoded_by_hand(slots, codec.layout, wide), x.double().numpy())
+
+
+@pytest.mark.parametrize("wide", [torch.bfloat16, torch.float16])
+def test_slots_of_many_widths(wide):
+    """Every width in one slot, a raw segment in the middle: all segments decode from the bytes as documented."""
+    bounds = [(0, 8, 1), (8, 24, 2), (24, 32, 3), (32, 40, 4), (56, 64, 5), (64, 72, 6), (72, 80, 7), (80, 96, 8)]
+    segments = [Segment(*bound) for bound in bounds]
+    segments.insert(4, Segment(40, 56, 16, "raw"))
+    codec = Codec(SlotLayout(tuple(segments)), Transform(heavy_tailed(2, 96, seed=1), Hadamard(32)), wide)
+    # codes 1 + 4 + 3 + 4 + 32 + 5 + 6 + 7 + 16, metadata 8·4
+    assert codec.layout.slot_bytes == 78 + 32
+    x = heavy_tailed(30, 2, 96, seed=2)
+    slots = codec.encode(x)
+    by_hand = decoded_by_hand(slots, codec.layout, wide)
+    y = (x.double() - codec.transform.mean.double()).numpy() @ rotation_matrix(96, 32)
+    for segment in segments:
+        part = slice(segment.start, segment.stop)
+        raw = segment.rule == "raw"
+        bound = 2**-8 * np.abs(y[..., part]) if raw else error_bound(y[..., part], segment.bits)
+        assert (np.abs(by_hand[..., part] - y[..., part]) <= bound + 1e-5).all()
+    back = by_hand @ rotation_matrix(96, 32).T + codec.transform.mean.double().numpy()
+    np.testing.assert_allclose(codec.decode(slots).numpy(), back, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("bad", BAD)
+def test_recipes_refuse_nan_and_inf(name, bad):
+    for codec in RECIPES[name].layer_codecs(0, 64):
+        x = heavy_tailed(5, 2, 64)
+        codec.encode(x)
+        x[3, 1, 63] = bad
+        with pytest.raises(ValueError, match="NaN, Inf or numbers beyond"):
+            codec.encode(x)
+
+
+def test_sixteen_bit_slots_refuse_what_their_type_cannot_hold():
+    x = torch.full((2, 64), 70000.0)
+    Codec(raw_slot(64)).encode(x)
+    with pytest.raises(ValueError, match=r"beyond the range of torch\.float16"):
+        Codec(raw_slot(64), wide=torch.float16).encode(x)
+    with pytest.raises(ValueError, match=r"beyond the range of torch\.bfloat16"):
+        Codec(raw_slot(64)).encode(torch.full((2, 64), 3.4e38))
+
+
+def test_vectors_of_another_size_are_refused():
+    with pytest.raises(ValueError, match="vectors of 80 dims do not fit a slot of 64"):
+        Codec(affine_slot(64, 4)).encode(torch.zeros(2, 80))
+
+
+@pytest.mark.parametrize("text", ["bf16", "int4:group=32", "saw-int4"])
+def test_no_tokens_are_no_slots(text):
+    for codec in parse(text).layer_codecs(0, 64):
+        slots = codec.encode(torch.zeros(0, 2, 64))
+        assert slots.shape == (0, 2, codec.layout.slot_bytes)
+        assert codec.decode(slots).shape == (0, 2, 64)

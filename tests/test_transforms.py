@@ -1,0 +1,164 @@
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+
+from kvfold.transforms import Hadamard, Transform, default_order
+
+ORDERS = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def matrix(dims: int, order: int) -> np.ndarray:
+    """diag(H, …, H), H[i, j] = (−1)^popcount(i & j) / √order."""
+    signs = [[(-1.0) ** (i & j).bit_count() for j in range(order)] for i in range(order)]
+    return np.kron(np.eye(dims // order), np.array(signs)) / np.sqrt(order)
+
+
+def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Heavy-tailed float32: what keys look like."""
+    rng = np.random.default_rng(seed)
+    return torch.from_numpy(rng.standard_t(3, shape).astype(np.float32))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_hadamard_is_scipys_matrix_in_every_block(order):
+    h = scipy.linalg.hadamard(order) / np.sqrt(order)
+    assert np.array_equal(h, matrix(order, order))
+    for blocks in (1, 2, 3):
+        x = numbers(7, 2, blocks * order, seed=order)
+        expected = x.double().numpy() @ np.kron(np.eye(blocks), h)
+        got = Hadamard(order).apply(x)
+        assert got.dtype == torch.float32
+        # one rounding to float32 of an exact sum
+        np.testing.assert_allclose(got.double().numpy(), expected, rtol=2**-23, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("dims", "order"), [(64, 64), (80, 16), (96, 32), (128, 128), (128, 64), (256, 128), (256, 256)]
+)
+def test_hadamard_is_orthonormal_and_its_own_inverse(dims, order):
+    rotation = Hadamard(order)
+    rows = rotation.apply(torch.eye(dims)).double()
+    assert torch.allclose(rows @ rows.T, torch.eye(dims, dtype=torch.float64), atol=1e-6)
+    x = numbers(50, dims)
+    assert torch.allclose(rotation.apply(x).double().norm(dim=-1), x.double().norm(dim=-1), rtol=1e-6)
+    size = x.norm(dim=-1, keepdim=True)
+    assert ((rotation.invert(rotation.apply(x)) - x).abs() <= 2**-21 * size).all()
+
+
+@pytest.mark.parametrize(("dims", "order"), [(64, 64), (80, 16), (96, 32), (128, 128), (128, 16), (256, 128)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dual_keeps_logits(dims, order, dtype):
+    q, k = numbers(9, dims, seed=1).to(dtype), numbers(11, dims, seed=2).to(dtype)
+    transform = Transform(rotation=Hadamard(order))
+    logits = transform.dual(q).double() @ transform.forward(k).double().T
+    size = q.double().norm(dim=-1)[:, None] * k.double().norm(dim=-1)
+    assert ((logits - q.double() @ k.double().T).abs() <= 2**-21 * size).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dims", "order"), [(64, 64), (80, 16), (96, 32), (128, 128), (256, 128), (256, 256)])
+@pytest.mark.parametrize("centred", [False, True])
+def test_a_row_does_not_depend_on_the_rows_beside_it(dims, order, dtype, centred):
+    """Bit for bit: alone, in odd chunks, or all at once; whatever the layout in memory."""
+    x = numbers(61, 2, dims, seed=dims).to(dtype)
+    mean = numbers(2, dims, seed=3) if centred else None
+    transform = Transform(mean, Hadamard(order))
+    together = transform.forward(x)
+    assert together.dtype == torch.float32
+    for rows in (1, 2, 7, 50):
+        assert torch.equal(torch.cat([transform.forward(part) for part in x.split(rows)]), together)
+    strided = x.transpose(0, 1).contiguous().transpose(0, 1)
+    assert torch.equal(transform.forward(strided), together)
+    assert torch.equal(transform.forward(x.expand(3, *x.shape)), together.expand(3, *together.shape))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotated_sums_are_exact(dtype):
+    """Against integer arithmetic: float64 sums of ±x lose nothing where magnitudes differ by 2^20."""
+    generator = torch.Generator().manual_seed(7)
+    exponents = torch.randint(-10, 11, (40, 128), generator=generator)
+    x = (torch.randn(40, 128, generator=generator).clamp(-4, 4).sign() * 2.0**exponents).to(dtype)
+    x *= 1 + torch.randint(0, 128, x.shape, generator=generator).to(dtype) / 128  # all 8 bits of a bfloat16
+    got = Hadamard(64).apply(x) * 8  # √64: a power of two, so exact
+    scaled = (x.double() * 2**30).to(torch.int64).tolist()  # exact integers
+    signs = [[1 - 2 * ((i & j).bit_count() % 2) for j in range(64)] for i in range(64)]
+    for row, ints in enumerate(scaled):
+        for start in (0, 64):
+            block = ints[start : start + 64]
+            sums = [sum(value * signs[i][j] for i, value in enumerate(block)) for j in range(64)]
+            expected = torch.tensor(sums, dtype=torch.int64).double() / 2**30
+            assert torch.equal(got[row, start : start + 64], expected.float())
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Float64 attention of [n, d] queries over [tokens, d]."""
+    return torch.softmax(q.double() @ k.double().T / 8, dim=-1) @ v.double()
+
+
+@pytest.mark.parametrize("order", [4, 16, 64])
+@pytest.mark.parametrize("values", [False, True])
+def test_centring_and_rotation_leave_attention_unchanged(order, values):
+    """Numbers and means are small multiples of 1/16 and √order is a power of two, so that every float32 result is exact
+    and only float64 attention itself rounds."""
+    generator = torch.Generator().manual_seed(order)
+    q, k, v = (torch.randint(-64, 65, (n, 64), generator=generator) / 16 for n in (5, 40, 40))
+    means = torch.randint(-512, 513, (2, 1, 64), generator=generator) / 16
+    keys = Transform(means[0], Hadamard(order))
+    value_transform = Transform(means[1], Hadamard(order) if values else None)
+    mixed = attention(keys.dual(q), keys.forward(k), value_transform.forward(v))
+    inverse = mixed @ torch.from_numpy(matrix(64, order)) if values else mixed
+    expected = attention(q, k, v)
+    assert torch.allclose(inverse + means[1].double(), expected, rtol=0, atol=1e-12)
+    # and by the transform's own, float32 inverse, of vectors as long as the mean
+    got = value_transform.inverse(mixed.float()).double()
+    assert torch.allclose(got, expected, rtol=0, atol=2**-21 * float(means[1].norm()))
+
+
+def test_each_kv_head_has_its_own_mean():
+    mean = numbers(3, 64, seed=5)
+    x = numbers(10, 3, 64, seed=6)
+    y = Transform(mean).forward(x)
+    for head in range(3):
+        assert torch.equal(y[:, head], x[:, head] - mean[head])
+    assert torch.allclose(Transform(mean).inverse(y), x, atol=1e-5)
+    assert torch.equal(Transform(mean).dual(x), x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_without_mean_and_rotation_nothing_changes(dtype):
+    x = numbers(4, 2, 80).to(dtype)
+    for apply in (Transform().forward, Transform().dual):
+        assert apply(x).dtype == torch.float32
+        assert torch.equal(apply(x), x.float())
+    assert torch.equal(Transform().inverse(x.float()), x.float())
+
+
+def test_forward_does_not_change_its_input():
+    x = numbers(4, 2, 64)
+    before = x.clone()
+    Transform(numbers(2, 64, seed=9), Hadamard(64)).forward(x)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize(
+    ("dims", "order"), [(64, 64), (80, 16), (96, 32), (128, 128), (256, 128), (512, 128), (1, 1), (3, 1)]
+)
+def test_default_order_is_the_largest_power_of_two_that_divides(dims, order):
+    assert default_order(dims) == order
+    assert order == max(o for o in (1, 2, 4, 8, 16, 32, 64, 128) if dims % o == 0)
+
+
+@pytest.mark.parametrize("order", [-2, 0, 3, 12, 48, 80, 96])
+def test_an_order_that_is_no_power_of_two_is_refused(order):
+    with pytest.raises(ValueError, match=f"order={order} is not a power of two"):
+        Hadamard(order)
+
+
+@pytest.mark.parametrize(("dims", "order"), [(80, 32), (96, 64), (64, 128), (128, 256)])
+def test_an_order_that_does_not_divide_is_refused(dims, order):
+    rotation = Hadamard(order)
+    for apply in (rotation.apply, rotation.invert, rotation.dual):
+        with pytest.raises(ValueError, match=f"order={order} does not divide the head dimension {dims}"):
+            apply(torch.zeros(2, dims))
