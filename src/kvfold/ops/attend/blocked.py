@@ -1,0 +1,177 @@
+"""`attend` as vectorised PyTorch: blocks of pages are unpacked one after the other, flash attention runs on each, and
+the parts are merged by their log-sum-exp. The context is never unpacked at once."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from kvfold.ops.pages import LayerPages, Step
+from kvfold.windows import Windows
+
+BLOCK_TOKENS = 4096  # tokens of a block, at most
+BLOCK_LOGITS = 2**23  # query-token pairs of a block, at most
+UNSEEN = -1e30  # added to logits of tokens that a query does not read; finite, so that a row without tokens is no NaN
+
+
+def attend(pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scale: float) -> Tensor:
+    """Queries [sequences, n, q_heads, d] (left-padded) -> outputs of the same shape, float32.
+
+    `new` is what `store` returned for the same step. Outputs of padding are finite and meaningless.
+    """
+    sequences, n, q_heads, _ = q.shape
+    if not n:  # a step without tokens
+        return q.float()
+    parts = _Parts(pages.key.transform.dual(q).transpose(1, 2), scale)
+    tokens = min(BLOCK_TOKENS, max(1, BLOCK_LOGITS // (sequences * q_heads * n)))
+    for block in pages.step.once(_packed_blocks, pages.windows, tokens):
+        parts.add(block.columns, block.mask, *_unpack(pages, block))
+    if new is not None:
+        for window in pages.step.once(_window_blocks, pages.windows, tokens):
+            parts.add(window.columns, window.mask, *window.gather(pages.shadows, new))
+    out = parts.out.transpose(1, 2).unflatten(2, (pages.pool.shape[1], -1))  # [sequences, n, kv_heads, group, d]
+    return pages.value.transform.inverse(out.transpose(2, 3)).transpose(2, 3).flatten(2, 3)
+
+
+def _unpack(pages: LayerPages, block: "_PackedBlock") -> tuple[Tensor, Tensor]:
+    """The keys and values [sequences, kv_heads, tokens, d] of a block, float32."""
+    sequences, parts = len(pages.step.lengths), []
+    tokens = len(block.pages) // sequences * pages.step.page_size
+    for sides, *views in pages.sides:
+        gathered = []
+        for view in views:  # [pages, page_size, kv_heads, sides, …] -> [kv_heads, sides, sequences, tokens, …]
+            by_page = view.permute(2, 3, 0, 1, 4).index_select(2, block.pages)
+            gathered.append(by_page.view(*by_page.shape[:2], sequences, tokens, view.shape[-1]))
+        parts.append(pages.codec(sides).dequantize(*gathered))
+    x = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))[..., : block.tokens, :]
+    if block.unwritten is not None:
+        x = x.masked_fill_(block.unwritten, 0)
+    return x[:, 0].transpose(0, 1), x[:, 1].transpose(0, 1)
+
+
+class _Parts:
+    """Attention of queries [sequences, q_heads, n, d], part by part."""
+
+    def __init__(self, queries: Tensor, scale: float) -> None:
+        self.queries, self.scale = queries, scale
+        self.out = torch.zeros_like(queries)
+        self.weight: Tensor | None = None  # log-sum-exp so far; None before the first part
+
+    def add(self, columns: slice, mask: Tensor | None, k: Tensor, v: Tensor) -> None:
+        """Add tokens k, v [sequences, kv_heads, tokens, d] for the queries in `columns`; `mask` [sequences, 1, columns,
+        tokens] is added to their logits."""
+        part, weight = _flash(self.queries[:, :, columns], k, v, mask, self.scale)
+        weight = weight.unsqueeze(-1)
+        if self.weight is None and part.shape == self.out.shape:
+            self.out, self.weight = part, weight
+            return
+        if self.weight is None:
+            self.weight = self.out.new_full((*self.out.shape[:-1], 1), 2 * UNSEEN)
+        out, old = self.out[:, :, columns], self.weight[:, :, columns]
+        # by the share of this part in both together; exact at 0 and 1, so that an unseen part leaves no rounding behind
+        out.lerp_(part, torch.sigmoid(weight - old))
+        old.copy_(torch.logaddexp(old, weight))
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """softmax(scale·q·kᵀ + mask)·v with q [sequences, q_heads, n, d] and k, v [sequences, kv_heads, tokens, d], and the
+    log-sum-exp of the logits."""
+    if q.device.type == "cpu":
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return flash(q, k, v, attn_mask=mask, scale=scale)
+    kv_heads = k.shape[1]
+    logits = (q.unflatten(1, (kv_heads, -1)) @ k.unsqueeze(2).transpose(-1, -2)).mul_(scale)
+    if mask is not None:
+        logits += mask.unsqueeze(1)
+    out = torch.softmax(logits, dim=-1) @ v.unsqueeze(2)
+    return out.flatten(1, 2), torch.logsumexp(logits, dim=-1).flatten(1, 2)
+
+
+@dataclass(frozen=True)
+class _PackedBlock:
+    pages: Tensor  # int64[sequences · pages]
+    tokens: int  # of them, from the first: the rest is seen by no query
+    columns: slice  # the queries that see anything of it
+    mask: Tensor | None  # float[sequences, 1, columns, tokens]: 0 or UNSEEN; None: they see all of it
+    unwritten: Tensor | None  # bool[sequences, tokens, 1]: beyond the end of a shorter sequence
+
+
+def _packed_blocks(step: Step, windows: Windows, block_tokens: int) -> list[_PackedBlock]:
+    """Every token between the windows, in blocks of whole pages."""
+    device, longest, shortest = step.table.device, max(step.lengths), min(step.lengths)
+    end = max(0, longest - windows.recent)
+    block_pages = max(1, block_tokens // step.page_size)
+    blocks = []
+    for page in range(windows.sink // step.page_size, -(-end // step.page_size), block_pages):
+        table = step.table[:, page : page + block_pages]
+        start, stop = page * step.page_size, min((page + block_pages) * step.page_size, end)
+        columns = slice(max(0, start + windows.recent - (longest - step.n)), step.n)
+        mask = unwritten = None
+        if start < windows.sink or stop > shortest - step.n + columns.start + 1 - windows.recent:
+            tokens = torch.arange(start, stop)
+            position = step.positions[:, columns].unsqueeze(-1)
+            mask = _additive((tokens >= windows.sink) & (tokens <= position - windows.recent)).to(device)
+        if stop > shortest:
+            unwritten = (torch.arange(start, stop) >= torch.tensor(step.lengths).unsqueeze(1)).to(device)[..., None]
+        blocks.append(_PackedBlock(table.flatten(), stop - start, columns, mask, unwritten))
+    return blocks
+
+
+@dataclass(frozen=True)
+class _WindowBlock:
+    columns: slice  # the queries that see anything of it
+    mask: Tensor  # float[sequences, 1, columns, tokens]: 0 or UNSEEN
+    column: Tensor  # int64[sequences, tokens]: the column of each token in the step, 0 where it is not of the step
+    old: tuple[Tensor, Tensor]  # row and place of the tokens that are older than the step,
+    shadow: tuple[Tensor, Tensor]  # and their shadow page and offset in it
+
+    def gather(self, shadows: Tensor, new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """The keys and values [sequences, kv_heads, tokens, d], float32."""
+        row = torch.arange(len(self.column), device=self.column.device).unsqueeze(1)
+        old = shadows[self.shadow[0], :, :, self.shadow[1]]  # [tokens, kv_heads, 2, d]
+        k, v = (states[row, self.column] for states in new)  # [sequences, tokens, kv_heads, d]
+        k[self.old], v[self.old] = old[:, :, 0], old[:, :, 1]
+        return k.transpose(1, 2).float(), v.transpose(1, 2).float()
+
+
+def _window_blocks(step: Step, windows: Windows, block_tokens: int) -> list[_WindowBlock]:
+    """The tokens that some query of the step reads in 16 bits: of the sink, and of the recent windows."""
+    sink = [range(min(windows.sink, length)) for length in step.lengths]
+    recent = [
+        range(max(windows.sink, windows.before(start).start), length if windows.recent else 0)
+        for start, length in zip(step.starts, step.lengths, strict=True)
+    ]
+    blocks = []
+    for rows, seen_for in ((sink, max(step.lengths)), (recent, windows.recent)):
+        tokens = pad_sequence(
+            [torch.tensor(row, dtype=torch.int64) for row in rows], batch_first=True, padding_value=-1
+        )
+        for block in tokens.split(block_tokens, dim=1):
+            if (block >= 0).any():
+                blocks.append(_window_block(step, block, seen_for))
+    return blocks
+
+
+def _window_block(step: Step, tokens: Tensor, seen_for: int) -> _WindowBlock:
+    """Tokens by position [sequences, width] (-1: none), each seen by the `seen_for` queries from its own position on."""
+    device, lengths = step.table.device, torch.tensor(step.lengths).unsqueeze(1)
+    first = int(tokens[tokens >= 0].min()) - (max(step.lengths) - step.n)
+    last = int(tokens.max()) + seen_for - (min(step.lengths) - step.n)
+    columns = slice(max(0, first), max(0, min(step.n, last)))
+    position, token = step.positions[:, columns].unsqueeze(-1), tokens.unsqueeze(1)
+    mask = (token >= 0) & (token <= position) & (token > position - seen_for)
+    old = (tokens >= 0) & (tokens < torch.tensor(step.starts).unsqueeze(1))
+    row, place = (index.to(device) for index in torch.nonzero(old, as_tuple=True))
+    old_tokens = tokens[old].to(device)
+    return _WindowBlock(
+        columns,
+        _additive(mask).to(device),
+        (tokens - lengths + step.n).clamp_min(0).to(device),
+        (row, place),
+        (step.shadow_table[row, old_tokens // step.page_size], old_tokens % step.page_size),
+    )
+
+
+def _additive(seen: Tensor) -> Tensor:
+    return torch.zeros(seen.shape).masked_fill_(~seen, UNSEEN).unsqueeze(1)

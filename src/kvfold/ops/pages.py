@@ -1,0 +1,91 @@
+"""What an op sees: one layer's bytes, and where the tokens of the step lie in them."""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from kvfold.codec import Codec
+from kvfold.layout import PageLayout
+from kvfold.windows import Windows
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One call's new tokens of a batch of sequences, the same for all layers.
+
+    They come as a left-padded batch [sequences, n, heads, d]: column i of row b is the token at position
+    `lengths[b] − n + i`, and is padding where that lies before `starts[b]`.
+    """
+
+    n: int
+    starts: Sequence[int]  # tokens of each sequence before this step
+    lengths: Sequence[int]  # and with it
+    page_size: int
+    table: Tensor  # int64[sequences, pages of the longest]; rows are padded with page 0
+    shadow_table: Tensor  # like table, the shadow of each page, -1 where it has none
+    _memory: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def once(self, make: Callable[..., T], *arguments: Hashable) -> T:
+        """make(step, *arguments), computed when the first layer asks for it."""
+        key = (make, arguments)
+        if key not in self._memory:
+            self._memory[key] = make(self, *arguments)
+        return self._memory[key]
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """int64[sequences, n], in host memory."""
+        return torch.tensor(self.lengths).unsqueeze(1) - self.n + torch.arange(self.n)
+
+    @cached_property
+    def _new(self) -> tuple[Tensor, Tensor]:
+        """Row and column of every new token."""
+        row, column = torch.nonzero(self.positions >= torch.tensor(self.starts).unsqueeze(1), as_tuple=True)
+        return row.to(self.table.device), column.to(self.table.device)
+
+    @cached_property
+    def slots(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Page, shadow page (-1: none) and offset in them of every new token."""
+        position = self.positions.to(self.table.device)[self._new]
+        index = (self._new[0], position // self.page_size)
+        return self.table[index], self.shadow_table[index], position % self.page_size
+
+    def gather(self, batch: Tensor) -> Tensor:
+        """The new tokens [tokens, heads, d] of a padded batch."""
+        return batch.flatten(0, 1) if self._dense else batch[self._new]
+
+    def scatter(self, tokens: Tensor) -> Tensor:
+        """The inverse of `gather`, with zeros for padding."""
+        if self._dense:
+            return tokens.unflatten(0, (len(self.lengths), self.n))
+        batch = tokens.new_zeros(len(self.lengths), self.n, *tokens.shape[1:])
+        batch[self._new] = tokens
+        return batch
+
+    @cached_property
+    def _dense(self) -> bool:
+        return len(self._new[0]) == len(self.lengths) * self.n
+
+
+@dataclass(frozen=True)
+class LayerPages:
+    """One layer of a paged cache during a step."""
+
+    step: Step
+    key: Codec
+    value: Codec
+    layout: PageLayout
+    windows: Windows
+    pool: Tensor  # uint8[pages, kv_heads, page_bytes]
+    sides: list[tuple[slice, Tensor, Tensor]]  # layout.sides(pool): views of it, by token
+    shadows: Tensor  # 16-bit float [shadow pages, kv_heads, 2 (K, V), page_size, d]
+
+    def codec(self, sides: slice) -> Codec:
+        """The codec whose layout these sides (0: keys, 1: values) have."""
+        return (self.key, self.value)[sides.start]

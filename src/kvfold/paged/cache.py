@@ -1,0 +1,138 @@
+"""PagedCache: packed pages of all layers of a batch of sequences."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvfold.codec import Codec
+from kvfold.layout import PageLayout
+from kvfold.ops.attend import attend
+from kvfold.ops.pages import LayerPages, Step
+from kvfold.ops.store import store
+from kvfold.paged.shadows import Shadows
+from kvfold.paged.tables import PageTables
+from kvfold.windows import Windows
+
+
+class PagedCache:
+    """uint8[pages, kv_heads, page_bytes] per layer, one page table for all layers, 16-bit shadows for the windows.
+
+    A step is `extend(counts)`, then `attend(layer, q, k, v)` for every layer: it packs the new tokens and lets the
+    queries read. What a query reads depends on its position alone, so that the size of steps changes nothing.
+    """
+
+    def __init__(
+        self,
+        codecs: Sequence[tuple[Codec, Codec]],  # keys and values of each layer
+        kv_heads: int,
+        sequences: int,
+        *,
+        windows: Windows | None = None,
+        page_size: int = 16,
+        wide: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.codecs = list(codecs)
+        self.kv_heads = kv_heads
+        self.device = torch.device(device)
+        self.layouts = [PageLayout(key.layout, value.layout, page_size) for key, value in self.codecs]
+        windows = windows or Windows()
+        # a layer that is stored in 16 bits needs no 16-bit copies
+        self.windows = [Windows() if _is_raw(key) and _is_raw(value) else windows for key, value in self.codecs]
+        self.tables = PageTables(page_size, sequences)
+        self.shadow_map = Shadows(windows)
+        self.step = self._describe(self.lengths, 0)
+        self.pools = [layout.allocate(0, kv_heads, self.device) for layout in self.layouts]
+        self._sides = [layout.sides(pool) for layout, pool in zip(self.layouts, self.pools, strict=True)]
+        self.shadows = [
+            torch.empty(0, kv_heads, 2, page_size, layout.key.dims, dtype=wide, device=self.device)
+            for layout in self.layouts
+        ]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence."""
+        return self.tables.lengths
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of all pages and shadow pages, in use or not."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in (*self.pools, *self.shadows))
+
+    def extend(self, counts: Sequence[int]) -> None:
+        """Begin a step: make room for `counts[i]` more tokens in sequence i."""
+        starts = list(self.lengths)
+        copies = self.tables.extend(counts)
+        shadow_copies = [pair for copy in copies if (pair := self.shadow_map.copy(*copy)) is not None]
+        self.shadow_map.update(self.tables, starts)
+        if self.tables.capacity > len(self.pools[0]):
+            self.pools = [_grown(pool, self.tables.capacity) for pool in self.pools]
+            self._sides = [layout.sides(pool) for layout, pool in zip(self.layouts, self.pools, strict=True)]
+        self.shadows = [
+            _grown(shadows, self.shadow_map.capacity) if windows else shadows
+            for shadows, windows in zip(self.shadows, self.windows, strict=True)
+        ]
+        for tensors, pairs in ((self.pools, copies), (self.shadows, shadow_copies)):
+            for tensor in tensors:
+                for source, target in pairs if len(tensor) else ():
+                    tensor[target] = tensor[source]
+        self.step = self._describe(starts, max(counts, default=0))
+
+    def _describe(self, starts: list[int], n: int) -> Step:
+        width = max(map(len, self.tables.pages), default=0)
+        table = [pages + [0] * (width - len(pages)) for pages in self.tables.pages]
+        shadow_table = [[self.shadow_map.of.get(page, -1) for page in pages] for pages in table]
+        return Step(
+            n,
+            starts,
+            list(self.lengths),
+            self.tables.page_size,
+            torch.tensor(table, dtype=torch.int64, device=self.device),
+            torch.tensor(shadow_table, dtype=torch.int64, device=self.device),
+        )
+
+    def pages(self, layer: int) -> LayerPages:
+        """What ops see of a layer."""
+        return LayerPages(
+            self.step,
+            *self.codecs[layer],
+            self.layouts[layer],
+            self.windows[layer],
+            self.pools[layer],
+            self._sides[layer],
+            self.shadows[layer],
+        )
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Pack the step's new tokens of a layer and attend its queries.
+
+        All are [sequences, n, heads, d] with n the largest of the step's counts, left-padded where a count is smaller.
+        """
+        pages = self.pages(layer)
+        return attend(pages, q, store(pages, k, v), scale)
+
+    def crop(self, counts: Sequence[int]) -> None:
+        """Forget the last `counts[i]` tokens of sequence i."""
+        lengths = [length - count for length, count in zip(self.lengths, counts, strict=True)]
+        if min(counts, default=0) < 0 or min(lengths, default=0) < 0:
+            raise ValueError(f"cannot remove {list(counts)} tokens from sequences of {self.lengths}")
+        self.shadow_map.check_crop(self.tables, lengths)
+        self.tables.crop(counts)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Make the batch sequences `rows` of the old one; a row named twice is forked, its pages shared."""
+        self.tables.select(rows)
+
+
+def _is_raw(codec: Codec) -> bool:
+    return all(segment.rule == "raw" for segment in codec.layout.segments)
+
+
+def _grown(tensor: Tensor, size: int) -> Tensor:
+    """`tensor` with room for at least `size` pages; small growth takes a sixteenth more, so that copies stay rare."""
+    if size <= len(tensor):
+        return tensor
+    grown = tensor.new_empty((max(size, len(tensor) + len(tensor) // 16), *tensor.shape[1:]))
+    grown[: len(tensor)] = tensor
+    return grown

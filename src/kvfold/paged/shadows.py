@@ -1,0 +1,56 @@
+"""16-bit shadow pages: copies of the pages that the windows of some sequence reach into."""
+
+from collections.abc import Sequence
+
+from kvfold.paged.tables import PageTables
+from kvfold.windows import ROLLBACK, Windows
+
+
+class Shadows:
+    """page -> shadow page, keyed by the physical page, so that sequences that share pages share their shadows.
+
+    A shadow is given to a page when its first tokens arrive, and taken back at the first `update` at which no window
+    reaches into the page any more; so tokens of the last step can be rolled back without losing anything.
+    """
+
+    def __init__(self, windows: Windows) -> None:
+        self.windows = windows
+        self.of: dict[int, int] = {}
+        self.capacity = 0
+        self.free: list[int] = []
+
+    def update(self, tables: PageTables, starts: Sequence[int]) -> None:
+        """After `tables` grew from lengths `starts`: keep, give and take back shadows."""
+        wanted = {
+            pages[index]
+            for pages, start, length in zip(tables.pages, starts, tables.lengths, strict=True)
+            for index in self.windows.pages(start, length, tables.page_size)
+        }
+        for page in self.of.keys() - wanted:
+            self.free.append(self.of.pop(page))
+        for page in sorted(wanted - self.of.keys()):
+            self.of[page] = self._take()
+
+    def copy(self, source: int, target: int) -> tuple[int, int] | None:
+        """Give `target` a shadow if `source` has one; returns the shadow pages to be copied."""
+        if source not in self.of:
+            return None
+        if target not in self.of:  # a page that was freed since the last update still has its shadow
+            self.of[target] = self._take()
+        return self.of[source], self.of[target]
+
+    def check_crop(self, tables: PageTables, lengths: Sequence[int]) -> None:
+        """Refuse to roll back to `lengths` where 16-bit copies that would be read again are gone."""
+        for pages, length in zip(tables.pages, lengths, strict=True):
+            if any(pages[token // tables.page_size] not in self.of for token in self.windows.before(length)):
+                raise ValueError(
+                    f"cannot roll back to {length} tokens: with recent={self.windows.recent} at most the last {ROLLBACK} "
+                    "tokens of the last step can be removed, since the 16-bit copies of the tokens before them are gone. "
+                    "Feed the prefix again, or use a recipe with recent=0"
+                )
+
+    def _take(self) -> int:
+        if not self.free:
+            self.free.append(self.capacity)
+            self.capacity += 1
+        return self.free.pop()

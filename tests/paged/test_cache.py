@@ -1,0 +1,922 @@
+"""PagedCache against an independent model: the raw keys and values of every token, and float64 attention over what the
+definition says a query at position t reads."""
+
+import functools
+import itertools
+import random
+import resource
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from kvfold.codec import Codec
+from kvfold.layout import SlotLayout, affine_slot, raw_slot
+from kvfold.ops.attend import blocked, naive
+from kvfold.ops.store import store
+from kvfold.paged import PagedCache
+from kvfold.recipe import Recipe
+from kvfold.recipes import parse
+from kvfold.windows import Windows
+
+ROLLBACK = 32  # what the documentation promises
+LAYERS = 2
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _poisoned_memory() -> Iterator[None]:
+    """Fresh memory is 0xFF bytes, and NaN as numbers of 16 or 32 bits."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_fresh_memory_is_poisoned():
+    cache = make_cache(Setup())
+    cache.extend([40])
+    assert all((pool == 0xFF).all() and len(pool) for pool in cache.pools)
+    assert all(shadows.isnan().all() and len(shadows) for shadows in cache.shadows)
+
+
+@dataclass(frozen=True)
+class Setup:
+    recipe: str = "saw-int4:sink=3,recent=7"
+    page_size: int = 4
+    kv_heads: int = 2
+    ratio: int = 3  # query heads of a KV head
+    dims: int = 16
+    centred: bool = True
+    dtype: torch.dtype = torch.float32
+    wide: torch.dtype = torch.bfloat16
+    value_bits: int | None = None  # where values are stored in another width than keys
+
+    @property
+    def parsed(self) -> Recipe:
+        return parse(self.recipe)
+
+    @property
+    def windows(self) -> Windows:
+        return self.parsed.windows
+
+    @property
+    def scale(self) -> float:
+        return self.dims**-0.5
+
+    def means(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+        if not self.centred:
+            return None, None
+        generator = torch.Generator().manual_seed(100 + layer)
+        mean = torch.randn(2, self.kv_heads, self.dims, generator=generator)
+        return 4 * mean[0], mean[1]
+
+    def codecs(self) -> list[tuple[Codec, Codec]]:
+        result = []
+        for layer in range(LAYERS):
+            key, value = self.parsed.layer_codecs(layer, self.dims, self.wide, self.means(layer))
+            if self.value_bits is not None:
+                layout = raw_slot(self.dims) if self.value_bits == 16 else affine_slot(self.dims, self.value_bits)
+                value = Codec(layout, value.transform, self.wide)
+            result.append((key, value))
+        return result
+
+
+def make_cache(setup: Setup, sequences: int = 1, *, shuffled: int | None = None, pages: int = 40) -> PagedCache:
+    """An empty cache; `shuffled`: one whose free pages and shadow pages come in random order, as after long service."""
+    cache = PagedCache(
+        setup.codecs(),
+        setup.kv_heads,
+        sequences,
+        windows=setup.windows,
+        page_size=setup.page_size,
+        wide=setup.wide,
+    )
+    if shuffled is not None:
+        rng = random.Random(shuffled)
+        cache.tables.references = [0] * pages
+        cache.tables.free = rng.sample(range(pages), pages)
+        cache.shadow_map.capacity = pages
+        cache.shadow_map.free = rng.sample(range(pages), pages)
+    return cache
+
+
+# --- the model
+
+
+def hadamard(dims: int, order: int) -> np.ndarray:
+    signs = [[(-1.0) ** (i & j).bit_count() for j in range(order)] for i in range(order)]
+    return np.kron(np.eye(dims // order), np.array(signs))
+
+
+def decoded(slots: torch.Tensor, layout: SlotLayout) -> np.ndarray:
+    """Affine slots uint8[..., slot_bytes] of 2, 4 or 8 bits -> float64[..., d], from the bytes as documented."""
+    data = slots.numpy()
+    meta = np.ascontiguousarray(data[..., layout.code_bytes :]).view("<f2").astype(np.float64)
+    parts, byte = [], 0
+    for index, segment in enumerate(layout.segments):
+        size = (segment.stop - segment.start) * segment.bits // 8
+        packed = data[..., byte : byte + size]
+        codes = [
+            (packed >> shift) % 2**segment.bits if segment.bits < 8 else packed for shift in range(0, 8, segment.bits)
+        ]
+        parts.append(np.concatenate(codes, -1) * meta[..., 2 * index, None] + meta[..., 2 * index + 1, None])
+        byte += size
+    return np.concatenate(parts, -1)
+
+
+@dataclass(frozen=True)
+class Side:
+    """Keys or values of one layer, by their definition."""
+
+    codec: Codec
+    mean: np.ndarray  # [kv_heads, d]
+    matrix: np.ndarray  # signs of the rotation
+    order: int
+
+    def stored(self, x: torch.Tensor) -> np.ndarray:
+        """Tokens [n, kv_heads, d] -> float64[n, 2, kv_heads, d]: as queries read them in 16 bits, and packed."""
+        centred = x.float().numpy() - self.mean.astype(np.float32)
+        y = (centred.astype(np.float64) @ self.matrix * self.order**-0.5).astype(np.float32)
+        wide = torch.from_numpy(y).to(self.codec.wide).double().numpy()
+        if self.codec.layout.segments[0].rule == "raw":
+            return np.stack((wide, wide), axis=1)
+        return np.stack((wide, decoded(self.codec.encode(x), self.codec.layout)), axis=1)
+
+    def rotated(self, x: np.ndarray) -> np.ndarray:
+        return x @ self.matrix * self.order**-0.5
+
+
+@functools.cache
+def sides(setup: Setup, layer: int) -> tuple[Side, Side]:
+    recipe, result = setup.parsed, []
+    raw = layer in recipe.skip or recipe.name == "bf16"
+    for which, codec in enumerate(setup.codecs()[layer]):
+        rotates = (
+            not raw and (recipe.name == "quarot-int2" or recipe.name == "saw-int4") and (not which or recipe.values)
+        )
+        order = (recipe.order or setup.dims & -setup.dims) if rotates else 1
+        mean = setup.means(layer)[which] if setup.centred and recipe.centre and not raw else None
+        zero = np.zeros((setup.kv_heads, setup.dims))
+        mean64 = zero if mean is None else mean.double().numpy()
+        result.append(Side(codec, mean64, hadamard(setup.dims, order), order))
+    return result[0], result[1]
+
+
+@dataclass(frozen=True)
+class Token:
+    raw: torch.Tensor  # [layers, 2, kv_heads, d]: what was fed
+    stored: np.ndarray  # float64[layers, 2 (K, V), 2 (16 bits, packed), kv_heads, d]
+
+
+def attention(setup: Setup, layer: int, tokens: Sequence[Token], q: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """What the last n tokens of a sequence must get for queries q [n, q_heads, d], and how far float32 may be off."""
+    keys, values = sides(setup, layer)
+    k, v = np.stack([token.stored[layer] for token in tokens]).transpose(1, 2, 0, 3, 4)  # [2, tokens, kv_heads, d]
+    j, t = np.arange(len(tokens)), np.arange(len(tokens) - len(q), len(tokens))[:, None]
+    wide = (j < setup.windows.sink) | (j > t - setup.windows.recent)  # [n, tokens]
+    grouped = q.double().numpy().reshape(len(q), setup.kv_heads, setup.ratio, setup.dims)
+    queries = keys.rotated(grouped) * setup.scale
+    logits = np.where(wide[:, None, None], *(np.einsum("nhgd,jhd->nhgj", queries, form) for form in k))
+    logits = np.where((j <= t)[:, None, None], logits, -np.inf)
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    mixed = sum(
+        np.einsum("nhgj,jhd->nhgd", weights * mask[:, None, None], form)
+        for mask, form in zip((wide, ~wide), v, strict=True)
+    )
+    out = values.rotated(mixed) + values.mean[:, None]
+    # a logit is a sum of products s·c·q and o·q, whose rounding errors are as large as the largest of them allow
+    terms = np.abs(queries).sum(-1).max() * 2 * np.abs(k).max()
+    size = np.abs(v).max() * setup.dims**0.5 + np.abs(values.mean).max()
+    return out.reshape(q.shape), (16 * 2**-24 * (4 + terms)) * size
+
+
+class World:
+    """A cache and its model, fed with the same tokens. Every step is checked."""
+
+    def __init__(self, setup: Setup, sequences: int, seed: int) -> None:
+        self.setup, self.generator = setup, torch.Generator().manual_seed(seed)
+        self.cache = make_cache(setup, sequences, shuffled=seed)
+        self.cache.extend([0] * sequences)
+        self.rows: list[list[Token]] = [[] for _ in range(sequences)]
+        self.starts, self.tops = [0] * sequences, [0] * sequences  # lengths before and after the last step
+
+    def randn(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.generator)
+
+    def tokens(self, count: int) -> list[Token]:
+        setup = self.setup
+        raw = (2 * self.randn(count, LAYERS, 2, setup.kv_heads, setup.dims)).to(setup.dtype)
+        stored = np.zeros((count, LAYERS, 2, 2, setup.kv_heads, setup.dims))
+        for layer, which in itertools.product(range(LAYERS), range(2)):
+            mean = setup.means(layer)[which]
+            if mean is not None:
+                raw[:, layer, which] += mean.to(setup.dtype)
+            stored[:, layer, which] = sides(setup, layer)[which].stored(raw[:, layer, which])
+        return [Token(*token) for token in zip(raw, stored, strict=True)]
+
+    def batch(self, new: list[list[Token]], columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """q [layers, sequences, columns, q_heads, d] and kv [layers, 2, sequences, columns, kv_heads, d], left-padded:
+        queries with anything, keys and values with NaN."""
+        setup = self.setup
+        heads = setup.kv_heads * setup.ratio
+        q = self.randn(LAYERS, len(new), columns, heads, setup.dims).to(setup.dtype)
+        kv = torch.full((LAYERS, 2, len(new), columns, setup.kv_heads, setup.dims), torch.nan, dtype=setup.dtype)
+        for row, tokens in enumerate(new):
+            for column, token in enumerate(tokens, start=columns - len(tokens)):
+                kv[:, :, row, column] = token.raw
+        return q, kv
+
+    def step(self, counts: Sequence[int]) -> None:
+        new = [self.tokens(count) for count in counts]
+        columns = max(counts)
+        q, kv = self.batch(new, columns)
+        self.starts = [len(tokens) for tokens in self.rows]
+        self.cache.extend(counts)
+        for tokens, more in zip(self.rows, new, strict=True):
+            tokens.extend(more)
+        self.tops = [len(tokens) for tokens in self.rows]
+        assert self.cache.lengths == self.tops
+        for layer in range(LAYERS):
+            out = self.cache.attend(layer, q[layer], *kv[layer], self.setup.scale)
+            assert out.dtype == torch.float32
+            assert out.shape == q[layer].shape
+            assert out.isfinite().all(), "padding must be finite, too"
+            outputs = [out]
+            if columns <= 2:  # the definition is slow
+                pages = self.cache.pages(layer)
+                outputs.append(naive.attend(pages, q[layer], store(pages, *kv[layer]), self.setup.scale))
+            for row, count in enumerate(counts):
+                if count:
+                    expected, tolerance = attention(self.setup, layer, self.rows[row], q[layer, row, -count:])
+                    for got in outputs:
+                        error = np.abs(got[row, -count:].double().numpy() - expected).max()
+                        assert error <= tolerance, (layer, row, error, tolerance)
+
+    def failing_step(self, counts: Sequence[int], layer: int) -> None:
+        """A NaN arrives in the last token of the last row that has one; the engine takes the step back."""
+        self.starts = [len(tokens) for tokens in self.rows]
+        q, kv = self.batch([self.tokens(count) for count in counts], max(counts))
+        row = max(row for row, count in enumerate(counts) if count)
+        kv[layer, self.starts[row] % 2, row, -1, -1, -1] = torch.nan
+        self.cache.extend(counts)
+        for before in range(layer):
+            self.cache.attend(before, q[before], *kv[before], self.setup.scale)
+        memory = [tensor.clone() for tensor in (*self.cache.pools, *self.cache.shadows)]
+        with pytest.raises(ValueError, match="NaN"):
+            self.cache.attend(layer, q[layer], *kv[layer], self.setup.scale)
+        assert all(same_bits(*pair) for pair in zip(memory, (*self.cache.pools, *self.cache.shadows), strict=True))
+        self.cache.crop(counts)
+        self.tops = list(self.starts)
+        assert self.cache.lengths == self.starts
+
+    def crop(self, counts: Sequence[int]) -> bool:
+        """Roll back; false where that is refused, which it may be beyond what is promised."""
+        lengths = [len(tokens) - count for tokens, count in zip(self.rows, counts, strict=True)]
+        promised = not self.setup.windows.recent or all(
+            length >= max(start, top - ROLLBACK) or length == start or not count
+            for length, start, top, count in zip(lengths, self.starts, self.tops, counts, strict=True)
+        )
+        before, refusal = self.snapshot(), None
+        try:
+            self.cache.crop(counts)
+        except ValueError as error:
+            refusal = str(error)
+        if refusal is not None:
+            assert "cannot roll back to" in refusal
+            assert not promised
+            assert self.snapshot() == before
+            return False
+        self.rows = [tokens[:length] for tokens, length in zip(self.rows, lengths, strict=True)]
+        assert self.cache.lengths == lengths
+        self.poison()
+        return True
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.cache.select(rows)
+        self.rows = [list(self.rows[row]) for row in rows]
+        self.starts, self.tops = [self.starts[row] for row in rows], [self.tops[row] for row in rows]
+        self.poison()
+
+    def snapshot(self) -> tuple:
+        tables, shadows = self.cache.tables, self.cache.shadow_map
+        memory = [tensor.view(torch.uint8).numpy().tobytes() for tensor in (*self.cache.pools, *self.cache.shadows)]
+        state = (
+            tables.pages,
+            tables.lengths,
+            tables.references,
+            tables.free,
+            shadows.of,
+            shadows.free,
+            shadows.capacity,
+        )
+        return repr(state), memory
+
+    def poison(self) -> None:
+        """Overwrite every slot, and every 16-bit copy, that holds no token of a living sequence."""
+        cache, size = self.cache, self.setup.page_size
+        live = torch.zeros(cache.tables.capacity, size, dtype=torch.bool)
+        for pages, length in zip(cache.tables.pages, cache.lengths, strict=True):
+            for token in range(length):
+                live[pages[token // size], token % size] = True
+        live_shadows = torch.zeros(cache.shadow_map.capacity, size, dtype=torch.bool)
+        for page, shadow in cache.shadow_map.of.items():
+            live_shadows[shadow] = live[page]
+        for layout, pool, shadows in zip(cache.layouts, cache.pools, cache.shadows, strict=True):
+            dead = ~torch.cat((live, live.new_zeros(len(pool) - len(live), size)))[:, None].expand(
+                -1, pool.shape[1], -1
+            )
+            for codes, meta in (layout.key_views(pool), layout.value_views(pool)):
+                codes[dead], meta[dead] = 0xFF, torch.nan
+            if len(shadows):
+                more = len(shadows) - len(live_shadows)
+                kept = torch.cat((live_shadows, live.new_zeros(more, size)))[:, None, None]
+                shadows.masked_fill_(~kept[..., None], torch.nan)
+
+    def check_bookkeeping(self) -> None:
+        """No shadow page is lost, none has two owners."""
+        shadows = self.cache.shadow_map
+        assert sorted([*shadows.of.values(), *shadows.free]) == list(range(shadows.capacity))
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+# --- random histories
+
+RECIPES = [
+    "int4",
+    "int2:group=8",
+    "int8:centre=false",
+    "saw-int4:values=true",
+    "saw-int4:order=4,skip=0",
+    "quarot-int2:group=8,skip=1",
+    "saw-int4:values=true,order=8,group=4",
+]
+WINDOWS = ["sink=0,recent=0", "sink=4,recent=0", "sink=0,recent=5", "sink=3,recent=7", "sink=20,recent=30", "recent=1"]
+PAGE_SIZES = [1, 3, 16, 64]
+HEADS = [(1, 4), (2, 3), (3, 1), (2, 4)]  # KV heads, query heads of each
+
+
+def setups() -> list[Setup]:
+    """Each window with each page size, the rest dealt out among them; then other head dimensions and types."""
+    dealt = itertools.cycle(RECIPES), itertools.cycle(HEADS)
+    result = []
+    for windows, page_size in itertools.product(WINDOWS, PAGE_SIZES):
+        recipe, (kv_heads, ratio) = map(next, dealt)
+        joined = ",".join((recipe, windows)) if ":" in recipe else f"{recipe}:{windows}"
+        result.append(Setup(joined, page_size, kv_heads, ratio))
+    result += [
+        Setup("bf16", 3),
+        Setup("bf16", 16, wide=torch.float16, dtype=torch.float16),
+        Setup("saw-int4:sink=2,recent=6", 4, dims=80, dtype=torch.bfloat16),
+        Setup("saw-int4:sink=2,recent=6,values=true", 16, dims=64, dtype=torch.float16, wide=torch.float16),
+        Setup("int4:sink=2,recent=6", 16, dims=128, centred=False),
+        Setup("quarot-int2:sink=1,recent=3", 2, dims=96),
+        Setup("saw-int4:sink=3,recent=7,values=true", 4, value_bits=2),
+        Setup("int2:sink=3,recent=7", 3, value_bits=8),
+        Setup("saw-int4:sink=3,recent=7", 4, value_bits=16),
+        Setup("bf16", 4, value_bits=4),
+    ]
+    return result
+
+
+def describe(setup: Setup) -> str:
+    values = "" if setup.value_bits is None else f"-v{setup.value_bits}"
+    return f"{setup.recipe}-page{setup.page_size}-{setup.kv_heads}x{setup.ratio}-d{setup.dims}{values}"
+
+
+@pytest.mark.parametrize("setup", setups(), ids=describe)
+def test_random_histories(setup, monkeypatch):
+    rng = random.Random(describe(setup))
+    monkeypatch.setattr(blocked, "BLOCK_TOKENS", rng.choice((3, 20, 1024)))
+    world = World(setup, 3, rng.randrange(2**31))
+    world.step([rng.randrange(1, 50), 0, rng.randrange(1, 20)])
+    operations = ["decode"] * 4 + ["extend"] * 3 + ["crop"] * 3 + ["select"] * 2 + ["fail"]
+    for _ in range(14):
+        sequences, operation = len(world.rows), rng.choice(operations)
+        if operation == "decode":
+            world.step([1] * sequences)
+        elif operation == "extend":
+            largest = rng.choice((2, 6, 36))
+            world.step([rng.randrange(largest + 1) for _ in range(sequences)])
+        elif operation == "crop":
+            last = [top - start for start, top in zip(world.starts, world.tops, strict=True)]
+            some = [rng.choice((0, 1, 3, count, rng.randrange(60))) for count in last]
+            world.crop([min(count, len(tokens)) for count, tokens in zip(some, world.rows, strict=True)])
+        elif operation == "select":
+            world.select([rng.randrange(sequences) for _ in range(rng.choice((2, 3, 4)))])
+        else:
+            world.failing_step([rng.randrange(1, 5) for _ in range(sequences)], rng.randrange(LAYERS))
+        world.check_bookkeeping()
+    world.step([1] * len(world.rows))
+
+
+class Histories(RuleBasedStateMachine):
+    """The same, with histories that shrink."""
+
+    @initialize(
+        recipe=st.sampled_from(RECIPES),
+        sink=st.sampled_from((0, 1, 4, 9)),
+        recent=st.sampled_from((0, 1, 2, 5, 20)),
+        page_size=st.sampled_from((1, 2, 4, 16)),
+        sequences=st.integers(1, 3),
+        seed=st.integers(0, 2**20),
+    )
+    def begin(self, recipe: str, sink: int, recent: int, page_size: int, sequences: int, seed: int) -> None:
+        text = f"{recipe}{',' if ':' in recipe else ':'}sink={sink},recent={recent}"
+        self.world = World(
+            Setup(text, page_size, kv_heads=1, ratio=2, dims=8 if "order" not in text else 16), sequences, seed
+        )
+
+    def room(self) -> bool:
+        return max(map(len, self.world.rows)) < 60
+
+    @precondition(room)
+    @rule(data=st.data(), largest=st.sampled_from((1, 4, 40)))
+    def extend(self, data: st.DataObject, largest: int) -> None:
+        self.world.step([data.draw(st.integers(0, largest)) for _ in self.world.rows])
+
+    @precondition(room)
+    @rule(steps=st.integers(1, 3))
+    def decode(self, steps: int) -> None:
+        for _ in range(steps):
+            self.world.step([1] * len(self.world.rows))
+
+    @rule(data=st.data())
+    def crop(self, data: st.DataObject) -> None:
+        self.world.crop([data.draw(st.integers(0, len(tokens))) for tokens in self.world.rows])
+
+    @rule(data=st.data())
+    def take_back(self, data: st.DataObject) -> None:
+        """Within the last step, as speculative decoding does."""
+        world = self.world
+        last = [
+            min(len(tokens), top - start)
+            for tokens, start, top in zip(world.rows, world.starts, world.tops, strict=True)
+        ]
+        world.crop([data.draw(st.integers(0, most)) for most in last])
+
+    @rule(data=st.data())
+    def select(self, data: st.DataObject) -> None:
+        self.world.select(data.draw(st.lists(st.integers(0, len(self.world.rows) - 1), min_size=1, max_size=4)))
+
+    @rule(count=st.integers(1, 40), layer=st.integers(0, LAYERS - 1))
+    def fail(self, count: int, layer: int) -> None:
+        self.world.failing_step([count] * len(self.world.rows), layer)
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.check_bookkeeping()
+            self.world.step([1] * len(self.world.rows))
+
+
+TestHistories = Histories.TestCase
+TestHistories.settings = settings(deadline=None, derandomize=True, max_examples=50, stateful_step_count=10)
+
+
+# --- how tokens were fed does not matter
+
+
+def feed(setup: Setup, cache: PagedCache, tokens: torch.Tensor, row: int = 0) -> list:
+    """Store tokens [n, layers, 2, kv_heads, d] of one sequence in one step; returns what `store` gave, by layer."""
+    counts = [0] * len(cache.lengths)
+    counts[row] = len(tokens)
+    cache.extend(counts)
+    batch = torch.full((len(counts), *tokens.shape), torch.nan, dtype=tokens.dtype)
+    batch[row] = tokens
+    return [store(cache.pages(layer), *batch[:, :, layer].unbind(2)) for layer in range(LAYERS)]
+
+
+def live_bytes(cache: PagedCache, layer: int, row: int) -> list[bytes]:
+    """Codes and metadata of each token of a sequence."""
+    layout, size, result = cache.layouts[layer], cache.tables.page_size, []
+    views = (*layout.key_views(cache.pools[layer]), *layout.value_views(cache.pools[layer]))
+    for token in range(cache.lengths[row]):
+        page = cache.tables.pages[row][token // size]
+        result.append(b"".join(view[page, :, token % size].contiguous().numpy().tobytes() for view in views))
+    return result
+
+
+def fed_in_chunks(sizes: Sequence[int]):
+    def run(setup: Setup, tokens: torch.Tensor) -> tuple[PagedCache, int, list]:
+        cache, new = make_cache(setup, 1, shuffled=sum(sizes) + len(sizes)), []
+        chunks = itertools.chain(sizes, itertools.repeat(sizes[-1]))
+        while len(tokens):
+            part, tokens = tokens.split([size := min(next(chunks), len(tokens)), len(tokens) - size])
+            new = feed(setup, cache, part)
+        return cache, 0, new
+
+    return run
+
+
+def fed_among_others(setup: Setup, tokens: torch.Tensor) -> tuple[PagedCache, int, list]:
+    """The middle row of a batch whose other rows come and go."""
+    cache, new = make_cache(setup, 3, shuffled=5), []
+    noise = torch.randn(200, *tokens.shape[1:], generator=torch.Generator().manual_seed(9)).to(tokens.dtype)
+    for index, part in enumerate(tokens.split(11)):
+        feed(setup, cache, noise[index : index + 5], row=2)
+        new = feed(setup, cache, part, row=1)
+        if index == 2:
+            cache.crop([0, 0, cache.lengths[2]])
+    return cache, 1, new
+
+
+def fed_with_rollbacks(setup: Setup, tokens: torch.Tensor) -> tuple[PagedCache, int, list]:
+    """Every step brings wrong tokens at its end, which are taken back."""
+    cache, new = make_cache(setup, 1, shuffled=6), []
+    noise = torch.randn(30, *tokens.shape[1:], generator=torch.Generator().manual_seed(9)).to(tokens.dtype)
+    parts = tokens.split(9)
+    for index, part in enumerate(parts):
+        if part is parts[-1]:
+            new = feed(setup, cache, part)
+        else:
+            wrong = noise[: 1 + 7 * index % 29]
+            feed(setup, cache, torch.cat((part, wrong)))
+            cache.crop([len(wrong)])
+    return cache, 0, new
+
+
+def fed_as_a_fork(setup: Setup, tokens: torch.Tensor) -> tuple[PagedCache, int, list]:
+    """Shares its first half with two others, which go on with something else, and drop out."""
+    cache = make_cache(setup, 1, shuffled=7)
+    noise = torch.randn(20, *tokens.shape[1:], generator=torch.Generator().manual_seed(9)).to(tokens.dtype)
+    half = len(tokens) // 2
+    feed(setup, cache, tokens[:half])
+    cache.select([0, 0, 0])
+    feed(setup, cache, noise, row=0)
+    feed(setup, cache, tokens[half:-3], row=1)
+    feed(setup, cache, noise[:3], row=2)
+    cache.select([2, 1])
+    return cache, 1, feed(setup, cache, tokens[-3:], row=1)
+
+
+WAYS = {
+    "odd chunks": fed_in_chunks((7, 13, 1, 29)),
+    "chunks of a page": fed_in_chunks((16,)),
+    "token by token": fed_in_chunks((1,)),
+    "prefill and decode": fed_in_chunks((70, 1)),
+    "among others": fed_among_others,
+    "with rollbacks": fed_with_rollbacks,
+    "as a fork": fed_as_a_fork,
+}
+
+
+TOKENS = 93
+FEEDINGS = [
+    Setup("saw-int4:sink=4,recent=20,values=true", 16, dtype=torch.bfloat16),
+    Setup("saw-int4:sink=4,recent=20", 3, dims=64),
+    Setup("int2:sink=3,recent=7,skip=1,group=8", 16),
+    Setup("int4", 16, dtype=torch.float16),
+    Setup("quarot-int2:recent=40", 1, centred=False),
+    Setup("bf16", 5),
+    Setup("saw-int4:sink=4,recent=20", 4, value_bits=2),
+]
+
+
+@functools.cache
+def fed_at_once(setup: Setup) -> tuple[torch.Tensor, list[list[bytes]], list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Tokens, and for each layer their bytes and what the last position reads after one single step."""
+    shape = (TOKENS, LAYERS, 2, setup.kv_heads, setup.dims)
+    tokens = (3 * torch.randn(shape, generator=torch.Generator().manual_seed(2)) + 1).to(setup.dtype)
+    cache, row, new = fed_in_chunks((TOKENS,))(setup, tokens)
+    stored = [live_bytes(cache, layer, row) for layer in range(LAYERS)]
+    return tokens, stored, [naive.read(cache.pages(layer), row, TOKENS - 1, new[layer]) for layer in range(LAYERS)]
+
+
+@pytest.mark.parametrize("setup", FEEDINGS, ids=describe)
+def test_what_the_last_position_reads(setup):
+    """Token by token: the 16-bit form in the windows, the packed form elsewhere."""
+    tokens, _, reads = fed_at_once(setup)
+    for layer, which in itertools.product(range(LAYERS), range(2)):
+        side = sides(setup, layer)[which]
+        for j in range(TOKENS):
+            wide, packed = side.stored(tokens[j : j + 1, layer, which])[0]
+            expected = wide if j < setup.windows.sink or j > TOKENS - 1 - setup.windows.recent else packed
+            error = np.abs(reads[layer][which][j].numpy() - expected).max()
+            assert error <= 2**-22 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("setup", FEEDINGS, ids=describe)
+def test_chunks_change_no_byte_and_no_read(setup, way):
+    tokens, stored, reads = fed_at_once(setup)
+    cache, row, new = WAYS[way](setup, tokens)
+    assert cache.lengths[row] == TOKENS
+    for layer in range(LAYERS):
+        assert live_bytes(cache, layer, row) == stored[layer]
+        for mine, theirs in zip(naive.read(cache.pages(layer), row, TOKENS - 1, new[layer]), reads[layer], strict=True):
+            assert mine.isfinite().all()
+            assert same_bits(mine, theirs)
+
+
+# --- the blocked implementation
+
+
+@pytest.mark.parametrize("block_tokens", [1, 5, 16, 100, 1024])
+@pytest.mark.parametrize("block_logits", [1, 600, 2**23])
+@pytest.mark.parametrize(
+    "setup",
+    [
+        Setup("saw-int4:sink=5,recent=11,values=true", 4, 2, 3),
+        Setup("int2:group=8", 16, 1, 4),
+        Setup("int4:recent=300", 16, 2, 1),
+        Setup("int8:sink=300", 3, 2, 2),
+        Setup("bf16", 7, 2, 2),
+    ],
+    ids=describe,
+)
+def test_blocks_of_any_size_give_the_same(setup, block_tokens, block_logits, monkeypatch):
+    generator = torch.Generator().manual_seed(block_tokens)
+    cache = make_cache(setup, 3, shuffled=1)
+    heads = setup.kv_heads * setup.ratio
+    for counts in ([70, 3, 0], [4, 4, 2]):
+        n = max(counts)
+        kv = torch.randn(2, 3, n, setup.kv_heads, setup.dims, generator=generator)
+        q = torch.randn(3, n, heads, setup.dims, generator=generator)
+        cache.extend(counts)
+        pages = cache.pages(1)
+        new = store(pages, *kv)
+    monkeypatch.setattr(blocked, "BLOCK_TOKENS", block_tokens)
+    monkeypatch.setattr(blocked, "BLOCK_LOGITS", block_logits)
+    expected = naive.attend(pages, q, new, setup.scale)
+    got = blocked.attend(pages, q, new, setup.scale)
+    for row, count in enumerate(counts):
+        assert torch.allclose(got[row, n - count :], expected[row, n - count :], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("recipe", ["int8", "int8:recent=8", "int8:sink=4,recent=8", "bf16"])
+@pytest.mark.parametrize("block_tokens", [4, 4096])
+def test_tokens_that_a_query_does_not_read_do_not_touch_it(recipe, block_tokens, monkeypatch):
+    """Later tokens of the same step have values ten million times as large; not even their rounding errors may show."""
+    monkeypatch.setattr(blocked, "BLOCK_TOKENS", block_tokens)
+    setup = Setup(recipe, page_size=4, centred=False)
+    generator = torch.Generator().manual_seed(0)
+    kv = torch.randn(2, 2, 40, setup.kv_heads, setup.dims, generator=generator)
+    q = torch.randn(2, 40, setup.kv_heads * setup.ratio, setup.dims, generator=generator)
+    kv[1] *= 1e-3
+    kv[1, :, 20:] *= 1e7
+    outputs = []
+    for counts in ([40, 37], [20, 17]):  # the second time, without the large ones
+        cache, n = make_cache(setup, 2, shuffled=1), max(counts)
+        cache.extend(counts)
+        outputs.append(cache.attend(0, q[:, :n], *kv[:, :, :n], setup.scale)[:, :20])
+    for row, padding in enumerate((0, 3)):
+        together, alone = (out[row, padding:] for out in outputs)
+        assert alone.abs().max() < 0.01
+        assert torch.allclose(together, alone, rtol=1e-4, atol=1e-8)
+
+
+def test_large_logits_do_not_overflow():
+    setup = Setup("int4:sink=2,recent=3", 4, centred=False)
+    cache = make_cache(setup, 1)
+    kv = 100 * torch.randn(2, 1, 30, setup.kv_heads, setup.dims, generator=torch.Generator().manual_seed(0))
+    q = 1000 * torch.randn(1, 30, setup.kv_heads * setup.ratio, setup.dims, generator=torch.Generator().manual_seed(1))
+    cache.extend([30])
+    pages = cache.pages(0)
+    new = store(pages, *kv)
+    expected, got = (op.attend(pages, q, new, 1.0) for op in (naive, blocked))
+    assert got.isfinite().all()
+    # logits reach 10^6, so that float32 leaves a tenth of rounding in them: ties apart, the same token wins
+    agree = ((got - expected).abs().amax(dim=-1) < 1.0).float().mean()
+    assert agree > 0.98
+
+
+# --- single promises
+
+
+def test_a_step_without_tokens_changes_nothing():
+    world = World(Setup(), 2, seed=3)
+    world.step([10, 0])
+    before = world.snapshot()[1]
+    world.step([0, 0])
+    assert world.snapshot()[1] == before
+    world.step([1, 1])
+
+
+def test_sequences_that_are_empty_for_long():
+    world = World(Setup("int4:sink=2,recent=3", page_size=4), 3, seed=4)
+    for counts in ([9, 0, 0], [1, 0, 0], [1, 5, 0], [1, 1, 0], [0, 0, 40], [1, 1, 1]):
+        world.step(counts)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 3e38])
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_failing_store_writes_nothing(bad, which):
+    setup = Setup("saw-int4:sink=4,recent=8")
+    cache = make_cache(setup, 2)
+    generator = torch.Generator().manual_seed(0)
+    kv = torch.randn(2, 2, 12, setup.kv_heads, setup.dims, generator=generator)
+    q = torch.randn(2, 12, setup.kv_heads * setup.ratio, setup.dims, generator=generator)
+    cache.extend([12, 9])
+    cache.attend(0, q, *kv, setup.scale)
+    cache.extend([12, 12])
+    before = [tensor.clone() for tensor in (*cache.pools, *cache.shadows)]
+    kv[which, 1, 11, 1, 3] = bad
+    with pytest.raises(ValueError, match="NaN, Inf or numbers beyond"):
+        cache.attend(0, q, *kv, setup.scale)
+    assert all(same_bits(*pair) for pair in zip(before, (*cache.pools, *cache.shadows), strict=True))
+    cache.crop([12, 12])
+    cache.extend([12, 12])
+    kv[which, 1, 11, 1, 3] = 0
+    assert cache.attend(0, q, *kv, setup.scale).isfinite().all()
+
+
+def test_what_only_the_window_cannot_hold_is_refused_before_anything_is_written():
+    """70000 packs, as the upper end of a range, but is no float16."""
+    setup = Setup("int4:recent=8", centred=False, wide=torch.float16)
+    cache = make_cache(setup)
+    kv = torch.rand(2, 1, 5, setup.kv_heads, setup.dims)
+    q = torch.rand(1, 5, setup.kv_heads * setup.ratio, setup.dims)
+    kv[0, 0, 4, 0, 0] = 70000
+    cache.extend([5])
+    with pytest.raises(ValueError, match=r"beyond the range of torch\.float16"):
+        cache.attend(0, q, *kv, setup.scale)
+    assert (cache.pools[0] == 0xFF).all()
+    assert cache.shadows[0].isnan().all()
+
+
+def test_what_may_be_rolled_back_with_a_recent_window():
+    world = World(Setup("int4:sink=2,recent=6", page_size=4), 2, seed=5)
+    world.step([20, 20])
+    world.step([100, 100])
+    assert not world.crop([60, 0]), "the 16-bit copies before position 60 are gone"
+    assert not world.crop([0, 99])
+    assert world.crop([20, 12])
+    assert world.crop([12, 20])
+    world.step([1, 3])
+    world.step([50, 2])
+    assert world.crop([50, 2]), "a whole step can be taken back, however long"
+    world.step([2, 2])
+    assert world.crop([len(world.rows[0]), 0]), "everything can be forgotten"
+    world.step([3, 1])
+    world.step([1, 100])
+    assert not world.crop([0, 50]), "whatever the lengths of the others"
+    assert world.crop([1, 32])
+    world.step([2, 1])
+
+
+def test_without_a_recent_window_everything_can_be_rolled_back():
+    world = World(Setup("int4:sink=5", page_size=4), 2, seed=6)
+    world.step([90, 40])
+    for counts in ([70, 1], [0, 30], [17, 9], [3, 0]):
+        assert world.crop(counts)
+        world.step([2, 2])
+
+
+@pytest.mark.parametrize("counts", [[11, 0], [0, -1], [-3, -3], [0, 9], [1], [1, 1, 1]])
+def test_impossible_crops_are_refused(counts):
+    cache = make_cache(Setup(), 2)
+    cache.extend([10, 8])
+    with pytest.raises(ValueError):  # noqa: PT011 - the message is the language's own for a wrong number of rows
+        cache.crop(counts)
+    assert cache.lengths == [10, 8]
+
+
+def test_forks_do_not_see_each_others_tokens():
+    """Two continuations of one prefix read what they would have read alone, bit for bit, and share its pages."""
+    setup = Setup("saw-int4:sink=4,recent=8", page_size=4)
+    generator = torch.Generator().manual_seed(1)
+    prefix, left, right = (
+        torch.randn(n, LAYERS, 2, setup.kv_heads, setup.dims, generator=generator) for n in (18, 7, 7)
+    )
+    cache = make_cache(setup, 1)
+    feed(setup, cache, prefix)
+    cache.select([0, 0])
+    assert cache.tables.pages[0] == cache.tables.pages[1]
+    for step in range(7):
+        feed(setup, cache, left[step : step + 1], row=0)
+        new = feed(setup, cache, right[step : step + 1], row=1)
+    assert cache.tables.pages[0][:4] == cache.tables.pages[1][:4]
+    assert not set(cache.tables.pages[0][4:]) & set(cache.tables.pages[1][4:])
+    for row, rest in enumerate((left, right)):
+        alone = make_cache(setup, 1)
+        alone_new = feed(setup, alone, torch.cat((prefix, rest)))
+        for layer in range(LAYERS):
+            assert live_bytes(cache, layer, row) == live_bytes(alone, layer, 0)
+            if row:
+                got = naive.read(cache.pages(layer), 1, 24, new[layer])
+                expected = naive.read(alone.pages(layer), 0, 24, alone_new[layer])
+                assert all(same_bits(*pair) for pair in zip(got, expected, strict=True))
+
+
+# --- memory
+
+
+def pages_of_a_row(setup: Setup, length: int) -> int:
+    """Shadow pages that one sequence can need at once: sink, recent, what can be taken back, and a page at each end."""
+    windows, size = setup.windows, setup.page_size
+    sink = -(-min(windows.sink, length) // size)
+    recent = (windows.recent + ROLLBACK) // size + 2 if windows.recent else 0
+    return min(sink + recent, -(-length // size))
+
+
+@pytest.mark.parametrize("setup", [Setup(), Setup("int4", 16), Setup("int2:sink=4,recent=16", 1)], ids=describe)
+def test_token_by_token_growth_takes_a_sixteenth_more_than_is_needed(setup):
+    cache = make_cache(setup, 2)
+    for length in range(1, 400):
+        cache.extend([1, 1])
+        pages = 2 * -(-length // setup.page_size)
+        shadows = 2 * pages_of_a_row(setup, length)
+        for layer in range(LAYERS):
+            assert len(cache.pools[layer]) <= pages * 17 / 16 + 1
+            assert len(cache.shadows[layer]) <= (shadows * 17 / 16 + 1 if setup.windows else 0)
+    assert cache.allocated_bytes == sum(tensor.nbytes for tensor in (*cache.pools, *cache.shadows))
+
+
+def test_growth_keeps_what_is_stored():
+    setup = Setup("int4:recent=100", page_size=2)
+    tokens = torch.randn(120, LAYERS, 2, setup.kv_heads, setup.dims, generator=torch.Generator().manual_seed(3))
+    cache, kept = make_cache(setup, 1), []
+    for token in tokens.split(1):
+        feed(setup, cache, token)
+        now = live_bytes(cache, 0, 0)
+        assert now[:-1] == kept
+        kept = now
+
+
+@pytest.mark.parametrize("windows", ["", ":sink=4,recent=8", ":sink=4", ":recent=1"])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_beam_search_leaks_nothing(windows, page_size):
+    """Beams fork and die at every step; pages and shadows stay within what the longest moment needs."""
+    setup, rng = Setup("int4" + windows, page_size), random.Random(page_size)
+    cache = make_cache(setup, 4)
+    cache.extend([10] * 4)
+    peak = 0
+    for step in range(150):
+        cache.select([rng.randrange(4) for _ in range(4)])
+        cache.extend([1] * 4)
+        if step % 50 == 49:
+            if setup.windows.recent:
+                cache.select([0] * 4)
+            else:
+                cache.crop([30] * 4)
+        peak = max(peak, len({page for pages in cache.tables.pages for page in pages}))
+        shadows = cache.shadow_map
+        assert sorted([*shadows.of.values(), *shadows.free]) == list(range(shadows.capacity))
+    # a fork's copy may come before its source is given up: at most one page for each beam
+    assert cache.tables.capacity <= peak + 4
+    bound = 4 * pages_of_a_row(setup, max(cache.lengths)) + 4 if setup.windows else 0
+    assert cache.shadow_map.capacity <= bound
+    assert all(len(pool) <= (peak + 4) * 17 / 16 + 1 for pool in cache.pools)
+    assert all(len(shadows) <= bound * 17 / 16 + 1 for shadows in cache.shadows)
+
+
+def test_layers_stored_in_sixteen_bits_have_no_shadows():
+    cache = make_cache(Setup("int4:sink=4,recent=8,skip=1"), 2)
+    cache.extend([50, 20])
+    assert len(cache.shadows[0])
+    assert not len(cache.shadows[1])
+
+
+def test_a_cropped_cache_is_used_again():
+    cache = make_cache(Setup("int4:sink=4"), 2)
+    cache.extend([64, 64])
+    allocated = cache.allocated_bytes
+    for _ in range(20):
+        cache.crop([64, 60])
+        cache.extend([64, 60])
+    assert cache.allocated_bytes == allocated
+
+
+@pytest.fixture
+def _untouched_memory() -> Iterator[None]:
+    torch.use_deterministic_algorithms(False)
+    yield
+    torch.use_deterministic_algorithms(True)
+
+
+@pytest.mark.usefixtures("_untouched_memory")
+def test_pages_past_two_gibibytes():
+    """Pages at both ends of a pool of more than 2^31 bytes, of which only those are ever touched."""
+    setup = Setup("saw-int4:sink=3,recent=7", page_size=16, dims=128)
+    page_bytes = make_cache(setup).pools[0].shape[1:].numel()
+    pages = 2**31 // page_bytes + 1000
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    large, small = make_cache(setup, 2), make_cache(setup, 2)
+    large.tables.references = [0] * pages
+    large.tables.free = [*range(5), *range(pages - 8, pages)]  # taken from the end
+    generator = torch.Generator().manual_seed(0)
+    heads = setup.kv_heads * setup.ratio
+    for counts in ([90, 70], [1, 1], [3, 1]):
+        n = max(counts)
+        kv = torch.randn(2, 2, n, setup.kv_heads, setup.dims, generator=generator)
+        q = torch.randn(2, n, heads, setup.dims, generator=generator)
+        for cache in (large, small):
+            cache.extend(counts)
+        outputs = [cache.attend(0, q, *kv, setup.scale) for cache in (large, small)]
+        for row, count in enumerate(counts):
+            assert torch.equal(outputs[0][row, n - count :], outputs[1][row, n - count :])
+    assert large.pools[0].nbytes > 2**31
+    used = {page for pages_ in large.tables.pages for page in pages_}
+    assert max(used) * page_bytes > 2**31
+    assert min(used) < 5
+    for row in range(2):
+        assert live_bytes(large, 0, row) == live_bytes(small, 0, row)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - resident
+    assert grown < 256 * 1024, f"{grown} KiB of memory were touched"
