@@ -1,0 +1,252 @@
+"""transformers: `model.generate(..., past_key_values=kvfold.cache(model, "saw-int4"))`.
+
+The cache's `update` hands the new keys and values on as they are, marked `Incoming`. The attention function registered
+here recognises them, packs them into pages and attends over the pages. Without such a cache the model attends as before.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from kvfold.artifact import Artifact
+from kvfold.calibration import calibrate
+from kvfold.geometry import Geometry, UnsupportedModel
+from kvfold.models import load_tokenizer
+from kvfold.paged import PagedCache
+from kvfold.recipe import PAGE_SIZE, Recipe
+from kvfold.recipes import parse
+from kvfold.text import default_text, tokenize
+
+IMPLEMENTATION = "kvfold"
+CALIBRATION_TOKENS = 1024  # where no artifact is given: enough for means, done in seconds
+
+_calibrated: WeakKeyDictionary[PreTrainedModel, Artifact] = WeakKeyDictionary()
+
+
+def cache(
+    model: PreTrainedModel, recipe: str | Recipe, artifact: Artifact | None = None, page_size: int = PAGE_SIZE
+) -> "PackedCache":
+    """An empty cache for `model.generate(past_key_values=...)` or plain forward calls, for one batch of sequences.
+
+    The model's attention implementation is set to kvfold's, which changes nothing for calls without such a cache.
+    A recipe that centres takes its means from `artifact`; without one they are calibrated from a short text, once for
+    each model.
+    """
+    recipe = parse(recipe) if isinstance(recipe, str) else recipe
+    geometry = Geometry.from_config(model.config.to_dict())
+    recipe.check(geometry)
+    if model.config._attn_implementation != IMPLEMENTATION:
+        model.set_attn_implementation(IMPLEMENTATION)
+        if model.config._attn_implementation != IMPLEMENTATION:
+            raise UnsupportedModel(f"{geometry.architecture} does not let its attention be replaced")
+    if artifact is not None:
+        artifact.metadata.model.check(model)
+    elif recipe.centre:
+        artifact = _calibrate_once(model)
+    return PackedCache(recipe, geometry, artifact, model.dtype, model.device, page_size)
+
+
+def _calibrate_once(model: PreTrainedModel) -> Artifact:
+    if model not in _calibrated:
+        try:
+            tokenizer = load_tokenizer(model.config._name_or_path)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                "this recipe centres keys and values, and the model's tokenizer was not found to calibrate the means: "
+                "pass artifact=kvfold.calibrate(model, tokens), or use the recipe with centre=false"
+            ) from error
+        tokens = tokenize(default_text("calibration"), tokenizer, CALIBRATION_TOKENS)
+        _calibrated[model] = calibrate(model, tokens, CALIBRATION_TOKENS)
+    return _calibrated[model]
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """New keys or values [sequences, kv_heads, n, d] of a layer, on their way into a PackedCache."""
+
+    cache: "PackedCache"
+    layer: int
+    states: Tensor
+
+
+class PackedLayer(CacheLayerMixin):
+    """A layer of a PackedCache as transformers sees it: sizes only, the bytes are in the pages."""
+
+    is_sliding = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, cache: "PackedCache", index: int) -> None:
+        super().__init__()
+        self.cache, self.index = cache, index
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise NotImplementedError("pages are allocated as tokens arrive")
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
+        return Incoming(self.cache, self.index, key_states), Incoming(self.cache, self.index, value_states)
+
+    def get_seq_length(self) -> int:
+        return self.cache.tokens
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.tokens + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class PackedCache(Cache):
+    """A transformers cache over packed pages. Left padding is not stored: a padded batch is a ragged one."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        geometry: Geometry,
+        artifact: Artifact | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        page_size: int = PAGE_SIZE,
+    ) -> None:
+        super().__init__(layers=[PackedLayer(self, index) for index in range(geometry.layers)])
+        self.recipe, self.geometry, self.device, self.page_size = recipe, geometry, device, page_size
+        self.wide = dtype if dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
+        self.codecs = [
+            recipe.layer_codecs(
+                layer, geometry.head_dim, self.wide, artifact.means(layer, device) if artifact else (None, None)
+            )
+            for layer in range(geometry.layers)
+        ]
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget every sequence, and free their pages."""
+        self.paged: PagedCache | None = None
+        self.tokens = 0  # columns of the batch so far, padding included
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.paged is not None
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of the pages and shadow pages of all layers."""
+        return 0 if self.paged is None else self.paged.allocated_bytes
+
+    @torch.no_grad()
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        """Pack a layer's new tokens and attend its queries: [sequences, heads, n, d] -> [sequences, n, heads, d]."""
+        if layer == 0:
+            self._begin(q.shape[0], q.shape[2], mask)
+        assert self.paged is not None
+        n = q.shape[2]
+        width = self.paged.step.n  # smaller where the first columns are padding in every row
+        q, k, v = (states.transpose(1, 2)[:, n - width :] for states in (q, k, v))
+        try:
+            out = self.paged.attend(layer, q, k, v, scale).to(q.dtype)
+        except Exception:
+            self.crop(-n)  # a step that fails leaves no tokens behind
+            raise
+        return out if width == n else nn.functional.pad(out, (0, 0, 0, 0, n - width, 0))
+
+    def _begin(self, sequences: int, n: int, mask: Tensor | None) -> None:
+        if self.paged is None:
+            self.paged = PagedCache(
+                self.codecs,
+                self.geometry.kv_heads,
+                sequences,
+                windows=self.recipe.windows,
+                page_size=self.page_size,
+                wide=self.wide,
+                device=self.device,
+            )
+        if sequences != len(self.paged.lengths):
+            raise ValueError(f"the cache holds {len(self.paged.lengths)} sequences, the call brings {sequences}")
+        counts = [n] * sequences if mask is None else _left_padded(mask, n, self.paged.lengths)
+        self.paged.extend(counts)
+        self.tokens += n
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens of every sequence (transformers passes a negative number)."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop({tokens_to_remove}): pass the negative number of tokens to remove")
+        if self.paged is not None:
+            removed = min(-tokens_to_remove, self.tokens)
+            self.paged.crop([min(removed, length) for length in self.paged.lengths])
+            self.tokens -= removed
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.paged is not None:
+            self.paged.select(indices.tolist())
+
+    reorder_cache = batch_select_indices
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.paged is not None:
+            self.paged.select([row for row in range(len(self.paged.lengths)) for _ in range(repeats)])
+
+
+def _left_padded(mask: Tensor, n: int, lengths: list[int]) -> list[int]:
+    """How many of the n new columns are tokens, in each row of a mask [sequences, columns so far]; the rest must be
+    padding before the first token of the row."""
+    new = mask[:, -n:].bool()
+    counts = new.sum(dim=1).tolist()
+    at_end = (new == (torch.arange(n, device=new.device) >= n - new.sum(dim=1, keepdim=True))).all()
+    if not at_end or any(length and count < n for length, count in zip(lengths, counts, strict=True)):
+        raise ValueError("attention_mask hides tokens that are not left padding: pad on the left (padding_side='left')")
+    return counts
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Any,
+    value: Any,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function of models with a PackedCache."""
+    if not isinstance(key, Incoming):
+        n, tokens = query.shape[2], key.shape[2]
+        if attention_mask is None and 1 < n < tokens:
+            attention_mask = torch.ones(query.shape[0], tokens, dtype=torch.bool, device=query.device)
+        if attention_mask is not None and attention_mask.ndim == 2:
+            attention_mask = _causal_mask(attention_mask, n)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    for unsupported in ("sliding_window", "softcap", "s_aux", "position_bias"):
+        if kwargs.get(unsupported) is not None:
+            raise UnsupportedModel(
+                f"{type(module).__name__}: attention with {unsupported} cannot run over packed pages"
+            )
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise ValueError(
+            "a packed cache takes attention_mask [batch, tokens]; masks of four dimensions are not supported"
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return key.cache.attend(key.layer, query, key.states, value.states, attention_mask, scale), None
+
+
+def _mask(mask_function: Callable = causal_mask_function, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+    """Plain causal masks stay [batch, tokens], or None where nothing is padded; any other is built as for sdpa."""
+    if mask_function is not causal_mask_function:
+        return sdpa_mask(mask_function=mask_function, attention_mask=attention_mask, **kwargs)
+    return None if attention_mask is None or attention_mask.all() else attention_mask
+
+
+def _causal_mask(padding: Tensor, n: int) -> Tensor:
+    """bool[batch, 1, n, tokens] for the last n of the tokens in `padding` [batch, tokens]."""
+    tokens = torch.arange(padding.shape[1], device=padding.device)
+    return padding.bool()[:, None, None] & (tokens <= tokens[-n:, None])
+
+
+AttentionInterface.register(IMPLEMENTATION, _attention)
+AttentionMaskInterface.register(IMPLEMENTATION, _mask)
