@@ -1,0 +1,404 @@
+"""The kvfold command."""
+
+import csv
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from kvfold import __version__
+from kvfold.geometry import Geometry, example_configs
+from kvfold.models import load_config, load_model
+from kvfold.recipe import Recipe
+from kvfold.recipes import RECIPES, parse
+from kvfold.text import read_text, tokenize
+
+app = typer.Typer(
+    no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown", add_completion=False
+)
+bench = typer.Typer(no_args_is_help=True, help="Benchmarks: speeds as ratios, measured in one run.")
+app.add_typer(bench, name="bench")
+out, err = Console(), Console(stderr=True)
+
+Model = Annotated[str, typer.Argument(help="`embedded`, a model folder, a .gguf file or a Hugging Face Hub id.")]
+Recipes = Annotated[
+    list[str],
+    typer.Option("--recipe", "-r", help="A recipe with options, e.g. `saw-int4:order=64,sink=4`; repeatable."),
+]
+JsonFile = Annotated[str | None, typer.Option("--json", help="Write rows as JSON to this file; `-` for the terminal.")]
+TextFile = Annotated[
+    Path | None, typer.Option("--text", help="A UTF-8 text file instead of Python's own documentation.")
+]
+DEMO_RECIPES = ("int4", "saw-int4", "saw-int4:sink=4", "int2", "int2:sink=16,recent=64")
+DEMO_PROMPT = "What is the capital of France, and what is it known for?"
+
+ArtifactFolder = Annotated[Path | None, typer.Option("--artifact", help="A folder written by `kvfold calibrate`.")]
+
+
+def main() -> None:
+    try:
+        app()
+    except (OSError, ValueError, ImportError) as error:
+        err.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
+        raise SystemExit(1) from None
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    """kvfold makes the KV cache of a language model 4 to 8 times smaller.
+
+    Try: `kvfold recipes`, `kvfold plan Qwen3-8B --memory 80GiB`, `kvfold eval embedded -r int4 -r saw-int4`.
+    """
+    if version:
+        out.print(__version__)
+        raise typer.Exit
+
+
+@app.command("recipes")
+def recipes_(
+    head_dim: Annotated[int, typer.Option(help="The head dimension of the model.", min=1)] = 128,
+    json_file: JsonFile = None,
+) -> None:
+    """List the recipes with what they occupy.
+
+    Example: `kvfold recipes --head-dim 64`
+    """
+    geometry = Geometry("any", layers=1, q_heads=1, kv_heads=1, head_dim=head_dim)
+    rows = []
+    for name, recipe in RECIPES.items():
+        layout = recipe.page_layout(0, head_dim)
+        rows.append(
+            {
+                "recipe": name,
+                "summary": recipe.summary,
+                "bits_per_element_2k": recipe.bits_per_element(geometry, 2048),
+                "bits_per_element_128k": recipe.bits_per_element(geometry, 131072),
+                "key_slot_bytes": layout.key.slot_bytes,
+                "value_slot_bytes": layout.value.slot_bytes,
+                "needs": "means (calibrated in seconds; centre=false does without)" if recipe.centre else "nothing",
+                "options": list(recipe.options),
+            }
+        )
+    if _write_json(json_file, rows):
+        return
+    table = Table(title=f"Recipes at head dimension {head_dim}", title_justify="left")
+    for column in ("recipe", "what it is", "options", "needs"):
+        table.add_column(column)
+    for column in ("bits at 2k", "bits at 128k", "slot bytes K+V"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            row["recipe"],
+            row["summary"],
+            ", ".join(row["options"]),
+            row["needs"].split(" (")[0],
+            f"{row['bits_per_element_2k']:.3g}",
+            f"{row['bits_per_element_128k']:.3g}",
+            f"{row['key_slot_bytes']}+{row['value_slot_bytes']}",
+        )
+    out.print(table)
+    out.print(
+        "Bits are allocated bits per number, at 2k and 128k tokens. Means are calibrated in seconds; centre=false does without."
+    )
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="A model, its config.json, or one of the examples, e.g. `Qwen3-8B`.")],
+    memory: Annotated[str, typer.Option(help="Memory for the cache, e.g. `80GiB` or `512MB`.")],
+    context: Annotated[
+        int | None, typer.Option(help="Tokens of a request; default: the longest the model takes.", min=1)
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Show how many tokens and requests fit, for every recipe, from the model's configuration alone.
+
+    Example: `kvfold plan Qwen3-8B --memory 40GiB --context 32768`
+    """
+    examples = example_configs()
+    geometry = Geometry.from_config(examples[model] if model in examples else load_config(model))
+    budget = _bytes(memory)
+    context = context or geometry.max_context or 32768
+    wide = RECIPES["bf16"].sequence_bytes(geometry, context)
+    rows = []
+    for name, recipe in RECIPES.items():
+        per_request = recipe.sequence_bytes(geometry, context)
+        rows.append(
+            {
+                "recipe": name,
+                "bytes_per_token": per_request / context,
+                "compression": wide / per_request,
+                "tokens": budget * context // per_request,
+                "requests": budget // per_request,
+                "context": context,
+            }
+        )
+    if _write_json(json_file, rows):
+        return
+    title = (
+        f"{model}: {geometry.layers} layers, {geometry.q_heads} query and {geometry.kv_heads} KV heads of "
+        f"{geometry.head_dim}; {memory} of cache"
+    )
+    table = Table(title=title, title_justify="left")
+    table.add_column("recipe")
+    for column in ("bytes per token", "smaller by", "tokens that fit", f"requests of {context:,}"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            row["recipe"],
+            f"{row['bytes_per_token']:,.0f}",
+            f"{row['compression']:.2f}×",
+            f"{row['tokens']:,}",
+            f"{row['requests']:,}",
+        )
+    out.print(table)
+
+
+@app.command()
+def calibrate(
+    model: Model,
+    folder: Annotated[Path, typer.Option("--out", help="The folder to write.")],
+    tokens: Annotated[int, typer.Option(help="Tokens to calibrate on.", min=8)] = 8192,
+    context: Annotated[int, typer.Option(help="Tokens the model sees at a time.", min=8)] = 2048,
+    text: TextFile = None,
+) -> None:
+    """Measure a model's mean keys and values and write them as an artifact.
+
+    Example: `kvfold calibrate embedded --out means`, then `kvfold eval embedded -r saw-int4 --artifact means`
+    """
+    _calibrate(*_load(model), read_text(text, "calibration"), tokens, context).save(folder)
+    out.print(f"Wrote {escape(str(folder))}", highlight=False)
+
+
+@app.command("eval")
+def eval_(
+    model: Model,
+    recipe: Recipes,
+    context: Annotated[int, typer.Option(help="Tokens of a window; each begins with an empty cache.", min=2)] = 2048,
+    tokens: Annotated[int, typer.Option(help="Tokens to score.", min=2)] = 8192,
+    text: TextFile = None,
+    artifact: ArtifactFolder = None,
+    json_file: JsonFile = None,
+    html: Annotated[Path | None, typer.Option(help="Write a self-contained HTML page to this file.")] = None,
+) -> None:
+    """Compare recipes with the 16-bit cache of the same model: perplexity, KL, top-1, copying, needles, bits.
+
+    Example: `kvfold eval embedded -r int4 -r saw-int4:sink=4 --tokens 4096 --html report.html`
+    """
+    from kvfold.evaluate.report import table, write_html, write_json
+
+    panel, means, words = [parse(name) for name in recipe], _artifact(artifact), read_text(text, "evaluation")
+    names = (model, text.name if text else "Python documentation")
+    report = _evaluate(*_load(model), panel, words, tokens, context, means, names)
+    if html:
+        write_html(report, html)
+    if json_file != "-":
+        out.print(table(report))
+    if json_file:
+        write_json(report, Path("/dev/stdout" if json_file == "-" else json_file))
+
+
+@app.command()
+def generate(
+    model: Model,
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to answer or continue.")],
+    recipe: Annotated[str, typer.Option("--recipe", "-r", help="A recipe, e.g. `saw-int4:sink=4`.")] = "saw-int4",
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate, at most.", min=1)] = 256,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
+    ] = False,
+    artifact: ArtifactFolder = None,
+) -> None:
+    """Generate text from a packed cache.
+
+    Example: `kvfold generate embedded -r saw-int4 -p "Why is the sky blue?"`
+    """
+    parsed, means = parse(recipe), _artifact(artifact)
+    _generate(*_load(model), parsed, prompt, max_tokens, raw, means)
+
+
+@app.command()
+def demo(
+    html: Annotated[Path, typer.Option(help="Where to write the report.")] = Path("kvfold-report.html"),
+    tokens: Annotated[int, typer.Option(help="Tokens to score.", min=1024)] = 2048,
+) -> None:
+    """See what a 4-bit KV cache gains and costs on a real language model, without a GPU, in a few minutes."""
+    from kvfold.evaluate.report import table, write_html
+
+    network, tokenizer = _load("embedded")
+    means = _calibrate(network, tokenizer, read_text(None, "calibration"), tokens=2048, context=2048)
+    panel, words = [parse(name) for name in DEMO_RECIPES], read_text(None, "evaluation")
+    names = ("embedded", "Python documentation")
+    report = _evaluate(network, tokenizer, panel, words, tokens, 1024, means, names, needle_tokens=512)
+    out.print(table(report))
+    write_html(report, html)
+    out.print(f"\nThe same with plots: {escape(str(html))}", highlight=False)
+    for recipe in (parse("bf16"), *panel):
+        out.print(f"\n[bold]{recipe}[/] answers {DEMO_PROMPT!r}", highlight=False)
+        _generate(network, tokenizer, recipe, DEMO_PROMPT, max_tokens=40, raw=False, artifact=means)
+
+
+@bench.command()
+def decode(
+    model: Model,
+    recipe: Recipes,
+    context: Annotated[int, typer.Option(help="Tokens in the cache before decoding.", min=1)] = 2048,
+    batch: Annotated[int, typer.Option(help="Sequences decoded together.", min=1)] = 1,
+    steps: Annotated[int, typer.Option(help="Steps to time.", min=1)] = 32,
+    artifact: ArtifactFolder = None,
+    json_file: JsonFile = None,
+    csv_file: Annotated[Path | None, typer.Option("--csv", help="Write tidy rows to this file.")] = None,
+) -> None:
+    """Time decoding with packed caches beside transformers' own cache, in turns.
+
+    Example: `kvfold bench decode embedded -r saw-int4 --context 2048`
+    """
+    from kvfold.bench.decode import decode as run
+
+    panel, means = [parse(name) for name in recipe], _artifact(artifact)
+    network, tokenizer = _load(model)
+    words = tokenize(read_text(None, "evaluation"), tokenizer, context)
+    with _progress("Timing") as advance:
+        rows = [asdict(row) for row in run(network, words, panel, means, batch, steps, advance)]
+    if csv_file:
+        with csv_file.open("w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+    if _write_json(json_file, rows):
+        return
+    table = Table(
+        title=f"Decoding {model} at {context:,} tokens, batch {batch}, {rows[0]['device']}", title_justify="left"
+    )
+    table.add_column("recipe")
+    for column in ("tokens/s", "ratio", "cache MiB"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        numbers = (f"{row['tokens_per_s']:.2f}", f"{row['ratio']:.2f}×", f"{row['cache_bytes'] / 2**20:.1f}")
+        table.add_row(row["recipe"], *numbers)
+    out.print(table)
+
+
+def _load(model: str) -> tuple[Any, Any]:
+    with err.status(f"Loading {escape(model)} …"):
+        return load_model(model)
+
+
+def _artifact(folder: Path | None) -> Any:
+    from kvfold.artifact import Artifact
+
+    return None if folder is None else Artifact.load(folder)
+
+
+def _calibrate(network: Any, tokenizer: Any, text: str, tokens: int, context: int) -> Any:
+    from kvfold.calibration import calibrate as run
+
+    words = tokenize(text, tokenizer, tokens)
+    with _progress("Calibrating means") as advance:
+        return run(network, words, context, advance)
+
+
+def _evaluate(
+    network: Any,
+    tokenizer: Any,
+    panel: list[Recipe],
+    text: str,
+    tokens: int,
+    context: int,
+    means: Any,
+    names: tuple[str, str],
+    needle_tokens: int = 1024,
+) -> Any:
+    from kvfold.evaluate.run import evaluate
+
+    words = tokenize(text, tokenizer, tokens)
+    with _progress(f"Evaluating {len(panel)} recipes") as advance:
+        return evaluate(
+            network,
+            tokenizer,
+            panel,
+            words,
+            context,
+            artifact=means,
+            needle_tokens=needle_tokens,
+            names=names,
+            advance=advance,
+        )
+
+
+def _generate(
+    network: Any, tokenizer: Any, recipe: Recipe, prompt: str, max_tokens: int, raw: bool, artifact: Any
+) -> None:
+    """Stream the answer to the terminal, and what it took to the error stream."""
+    from transformers import TextStreamer
+
+    from kvfold.engines.transformers import cache
+
+    packed = cache(network, recipe, artifact)
+    if raw or not tokenizer.chat_template:
+        inputs = tokenizer(prompt, return_tensors="pt")
+    else:
+        message = [{"role": "user", "content": prompt}]
+        inputs = tokenizer.apply_chat_template(
+            message, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    start = time.perf_counter()
+    network.generate(
+        **inputs.to(network.device),
+        past_key_values=packed,
+        max_new_tokens=max_tokens,
+        do_sample=False,
+        streamer=streamer,
+        pad_token_id=tokenizer.eos_token_id,
+    )
+    seconds, tokens = time.perf_counter() - start, packed.get_seq_length()
+    wide = parse("bf16").sequence_bytes(packed.geometry, tokens)
+    err.print(
+        f"{tokens} tokens in {packed.allocated_bytes / 2**10:,.0f} KiB of cache ({wide / 2**10:,.0f} in 16 bits), "
+        f"{seconds:.1f} s",
+        style="dim",
+        highlight=False,
+    )
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Callable[[float], None]]:
+    """A progress bar on the error stream; yields what takes shares of 1."""
+    columns = (TextColumn(what), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err, transient=True) as progress:
+        task = progress.add_task(what, total=1.0)
+        yield lambda share: progress.advance(task, share)
+
+
+def _write_json(file: str | None, rows: list[dict[str, Any]]) -> bool:
+    """Write rows to a file, or with `-` to the terminal; true where they took the table's place there."""
+    if file is None:
+        return False
+    text = json.dumps(rows, indent=2)
+    if file == "-":
+        sys.stdout.write(text + "\n")
+    else:
+        Path(file).write_text(text + "\n")
+    return file == "-"
+
+
+def _bytes(text: str) -> int:
+    """Bytes of `80GiB`, `512 MB`, `1e9`."""
+    match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([KMGT]i?)?B?", text.strip(), re.IGNORECASE)
+    if not match:
+        raise ValueError(f"{text!r} is no amount of memory: write for example 80GiB or 512MB")
+    unit = (match[2] or "").upper()
+    power = " KMGT".index(unit[0]) if unit else 0
+    return int(float(match[1]) * (1024 if unit.endswith("I") else 1000) ** power)

@@ -1,0 +1,442 @@
+"""What an evaluation found: a table for the terminal, JSON for programs, one self-contained HTML page for people."""
+
+import math
+import re
+import textwrap
+from dataclasses import dataclass
+from html import escape
+from io import StringIO
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from pydantic import TypeAdapter
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+REFERENCE = "bf16"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One recipe. Shares (`top1`, `copy`, `needle`) lie between 0 and 1."""
+
+    recipe: str
+    bits_per_element_2k: float
+    bits_per_element_128k: float
+    slot_bytes: int
+    perplexity: float
+    kl: float
+    top1: float
+    tokens: int
+    copy: float | None
+    needle: float | None
+    needle_by_depth: dict[str, float] | None
+
+
+@dataclass(frozen=True)
+class Report:
+    model: str
+    text: str
+    context: int
+    tokens: int
+    noise_floor: float  # KL of the plain model against the 16-bit cache
+    plain_perplexity: float  # of the plain model
+    versions: dict[str, str]
+    rows: list[Row]
+
+    @property
+    def reference(self) -> Row:
+        for row in self.rows:
+            if row.recipe == REFERENCE:
+                return row
+        raise ValueError(f"the report has no {REFERENCE} row to compare with")
+
+    @property
+    def ordered(self) -> list[Row]:
+        """The reference, then the others as they came."""
+        return [self.reference, *(row for row in self.rows if row is not self.reference)]
+
+    def increase(self, row: Row) -> float:
+        """Perplexity over the reference's, in percent."""
+        return 100 * (row.perplexity / self.reference.perplexity - 1)
+
+
+def table(report: Report) -> Table:
+    caption = (
+        "\nBits are those allocated for each number in the cache. "
+        f"Noise floor: KL {_kl(report.noise_floor)} of the plain model against the 16-bit cache. "
+        "Below it, differences mean nothing.\n"
+        f"{report.model} · {report.text} · context {report.context:,} · {report.tokens:,} tokens"
+    )
+    result = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False, caption=Text(caption), caption_justify="left")
+    result.add_column(COLUMNS[0], vertical="bottom", overflow="fold", min_width=16)
+    for column in COLUMNS[1:]:
+        result.add_column(column, vertical="bottom", justify="right", no_wrap=True)
+    for row in report.ordered:
+        name, *cells = _cells(row, report)
+        result.add_row(Text(_wrap(name)), *cells, style="bold" if row is report.reference else None)
+    return result
+
+
+def write_json(report: Report, path: Path) -> None:
+    # pydantic writes inf and nan, which JSON does not have, as null.
+    _write(TypeAdapter(Report).dump_json(report, indent=2).decode() + "\n", path)
+
+
+def write_html(report: Report, path: Path) -> None:
+    kl_plot, perplexity_plot = _plots(report)
+    facts = {
+        "Model": report.model,
+        "Text": report.text,
+        "Context": f"{report.context:,} tokens",
+        "Scored": f"{report.tokens:,} tokens",
+        "Noise floor": f"KL {_kl(report.noise_floor)}",
+        "Plain model": f"perplexity {_perplexity(report.plain_perplexity)}",
+        **report.versions,
+    }
+    page = PAGE.substitute(
+        model=escape(report.model),
+        noise=_kl(report.noise_floor),
+        kl_plot=kl_plot,
+        perplexity_plot=perplexity_plot,
+        results=_results(report),
+        needle=_needle(report),
+        facts="".join(f"<div><dt>{escape(key)}</dt><dd>{escape(fact)}</dd></div>" for key, fact in facts.items()),
+    )
+    _write(page, path)
+
+
+def _write(text: str, path: Path) -> None:
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"cannot write {path}: there is no folder {path.parent}")
+    path.write_text(text, encoding="utf-8")
+
+
+# Numbers as people read them.
+
+COLUMNS = ["recipe", "bits\nat 2k", "bits\nat 128k", "perplexity", "increase", "KL", "top-1", "copy", "needle"]
+
+
+def _cells(row: Row, report: Report) -> list[str]:
+    reference = row is report.reference
+    return [
+        f"{row.recipe} (reference)" if reference else row.recipe,
+        f"{row.bits_per_element_2k:.2f}",
+        f"{row.bits_per_element_128k:.2f}",
+        _perplexity(row.perplexity),
+        "–" if reference else _increase(report.increase(row)),
+        _kl(row.kl),
+        f"{100 * row.top1:.1f} %",
+        _share(row.copy),
+        _share(row.needle),
+    ]
+
+
+def _decimals(number: float) -> int:
+    return 2 if abs(number) < 1000 else 0
+
+
+def _perplexity(number: float) -> str:
+    return f"{number:,.{_decimals(number)}f}"
+
+
+def _increase(percent: float) -> str:
+    return f"{percent:+,.{_decimals(percent)}f} %" if math.isfinite(percent) else "–"
+
+
+def _kl(number: float) -> str:
+    return f"{number:.2g}" if abs(number) < 0.001 else f"{number:.4f}"
+
+
+def _share(number: float | None) -> str:
+    return "–" if number is None else f"{100 * number:.0f} %"
+
+
+def _wrap(recipe: str) -> str:
+    """Lines of at most 24 characters, broken after a colon or comma where there is one."""
+    lines = textwrap.fill(re.sub("([:,])", r"\1 ", recipe), 24, break_on_hyphens=False)
+    return re.sub("([:,]) ", r"\1", lines)
+
+
+# Plots.
+
+# Placeholders, for which the page puts its own colours: so one drawing serves light and dark.
+INK, MUTED, LINE, ACCENT, PAPER = (f"#00000{i}" for i in range(1, 6))
+COLOURS = {INK: "--ink", MUTED: "--muted", LINE: "--line", ACCENT: "--accent", PAPER: "--paper"}
+
+STYLE = {
+    "axes.axisbelow": True,
+    "axes.edgecolor": LINE,
+    "axes.grid": True,
+    "axes.labelcolor": MUTED,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 11,
+    "font.size": 10,
+    "grid.color": LINE,
+    "grid.linewidth": 0.7,
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "kvfold",  # the same report gives the same page
+    "text.color": INK,
+    "text.parse_math": False,  # names are not formulas
+    "xtick.color": MUTED,
+    "xtick.major.size": 0,
+    "ytick.color": MUTED,
+    "ytick.major.size": 0,
+}
+
+# Where a label may stand, in points from what it names: near before far.
+PLACES = [
+    (distance * math.cos(math.radians(angle)), distance * math.sin(math.radians(angle)))
+    for distance in (8, 16, 26, 40, 58, 80, 110)
+    for angle in (0, 180, 25, 155, -25, -155, 45, 135, -45, -135, 65, 115, -65, -115)
+]
+
+
+def _plots(report: Report) -> tuple[str, str]:
+    """KL and perplexity against bits per element, as SVG."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError('the HTML report needs matplotlib: pip install "kvfold[report]"') from error
+    with matplotlib.rc_context(STYLE):
+        return _kl_plot(report), _perplexity_plot(report)
+
+
+def _kl_plot(report: Report) -> str:
+    from matplotlib.ticker import LogLocator
+
+    measured = [row.kl for row in report.rows if 0 < row.kl < math.inf]
+    # A log scale has no 0: what is not above 0 stands on the baseline. That is the noise floor, unless the noise floor
+    # lies so far below every recipe that showing it would squeeze them together.
+    baseline = max(report.noise_floor, min(measured, default=1.0) / 1000)
+    where = "" if baseline == report.noise_floor else ", off the scale"
+    axes = _axes(report, "kl", "KL divergence from the 16-bit cache")
+    axes.set_yscale("log")
+    axes.set_ylim(min([baseline, *measured]) / 3, max([10 * baseline, *measured]) * 2)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    values = [baseline if row.kl <= 0 else row.kl for row in report.ordered]
+    return _draw(report, axes, values, baseline, f"noise floor {_kl(report.noise_floor)}{where}")
+
+
+def _perplexity_plot(report: Report) -> str:
+    from matplotlib.ticker import SymmetricalLogLocator
+
+    increases = [report.increase(row) for row in report.ordered]
+    finite = [increase for increase in increases if math.isfinite(increase)]
+    axes = _axes(report, "perplexity", "Perplexity increase over the 16-bit cache")
+    axes.set_yscale("symlog", linthresh=1)
+    axes.set_ylim(min([-0.3, *finite]) * 1.3, max([1.0, *finite]) * 1.6)
+    axes.yaxis.set_major_locator(SymmetricalLogLocator(base=10, linthresh=1, subs=(1, 3)))
+    axes.yaxis.set_major_formatter(lambda tick, _: f"{tick:+,.0f} %" if tick else "0 %")
+    return _draw(report, axes, increases, 0.0, "no increase")
+
+
+def _axes(report: Report, name: str, title: str) -> Any:
+    from matplotlib.figure import Figure
+
+    bits = [row.bits_per_element_2k for row in report.rows]
+    axes = Figure(figsize=(5, 4.1), layout="constrained").subplots()
+    axes.set_gid(name)
+    axes.patch.set_gid(f"{name}-frame")
+    axes.set_title(title)
+    axes.set_xlabel("bits per element at 2k tokens")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([1, 2, 3, 4, 6, 8, 12, 16])
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlim(min(bits) / 1.25, max(bits) * 1.15)
+    return axes
+
+
+def _draw(report: Report, axes: Any, values: list[float], baseline: float, baseline_name: str) -> str:
+    """One point for each of the ordered rows; what is not finite stands at the top."""
+    axes.minorticks_off()
+    line = axes.axhline(baseline, color=MUTED, linewidth=1.2, linestyle=(0, (4, 3)))
+    note = {"textcoords": "offset points", "color": MUTED, "fontsize": 9}
+    above_line = axes.annotate(baseline_name, (0, baseline), (4, 4), ("axes fraction", "data"), **note)
+    corner = axes.annotate("↙ better", (0, 0), (4, 4), "axes fraction", **note)
+    names, points = [], []
+    for i, (row, value) in enumerate(zip(report.ordered, values, strict=True)):
+        finite, hollow = math.isfinite(value), row is report.reference
+        (point,) = axes.plot(
+            row.bits_per_element_2k,
+            value if finite else axes.get_ylim()[1],
+            marker="o" if finite else "^",
+            markersize=8,
+            markeredgewidth=1.8 if hollow else 0.8,
+            markeredgecolor=ACCENT if hollow else PAPER,
+            markerfacecolor=PAPER if hollow else ACCENT,
+            clip_on=False,
+            gid=f"{axes.get_gid()}-point-{i}",
+        )
+        points.append(point)
+        names.append(row.recipe if finite else f"{row.recipe} ({value})")
+    axes.figure.draw_without_rendering()  # settles the layout, in which names then find their place
+    taken = [thing.get_window_extent() for thing in (line, above_line, corner, *points)]
+    labels: list[Any] = []
+    for point, name in zip(points, names, strict=True):
+        labels.append(_label(axes, point, name, points, taken, labels))
+    return _svg(axes)
+
+
+def _label(axes: Any, point: Any, name: str, points: list[Any], taken: list[Any], labels: list[Any]) -> Any:
+    """Name a point at the nearest place where the name covers nothing, and is not taken for another point's."""
+    from matplotlib.transforms import Bbox
+
+    (at,) = point.get_xydata()
+    own = point.get_window_extent()
+    others = [other.get_window_extent() for other in points if other is not point]
+    near_others = [other.padded(6) for other in others]
+    label = axes.annotate(_wrap(name), at, (0, 0), textcoords="offset points", fontsize=9, in_layout=False)
+    label.set_gid(point.get_gid().replace("point", "label"))
+    width, height = label.get_window_extent().size
+    pixels = axes.figure.dpi / 72  # of a point
+
+    def extent(place: tuple[float, float]) -> Any:
+        (x, y), (dx, dy) = axes.transData.transform(at), place
+        below = 0.5 if abs(dy) < 1 else float(dy < 0)
+        return Bbox.from_bounds(x + pixels * dx - width * (dx < 0), y + pixels * dy - height * below, width, height)
+
+    def faults(place: tuple[float, float]) -> tuple[int, int, int]:
+        box = extent(place)
+        outside = 2 - axes.bbox.count_contains(box.get_points())
+        covered = box.count_overlaps([*taken, *labels])
+        confusing = box.count_overlaps(near_others) + Bbox.union([box, own]).count_overlaps([*labels, *others])
+        return outside, covered, confusing
+
+    dx, dy = best = min(PLACES, key=faults)
+    label.set_position(best)
+    label.set_horizontalalignment("left" if dx > 0 else "right")
+    label.set_verticalalignment("center" if abs(dy) < 1 else "bottom" if dy > 0 else "top")
+    leader = {"arrowstyle": "-", "color": MUTED, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 5}
+    axes.annotate("", at, best, textcoords="offset points", arrowprops=leader, in_layout=False)
+    return extent(best)
+
+
+def _svg(axes: Any) -> str:
+    buffer = StringIO()
+    no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    axes.figure.savefig(buffer, format="svg", transparent=True, metadata=no_metadata)
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r' id="[\w.]+_\d+"', "", svg)  # matplotlib's own numbers, the same in every plot
+    svg = re.sub("#00000[1-5]", lambda colour: f"var({COLOURS[colour[0]]})", svg)
+    label = f"{axes.get_title()} of every recipe against its bits per element; the table below has the numbers"
+    return svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
+
+
+# The page.
+
+
+def _results(report: Report) -> str:
+    rows = (_cells(row, report) for row in report.ordered)
+    return _html_table(COLUMNS, [(name, [f"<td>{escape(cell)}</td>" for cell in cells]) for name, *cells in rows])
+
+
+def _needle(report: Report) -> str:
+    found = [(row.recipe, row.needle_by_depth) for row in report.ordered if row.needle_by_depth]
+    if not found:
+        return ""
+    depths = list(found[0][1])
+    rows = [
+        (recipe, [f'<td style="--found:{shares[depth]:.0%}">{_share(shares[depth])}</td>' for depth in depths])
+        for recipe, shares in found
+    ]
+    return NEEDLE.substitute(table=_html_table(["recipe", *depths], rows))
+
+
+def _breakable(name: str) -> str:
+    return re.sub("([:,])", r"\1<wbr>", escape(name))
+
+
+def _html_table(columns: list[str], rows: list[tuple[str, list[str]]]) -> str:
+    """A row is a name and its cells, which are HTML."""
+    head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
+    body = "\n".join(f'<tr><th scope="row">{_breakable(name)}</th>{"".join(cells)}</tr>' for name, cells in rows)
+    return f'<div class="scroll" tabindex="0"><table>\n<tr>{head}</tr>\n{body}\n</table></div>'
+
+
+NEEDLE = Template("""\
+<h2>Needle retrieval by depth</h2>
+<p>A fact is hidden in the text and asked for at the end. Columns say how deep it was hidden; cells, how often it was
+found.</p>
+<div class="heat">$table</div>
+""")
+
+PAGE = Template("""\
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>KV cache recipes on $model</title>
+<style>
+:root {
+  color-scheme: light dark;
+  --paper: #ffffff; --ink: #1b212b; --muted: #5a6573; --line: #dfe4ea; --accent: #1f5fd0;
+}
+@media (prefers-color-scheme: dark) {
+  :root { --paper: #11151b; --ink: #e7ebf0; --muted: #9ca7b5; --line: #303945; --accent: #74abff; }
+}
+* { box-sizing: border-box; }
+body {
+  max-width: 68rem; margin: 0 auto; padding: 2rem 1rem 4rem;
+  background: var(--paper); color: var(--ink); font: 1rem/1.55 system-ui, sans-serif; overflow-wrap: anywhere;
+}
+h1 { margin: 0; font-size: 1.9rem; line-height: 1.2; }
+h2 { margin: 2.5rem 0 .5rem; font-size: 1.25rem; }
+p { max-width: 46rem; }
+.model { margin: .3rem 0 1.5rem; color: var(--muted); }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 2rem 2.5rem; }
+figure { margin: 1rem 0 0; }
+figcaption { margin-top: .5rem; color: var(--muted); font-size: .875rem; }
+svg { display: block; width: 100%; height: auto; }
+svg text { font-family: inherit !important; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .925rem; }
+th, td { padding: .45rem .8rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
+th[scope=col] { color: var(--muted); font-weight: 500; white-space: pre; vertical-align: bottom; }
+th[scope=row] { min-width: 8rem; font-weight: 500; white-space: normal; }
+th:first-child { position: sticky; left: 0; padding-left: 0; background: var(--paper); text-align: left; }
+.heat td { background: color-mix(in srgb, var(--accent) calc(var(--found) * .4), transparent); }
+dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 13rem), 1fr)); gap: .9rem 1.5rem; }
+dt { color: var(--muted); font-size: .875rem; }
+dd { margin: 0; }
+</style>
+</head>
+<body>
+<header>
+<h1>KV cache: quality against bytes</h1>
+<p class="model">$model</p>
+</header>
+<main>
+<p>While a language model writes, it keeps the keys and values of every token so far: the KV cache. A <em>recipe</em>
+stores that cache in fewer bytes, and this page shows what that costs. <strong>Bits per element</strong> are the bits
+really allocated for each number in the cache, everything included; an ordinary cache takes 16. Recipes that keep a
+window of tokens in 16 bits take fewer at 128k tokens than at 2k. <strong>KL divergence</strong> says how far the
+probabilities of the next token move from those with a 16-bit cache; 0 is no change. <strong>Top-1</strong> is how often
+the most likely next token stays the same. <strong>Perplexity</strong> is how much the text surprises the model; lower
+is better. <strong>Copy</strong> and <strong>needle</strong> are how often the model repeats a passage, or finds a fact,
+from earlier in the text.</p>
+<div class="plots">
+<figure>$kl_plot<figcaption>Lower and further left is better; the scale is logarithmic. The noise floor, KL $noise, is
+the plain model against the 16-bit cache: below it, differences mean nothing. The dashed line is that floor, or the low
+end of the scale where the floor lies lower still. The hollow point is the 16-bit reference: its KL is 0, which a
+logarithmic scale does not have, so it is drawn on the dashed line.</figcaption></figure>
+<figure>$perplexity_plot<figcaption>Lower and further left is better; the scale is linear up to 1 % and logarithmic
+above. The hollow point is the 16-bit reference.</figcaption></figure>
+</div>
+<h2>Results</h2>
+$results
+$needle
+<h2>How this was measured</h2>
+<dl>$facts</dl>
+</main>
+</body>
+</html>
+""")

@@ -1,0 +1,66 @@
+"""What a cache must not lose: copying random tokens, and finding needles at several depths of a haystack."""
+
+import random
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+
+DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
+THINGS = ("red door", "old clock", "green boat", "stone tower", "silver box")  # one needle for each depth
+COPY_TOKENS = 256
+COPY_TRIALS = 2
+HAYSTACKS = 2
+
+Make = Callable[[], Cache]
+
+
+@torch.no_grad()
+def copy_accuracy(model: PreTrainedModel, make: Make, text: Tensor) -> float:
+    """Feed shuffled tokens of `text` twice; the share of the second half that the model predicts."""
+    right = 0
+    for trial in range(COPY_TRIALS):
+        generator = torch.Generator().manual_seed(trial)
+        once = text[torch.randperm(len(text), generator=generator)[:COPY_TOKENS]]
+        tokens = torch.cat((once, once)).to(model.device)
+        logits = model(tokens[None, :-1], past_key_values=make(), logits_to_keep=len(once) - 1).logits[0]
+        right += int((logits.argmax(dim=-1) == tokens[len(once) + 1 :]).sum())
+    return right / (COPY_TRIALS * (COPY_TOKENS - 1))
+
+
+@torch.no_grad()
+def needle_accuracy(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, make: Make, text: Tensor, length: int
+) -> dict[str, float]:
+    """Hide a code for each of `THINGS` in haystacks of `length` tokens; the share found, by depth.
+
+    A haystack is read once; each question is asked, and taken back, by itself. An answer counts if every token of it
+    comes out of greedy decoding.
+    """
+    found = dict.fromkeys(DEPTHS, 0)
+    for trial in range(HAYSTACKS):
+        rng = random.Random(trial)
+        codes = [f" {rng.randrange(10_000, 100_000)}" for _ in THINGS]
+        sentences = [f"\nThe code of the {thing} is{code}.\n" for thing, code in zip(THINGS, codes, strict=True)]
+        needles = [_tokens(tokenizer, sentence) for sentence in sentences]
+        hay = text[trial * length : (trial + 1) * length - sum(map(len, needles))]
+        parts, begin = [], 0
+        for depth, needle in zip(DEPTHS, needles, strict=True):
+            end = int(depth * len(hay))
+            parts += [hay[begin:end], needle]
+            begin = end
+        cache = make()
+        model(torch.cat((*parts, hay[begin:]))[None].to(model.device), past_key_values=cache, logits_to_keep=1)
+        for depth, thing, code in zip(DEPTHS, THINGS, codes, strict=True):
+            question = _tokens(tokenizer, f"\nThe code of the {thing} is")
+            answer = _tokens(tokenizer, code)
+            asked = torch.cat((question, answer[:-1]))[None].to(model.device)
+            logits = model(asked, past_key_values=cache, logits_to_keep=len(answer)).logits[0]
+            found[depth] += bool((logits.argmax(dim=-1).cpu() == answer).all())
+            cache.crop(-asked.shape[1])
+    return {f"{depth:.0%}": count / HAYSTACKS for depth, count in found.items()}
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:
+    return torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])

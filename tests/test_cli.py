@@ -1,0 +1,442 @@
+"""The `kvfold` command, as it is typed."""
+
+import csv
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from rich.text import Text
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner, Result
+
+import kvfold
+from kvfold.cli import app, main
+from kvfold.models import EMBEDDED
+from kvfold.recipes import RECIPES
+
+GIB = 2**30
+COMMANDS = ("recipes", "plan", "calibrate", "eval", "generate", "demo", "bench decode")
+LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 16  # of the small model
+BITS = {  # with a 16-bit scale and offset for each head of 128
+    "bf16": 16,
+    "int8": 8.25,
+    "int4": 4.25,
+    "int2": 2.25,
+    "saw-int4": 4.25,
+    "quarot-int2": 2.25,
+}
+
+
+@pytest.fixture(autouse=True)
+def _narrow_terminal_without_a_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model that runs in no time: random weights, and a token for each byte."""
+    folder = tmp_path_factory.mktemp("small")
+    alphabet = sorted(ByteLevel.alphabet())
+    bytes_ = Tokenizer(BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
+    bytes_.pre_tokenizer, bytes_.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_, eos_token="<end>")
+    tokenizer.chat_template = "User: {{ messages[0].content }} Answer:"
+    tokenizer.save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2 * KV_HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=4096,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def means(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An artifact of the small model."""
+    folder = tmp_path_factory.mktemp("artifacts") / "means"
+    run("calibrate", small, "--out", folder, "--tokens", 100, "--context", 64)
+    return folder
+
+
+def run(*arguments: object) -> Result:
+    """The command's result, which must be a success."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def plain(output: str) -> str:
+    """Without colours, should the terminal have some."""
+    return Text.from_ansi(output).plain
+
+
+@pytest.fixture
+def error_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a command that must fail: nothing on standard output, one line on the error stream, which is returned.
+
+    An empty line may stand before it, where a progress bar was."""
+
+    def fail(*arguments: object) -> str:
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", ["kvfold", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        captured = capsys.readouterr()
+        assert (stop.value.code, captured.out) == (1, "")
+        (line,) = filter(str.strip, plain(captured.err).splitlines())
+        assert line.startswith("error: ")
+        return line
+
+    return fail
+
+
+# The command itself
+
+
+def test_version():
+    assert run("--version").stdout == f"{kvfold.__version__}\n"
+
+
+def test_help_names_every_command():
+    shown = plain(run("--help").stdout)
+    assert all(re.search(rf"\b{command.split()[0]}\b", shown) for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_gives_an_example(command: str):
+    assert re.search(rf"Example: kvfold {command}\b", plain(run(*command.split(), "--help").stdout))
+
+
+# recipes
+
+
+@pytest.mark.parametrize(("head_dim", "metadata"), [(128, 0.25), (64, 0.5)])
+def test_recipes_as_json(head_dim: int, metadata: float):
+    rows = json.loads(run("recipes", "--head-dim", head_dim, "--json", "-").stdout)
+    assert [row["recipe"] for row in rows] == list(RECIPES)
+    for row in rows:
+        assert row["summary"]
+        if (bits := BITS.get(row["recipe"])) is None:
+            continue
+        expected = bits if bits == 16 else int(bits) + metadata
+        assert row["bits_per_element_2k"] == row["bits_per_element_128k"] == expected
+        assert row["key_slot_bytes"] == row["value_slot_bytes"] == expected * head_dim / 8
+        assert row["needs"].startswith("nothing" if row["recipe"] == "bf16" else "means")
+    options = {row["recipe"]: set(row["options"]) for row in rows}
+    assert options["bf16"] == set()
+    assert options["int4"] == {"sink", "recent", "centre", "skip", "group"}
+    assert options["saw-int4"] == options["int4"] | {"order", "values"}
+
+
+def test_recipes_as_a_table():
+    shown = plain(run("recipes").stdout)
+    assert all(name in shown for name in RECIPES), "a name is cut off in a terminal of 80 columns"
+    assert all(number in shown for number in ("16", "8.25", "4.25", "2.25", "68+68", "36+36"))
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "head dimension 64" in plain(run("recipes", "--head-dim", 64).stdout)
+
+
+def test_recipes_into_a_file_shows_the_table_too(tmp_path: Path):
+    shown = run("recipes", "--json", tmp_path / "recipes.json").stdout
+    assert "saw-int4" in shown
+    assert json.loads((tmp_path / "recipes.json").read_text())[0]["recipe"] == "bf16"
+
+
+# plan: every example has 8 KV heads of 128, so a token takes 2·8·128 numbers in each layer
+
+
+@pytest.mark.parametrize(
+    ("model", "layers", "context"),
+    [("Qwen3-8B", 36, 40960), ("Qwen3-32B", 64, 40960), ("Llama-3.1-8B", 32, 131072), ("GLM-4.7", 92, 202752)],
+)
+def test_plan_of_every_example(model: str, layers: int, context: int):
+    rows = json.loads(run("plan", model, "--memory", "80GiB", "--json", "-").stdout)
+    assert [row["recipe"] for row in rows] == list(RECIPES)
+    for row in (row for row in rows if row["recipe"] in BITS):
+        bits = BITS[row["recipe"]]
+        per_token = layers * 2048 * bits / 8
+        assert row["bytes_per_token"] == per_token
+        assert row["compression"] == pytest.approx(16 / bits)
+        assert row["tokens"] == 80 * GIB // per_token
+        assert (row["context"], row["requests"]) == (context, 80 * GIB // (per_token * context))
+
+
+def test_plan_counts_whole_pages():
+    """1000 tokens take 63 pages of 16."""
+    rows = json.loads(run("plan", "Qwen3-8B", "--memory", "1GiB", "--context", 1000, "--json", "-").stdout)
+    request = {row["recipe"]: row["bytes_per_token"] * 1000 for row in rows}
+    assert request["int4"] == 36 * 1088 * 1008
+    assert [row["requests"] for row in rows] == [GIB // int(request[row["recipe"]]) for row in rows]
+
+
+def test_plan_as_a_table(tmp_path: Path):
+    shown = plain(run("plan", "Qwen3-8B", "--memory", "80GiB", "--json", tmp_path / "plan.json").stdout)
+    assert all(name in shown for name in RECIPES)
+    for text in ("36 layers", "32 query and 8 KV heads of 128", "39,168", "3.76×", "2,193,100", "53", "40,960"):
+        assert text in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    assert json.loads((tmp_path / "plan.json").read_text())[2]["requests"] == 53
+
+
+@pytest.mark.parametrize(
+    ("memory", "amount"),
+    [("80GiB", 80 * GIB), ("512MB", 512e6), ("1.5 gb", 1.5e9), ("2TiB", 2048 * GIB), ("64kib", 65536), ("1e9", 1e9)],
+)
+def test_memory(memory: str, amount: float):
+    (row, *_) = json.loads(run("plan", "Qwen3-8B", "--memory", memory, "--context", 16, "--json", "-").stdout)
+    assert row["tokens"] == amount // (36 * 4096)
+
+
+@pytest.mark.parametrize("memory", ["lots", "80 GiBs", "", "GB", "1.2.3GB", "5 PB"])
+def test_memory_that_is_none(error_of, memory: str):
+    assert f"{memory!r} is no amount of memory" in error_of("plan", "Qwen3-8B", "--memory", memory)
+
+
+CONFIG = {
+    "architectures": ["SomeForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 10,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "hidden_size": 512,
+}
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Callable[..., Path]:
+    def write(**changes: object) -> Path:
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps({**CONFIG, **changes}))
+        return path
+
+    return write
+
+
+def test_plan_of_a_configuration_without_weights(config_file, small: Path):
+    path = config_file(max_position_embeddings=4096)
+    for model in (path, path.parent):
+        rows = json.loads(run("plan", model, "--memory", "1GB", "--json", "-").stdout)
+        assert [row["bytes_per_token"] for row in rows[:3]] == [10 * 128 * bits / 8 for bits in (16, 8.5, 4.5)]
+        assert {row["context"] for row in rows} == {4096}
+    (row, *_) = json.loads(run("plan", small, "--memory", "1GB", "--json", "-").stdout)
+    assert row["bytes_per_token"] == 2 * LAYERS * KV_HEADS * HEAD_DIM * 2
+
+
+def test_plan_without_a_longest_context(config_file):
+    (row, *_) = json.loads(run("plan", config_file(), "--memory", "1GB", "--json", "-").stdout)
+    assert row["context"] == 32768
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"kv_lora_rank": 512}, "multi-head latent attention (MLA)"),
+        ({"sliding_window": 4096}, "sliding attention in layers 0, 1, 2, 3, 4, 5, 6, 7, 8, 9"),
+        ({"layer_types": ["full_attention", "sliding_attention"] * 5}, "sliding attention in layers 1, 3, 5, 7, 9"),
+        ({"attn_logit_softcapping": 50.0}, "soft-capping"),
+        ({"model_type": "gpt_oss"}, "learned sink logits"),
+    ],
+)
+def test_plan_refuses_what_cannot_be_packed(error_of, config_file, changes: dict, reason: str):
+    line = error_of("plan", config_file(**changes), "--memory", "1GB")
+    assert line.startswith("error: SomeForCausalLM: ")
+    assert reason in line
+
+
+def test_a_configuration_that_is_none(error_of, config_file):
+    path = config_file()
+    path.write_text("{")
+    assert "is not JSON" in error_of("plan", path, "--memory", "1GB")
+
+
+# Mistakes: one line, and before anything takes long
+
+
+@pytest.mark.parametrize("command", [("eval",), ("generate", "-p", "Hello"), ("bench", "decode")], ids=" ".join)
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ("saw-int5", "unknown recipe 'saw-int5': did you mean 'saw-int4'?"),
+        ("int4:order=64", "int4 has no option 'order'; it takes centre, group, recent, sink, skip"),
+        ("int4:sink=few", "int4: sink='few'"),
+        ("int4:sink", "write options as name=value, not 'sink'"),
+    ],
+)
+def test_a_recipe_is_read_before_the_model(error_of, command: tuple[str, ...], recipe: str, message: str):
+    """The model does not exist either; that the recipe is what is wrong shows that nobody went looking for it."""
+    assert message in error_of(*command, "nobody/nothing", "-r", recipe)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("plan", "--memory", "1GB"),
+        ("eval", "-r", "int4"),
+        ("generate", "-p", "Hello"),
+        ("calibrate", "--out", "means"),
+        ("bench", "decode", "-r", "int4"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_an_unknown_model(error_of, command: tuple[str, ...]):
+    assert "nobody/nothing is neither 'embedded', a model folder" in error_of(*command, "nobody/nothing")
+
+
+def test_a_recipe_that_does_not_fit_the_model(error_of, small: Path):
+    assert "order=64 does not divide the head dimension 16" in error_of("eval", small, "-r", "saw-int4:order=64")
+    assert "layers 0 to 1" in error_of("generate", small, "-p", "Hello", "-r", "int4:skip=2")
+
+
+def test_a_folder_that_is_no_artifact(error_of, tmp_path: Path):
+    line = error_of("eval", "nobody/nothing", "-r", "int4", "--artifact", tmp_path)
+    assert line == f"error: {tmp_path} is no artifact: there is no kvfold.json in it"
+
+
+def test_an_artifact_of_another_model(error_of, means: Path):
+    line = error_of("generate", EMBEDDED, "-p", "Hello", "--artifact", means)
+    assert "the artifact was made for another model: its layers is 2, the model's is 30" in line
+
+
+@pytest.mark.parametrize("option", ["--json", "--html"])
+def test_a_missing_folder_is_named_before_the_model_is_loaded(error_of, tmp_path: Path, option: str):
+    path = tmp_path / "missing" / "report"
+    line = error_of("eval", "nobody/nothing", "-r", "int4", option, path)
+    assert f"there is no folder {path.parent}" in line
+
+
+def test_a_text_that_is_missing_empty_or_short(error_of, small: Path, tmp_path: Path):
+    text = tmp_path / "text.txt"
+    assert f"cannot read the text {text}" in error_of("eval", small, "-r", "int4", "--text", text)
+    text.write_text(" \n")
+    assert f"{text} is empty" in error_of("calibrate", small, "--out", tmp_path / "means", "--text", text)
+    text.write_text("Four words are few.")
+    line = error_of("calibrate", small, "--out", tmp_path / "means", "--text", text)
+    assert "the text has 19 tokens, fewer than the 8192 asked for" in line
+    assert not (tmp_path / "means").exists()
+
+
+# The small model: what is printed and written
+
+
+def test_calibrate_writes_an_artifact(means: Path):
+    assert sorted(path.name for path in means.iterdir()) == ["kvfold.json", "tensors.safetensors"]
+    metadata = json.loads((means / "kvfold.json").read_text())
+    assert metadata["schema_version"] == 1
+    assert metadata["model"]["architecture"] == "LlamaForCausalLM"
+    assert (metadata["calibration"]["tokens"], metadata["calibration"]["context"]) == (100, 64)
+    tensors = load_file(means / "tensors.safetensors")
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
+        "key_mean": (LAYERS, KV_HEADS, HEAD_DIM),
+        "value_mean": (LAYERS, KV_HEADS, HEAD_DIM),
+    }
+
+
+def test_calibrate_again_gives_the_same_artifact(small: Path, means: Path, tmp_path: Path):
+    shown = run("calibrate", small, "--out", tmp_path / "again", "--tokens", 100, "--context", 64).stdout
+    assert "".join(shown.splitlines()) == f"Wrote {tmp_path / 'again'}"
+    for name in ("kvfold.json", "tensors.safetensors"):
+        assert (tmp_path / "again" / name).read_bytes() == (means / name).read_bytes()
+
+
+def test_eval_json_leaves_nothing_else_on_the_terminal(small: Path, means: Path):
+    """And a recipe that is named twice is one row."""
+    recipes = ("-r", "int8", "-r", "int2:recent=16", "-r", "int8")
+    result = run("eval", small, *recipes, "--tokens", 2048, "--context", 1000, "--artifact", means, "--json", "-")
+    assert [row["recipe"] for row in json.loads(result.stdout)["rows"]] == ["bf16", "int8", "int2:recent=16"]
+
+
+def test_generate_answers_or_continues(small: Path):
+    """Random weights say nothing sensible, but they do read the chat template or leave it out."""
+    arguments = ("generate", small, "-r", "int4:centre=false", "-p", "Hello", "--max-tokens", 4)
+    for more, prompt in (((), "User: Hello Answer:"), (("--raw",), "Hello")):
+        first, second = run(*arguments, *more), run(*arguments, *more)
+        assert first.stdout == second.stdout
+        assert int(plain(first.stderr).split()[0]) == len(prompt) + 3  # nobody has read the last token yet
+
+
+def test_bench_decode(small: Path, means: Path, tmp_path: Path):
+    arguments = ("bench", "decode", small, "-r", "int4", "-r", "int2:sink=4", "--artifact", means)
+    sizes = ("--context", 100, "--batch", 2, "--steps", 2)
+    result = run(*arguments, *sizes, "--json", tmp_path / "rows.json", "--csv", tmp_path / "rows.csv")
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [row["recipe"] for row in rows] == ["transformers", "int4", "int2:sink=4"]
+    assert all(row["recipe"] in plain(result.stdout) for row in rows)
+    assert all(row["tokens_per_s"] > 0 and row["context"] == 100 and row["batch"] == 2 for row in rows)
+    assert rows[0]["ratio"] == 1
+    head_tokens = LAYERS * KV_HEADS * 2  # of two sequences
+    assert rows[1]["cache_bytes"] == head_tokens * 7 * 16 * 2 * (HEAD_DIM // 2 + 4)  # 102 tokens are 7 pages of 16
+    with (tmp_path / "rows.csv").open() as file:
+        assert [row["recipe"] for row in csv.DictReader(file)] == [row["recipe"] for row in rows]
+
+
+# The embedded model: a real one
+
+
+@pytest.fixture(scope="module")
+def embedded_means(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("artifacts") / "embedded"
+    run("calibrate", EMBEDDED, "--out", folder, "--tokens", 512, "--context", 512)
+    return folder
+
+
+def test_generate_streams_sensible_text(embedded_means: Path):
+    prompt = ("--raw", "--prompt", "The capital of France is", "--max-tokens", 8)
+    result = run("generate", EMBEDDED, *prompt, "-r", "saw-int4:sink=4", "--artifact", embedded_means)
+    assert "Paris" in result.stdout
+    found = re.fullmatch(
+        r"(\d+) tokens in (\d+) KiB of cache \((\d+) in 16 bits\), [\d.]+ s", plain(result.stderr).strip()
+    )
+    assert found
+    tokens, packed, wide = map(int, found.groups())
+    assert tokens == 12  # five of the prompt and eight new ones, the last of which nobody has read yet
+    page = 30 * 3 * 2 * 16  # numbers and metadata of one page of all layers
+    assert wide * 1024 == page * 64 * 2
+    assert packed == round((page * (32 + 4) + page * 64 * 2) / 1024)  # a packed page, and its shadow for the sink
+
+
+def test_eval_compares_recipes(embedded_means: Path, tmp_path: Path):
+    names = ["bf16", "saw-int4:sink=4"]
+    sizes = ("--tokens", 2048, "--context", 256)
+    files = ("--json", tmp_path / "report.json", "--html", tmp_path / "report.html")
+    result = run("eval", EMBEDDED, "-r", names[1], "-r", names[0], *sizes, *files, "--artifact", embedded_means)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["model"], report["context"], report["tokens"]) == ("embedded", 256, 2048)
+    rows = report["rows"]
+    assert [row["recipe"] for row in rows] == names
+    needed = {"recipe", "bits_per_element_2k", "bits_per_element_128k", "perplexity", "kl", "top1", "tokens"}
+    assert all(needed <= row.keys() for row in rows)
+    assert [row["bits_per_element_2k"] for row in rows] == [16, 4.625]  # the sink takes one page of 16 in 16 bits
+    assert [row["bits_per_element_128k"] for row in rows] == [16, 4.501953125]
+    assert {row["tokens"] for row in rows} == {8 * 255}  # the last token of a window has no follower in it
+    reference, packed = rows
+    assert (reference["kl"], reference["top1"]) == (0, 1)
+    assert report["noise_floor"] < packed["kl"] < 0.1
+    assert 0.8 < packed["top1"] < 1
+    assert reference["perplexity"] == pytest.approx(report["plain_perplexity"], rel=0.01)
+    assert packed["perplexity"] == pytest.approx(reference["perplexity"], rel=0.1)
+    assert all(0 <= row[share] <= 1 for row in rows for share in ("copy", "needle"))
+    assert all(list(row["needle_by_depth"]) == ["10%", "30%", "50%", "70%", "90%"] for row in rows)
+    shown, page = plain(result.stdout), (tmp_path / "report.html").read_text()
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "<svg" in page
+    assert all(name.split(":")[0] in text for name in names for text in (shown, page))
