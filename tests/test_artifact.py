@@ -31,7 +31,7 @@ def model() -> LlamaForCausalLM:
 
 
 def artifact(model: LlamaForCausalLM, **changes: torch.Tensor) -> Artifact:
-    provenance = Provenance(text_sha256="00" * 32, tokens=4096, context=2048, versions={"torch": "2"})
+    provenance = Provenance(tokens_sha256="00" * 32, tokens=4096, context=2048, versions={"torch": "2"})
     generator = torch.Generator().manual_seed(1)
     tensors = {name: torch.randn(SHAPE, generator=generator) for name in ("key_mean", "value_mean")}
     return Artifact(Metadata(model=Fingerprint.of(model), calibration=provenance), **{**tensors, **changes})
@@ -87,7 +87,7 @@ def test_tensors_need_not_be_contiguous(model, tmp_path):
 def test_the_json_is_readable(saved):
     content = json.loads((saved / "kvfold.json").read_text())
     assert content["schema_version"] == 1
-    assert content["model"]["architecture"] in ("LlamaForCausalLM", "llama")
+    assert content["model"]["architecture"] == "LlamaForCausalLM"
     assert (content["model"]["layers"], content["model"]["kv_heads"], content["model"]["head_dim"]) == SHAPE
     assert content["model"]["rope"]["rope_theta"] == 10000.0
     assert content["calibration"]["tokens"] == 4096
@@ -193,7 +193,6 @@ def test_wrong_tensors_are_refused_when_made_and_when_loaded(model, saved, name,
         ({"head_dim": 32}, "head_dim"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}, "rope"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}, "rope"),
-        ({"architectures": ["OtherForCausalLM"]}, "architecture"),
     ],
 )
 def test_another_model_is_refused_and_the_field_named(model, saved, changes, field):

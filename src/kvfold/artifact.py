@@ -1,4 +1,4 @@
-"""Artifact: what calibration found, with the model it belongs to. A folder of `kvfold.json` and `tensors.safetensors`."""
+"""Artifact: what calibration found, with the model it belongs to; a folder with kvfold.json and tensors.safetensors."""
 
 import hashlib
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from kvfold.geometry import Geometry
@@ -43,7 +43,7 @@ class Fingerprint(_Strict):
             numbers = parameter.detach().flatten()[:256].to("cpu", torch.bfloat16).view(torch.uint8)
             digest.update(f"{name} {tuple(parameter.shape)} ".encode() + numbers.numpy().tobytes())
         return cls(
-            architecture=geometry.architecture,
+            architecture=type(model).__name__,
             layers=geometry.layers,
             q_heads=geometry.q_heads,
             kv_heads=geometry.kv_heads,
@@ -66,7 +66,7 @@ class Fingerprint(_Strict):
 class Provenance(_Strict):
     """The text that was calibrated on, and with what."""
 
-    text_sha256: str
+    tokens_sha256: str
     tokens: int
     context: int
     versions: dict[str, str]
@@ -101,7 +101,7 @@ class Artifact:
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {"key_mean": self.key_mean.contiguous(), "value_mean": self.value_mean.contiguous()}
-        save_file(tensors, folder / TENSORS)
+        (folder / TENSORS).write_bytes(save(tensors))
         (folder / METADATA).write_text(self.metadata.model_dump_json(indent=2) + "\n")
 
     @classmethod

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -41,7 +42,6 @@ TextFile = Annotated[
     Path | None, typer.Option("--text", help="A UTF-8 text file instead of Python's own documentation.")
 ]
 DEMO_RECIPES = ("int4", "saw-int4", "saw-int4:sink=4", "int2", "int2:sink=16,recent=64")
-DEMO_PROMPT = "What is the capital of France, and what is it known for?"
 
 ArtifactFolder = Annotated[Path | None, typer.Option("--artifact", help="A folder written by `kvfold calibrate`.")]
 
@@ -75,42 +75,37 @@ def recipes_(
     Example: `kvfold recipes --head-dim 64`
     """
     geometry = Geometry("any", layers=1, q_heads=1, kv_heads=1, head_dim=head_dim)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, recipe in RECIPES.items():
         layout = recipe.page_layout(0, head_dim)
         rows.append(
             {
                 "recipe": name,
-                "summary": recipe.summary,
                 "bits_per_element_2k": recipe.bits_per_element(geometry, 2048),
                 "bits_per_element_128k": recipe.bits_per_element(geometry, 131072),
                 "key_slot_bytes": layout.key.slot_bytes,
                 "value_slot_bytes": layout.value.slot_bytes,
-                "needs": "means (calibrated in seconds; centre=false does without)" if recipe.centre else "nothing",
+                "needs": "means" if recipe.centre else "nothing",
                 "options": list(recipe.options),
+                "summary": recipe.summary,
             }
         )
     if _write_json(json_file, rows):
         return
-    table = Table(title=f"Recipes at head dimension {head_dim}", title_justify="left")
-    for column in ("recipe", "what it is", "options", "needs"):
-        table.add_column(column)
-    for column in ("bits at 2k", "bits at 128k", "slot bytes K+V"):
-        table.add_column(column, justify="right")
+    table = _table(
+        f"Recipes at head dimension {head_dim}", "recipe", "bits at 2k", "at 128k", "slot bytes", "needs", "what it is"
+    )
     for row in rows:
         table.add_row(
             row["recipe"],
-            row["summary"],
-            ", ".join(row["options"]),
-            row["needs"].split(" (")[0],
             f"{row['bits_per_element_2k']:.3g}",
             f"{row['bits_per_element_128k']:.3g}",
-            f"{row['key_slot_bytes']}+{row['value_slot_bytes']}",
+            f"{row['key_slot_bytes']} + {row['value_slot_bytes']}",
+            row["needs"],
+            "\n".join([row["summary"], *([f"[dim]{', '.join(row['options'])}[/]"] if row["options"] else [])]),
         )
     out.print(table)
-    out.print(
-        "Bits are allocated bits per number, at 2k and 128k tokens. Means are calibrated in seconds; centre=false does without."
-    )
+    out.print("Bits are those allocated for each number. Means are calibrated in seconds; centre=false does without.")
 
 
 @app.command()
@@ -131,7 +126,7 @@ def plan(
     budget = _bytes(memory)
     context = context or geometry.max_context or 32768
     wide = RECIPES["bf16"].sequence_bytes(geometry, context)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, recipe in RECIPES.items():
         per_request = recipe.sequence_bytes(geometry, context)
         rows.append(
@@ -150,10 +145,7 @@ def plan(
         f"{model}: {geometry.layers} layers, {geometry.q_heads} query and {geometry.kv_heads} KV heads of "
         f"{geometry.head_dim}; {memory} of cache"
     )
-    table = Table(title=title, title_justify="left")
-    table.add_column("recipe")
-    for column in ("bytes per token", "smaller by", "tokens that fit", f"requests of {context:,}"):
-        table.add_column(column, justify="right")
+    table = _table(title, "recipe", "bytes per token", "smaller by", "tokens that fit", f"requests of {context:,}")
     for row in rows:
         table.add_row(
             row["recipe"],
@@ -177,7 +169,9 @@ def calibrate(
 
     Example: `kvfold calibrate embedded --out means`, then `kvfold eval embedded -r saw-int4 --artifact means`
     """
-    _calibrate(*_load(model), read_text(text, "calibration"), tokens, context).save(folder)
+    words = read_text(text, "calibration")
+    _check(model)
+    _calibrate(*_load(model), words, tokens, context).save(folder)
     out.print(f"Wrote {escape(str(folder))}", highlight=False)
 
 
@@ -196,17 +190,16 @@ def eval_(
 
     Example: `kvfold eval embedded -r int4 -r saw-int4:sink=4 --tokens 4096 --html report.html`
     """
-    from kvfold.evaluate.report import table, write_html, write_json
+    from kvfold.evaluate.report import rows, table, write_html
 
     panel, means, words = [parse(name) for name in recipe], _artifact(artifact), read_text(text, "evaluation")
+    _check(model, panel, files=(json_file, html))
     names = (model, text.name if text else "Python documentation")
     report = _evaluate(*_load(model), panel, words, tokens, context, means, names)
     if html:
         write_html(report, html)
-    if json_file != "-":
+    if not _write_json(json_file, rows(report)):
         out.print(table(report))
-    if json_file:
-        write_json(report, Path("/dev/stdout" if json_file == "-" else json_file))
 
 
 @app.command()
@@ -225,6 +218,7 @@ def generate(
     Example: `kvfold generate embedded -r saw-int4 -p "Why is the sky blue?"`
     """
     parsed, means = parse(recipe), _artifact(artifact)
+    _check(model, [parsed])
     _generate(*_load(model), parsed, prompt, max_tokens, raw, means)
 
 
@@ -233,20 +227,26 @@ def demo(
     html: Annotated[Path, typer.Option(help="Where to write the report.")] = Path("kvfold-report.html"),
     tokens: Annotated[int, typer.Option(help="Tokens to score.", min=1024)] = 2048,
 ) -> None:
-    """See what a 4-bit KV cache gains and costs on a real language model, without a GPU, in a few minutes."""
+    """See what a 4-bit KV cache gains and costs on a real language model, without a GPU, in a few minutes.
+
+    Example: `kvfold demo --html report.html`
+    """
     from kvfold.evaluate.report import table, write_html
 
+    panel, words = [parse(name) for name in DEMO_RECIPES], read_text(None, "evaluation")
+    _check("embedded", panel, files=(html,))
     network, tokenizer = _load("embedded")
     means = _calibrate(network, tokenizer, read_text(None, "calibration"), tokens=2048, context=2048)
-    panel, words = [parse(name) for name in DEMO_RECIPES], read_text(None, "evaluation")
     names = ("embedded", "Python documentation")
-    report = _evaluate(network, tokenizer, panel, words, tokens, 1024, means, names, needle_tokens=512)
+    report = _evaluate(network, tokenizer, panel, words, tokens, 1024, means, names)
     out.print(table(report))
     write_html(report, html)
     out.print(f"\nThe same with plots: {escape(str(html))}", highlight=False)
+    prompt = f"{words[:2000]}\n\nWhat is the text above about? Answer in one sentence."
+    out.print("\nEach cache reads a page of Python's documentation and says what it is about:")
     for recipe in (parse("bf16"), *panel):
-        out.print(f"\n[bold]{recipe}[/] answers {DEMO_PROMPT!r}", highlight=False)
-        _generate(network, tokenizer, recipe, DEMO_PROMPT, max_tokens=40, raw=False, artifact=means)
+        out.print(f"\n[bold]{recipe}[/]", highlight=False)
+        _generate(network, tokenizer, recipe, prompt, max_tokens=32, raw=False, artifact=means)
 
 
 @bench.command()
@@ -267,6 +267,7 @@ def decode(
     from kvfold.bench.decode import decode as run
 
     panel, means = [parse(name) for name in recipe], _artifact(artifact)
+    _check(model, panel, files=(json_file, csv_file))
     network, tokenizer = _load(model)
     words = tokenize(read_text(None, "evaluation"), tokenizer, context)
     with _progress("Timing") as advance:
@@ -278,16 +279,31 @@ def decode(
             writer.writerows(rows)
     if _write_json(json_file, rows):
         return
-    table = Table(
-        title=f"Decoding {model} at {context:,} tokens, batch {batch}, {rows[0]['device']}", title_justify="left"
-    )
-    table.add_column("recipe")
-    for column in ("tokens/s", "ratio", "cache MiB"):
-        table.add_column(column, justify="right")
+    title = f"Decoding {model} at {context:,} tokens, batch {batch}, {rows[0]['device']}"
+    table = _table(title, "recipe", "tokens/s", "ratio", "cache MiB")
     for row in rows:
         numbers = (f"{row['tokens_per_s']:.2f}", f"{row['ratio']:.2f}×", f"{row['cache_bytes'] / 2**20:.1f}")
         table.add_row(row["recipe"], *numbers)
     out.print(table)
+
+
+def _table(title: str, *columns: str) -> Table:
+    """A table whose first column names recipes, with numbers to the right of it."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for column in columns:
+        left = column in ("recipe", "needs", "what it is")
+        table.add_column(column, justify="left" if left else "right", no_wrap=column != "what it is", vertical="top")
+    return table
+
+
+def _check(model: str, panel: list[Recipe] | None = None, files: tuple[str | Path | None, ...] = ()) -> None:
+    """Refuse what can be refused before the long work: a model or recipe that does not fit, a file in no folder."""
+    for file in files:
+        if file and file != "-" and not Path(file).parent.is_dir():
+            raise FileNotFoundError(f"cannot write {file}: there is no folder {Path(file).parent}")
+    geometry = Geometry.from_config(load_config(model))
+    for recipe in panel or ():
+        recipe.check(geometry)
 
 
 def _load(model: str) -> tuple[Any, Any]:
@@ -318,7 +334,6 @@ def _evaluate(
     context: int,
     means: Any,
     names: tuple[str, str],
-    needle_tokens: int = 1024,
 ) -> Any:
     from kvfold.evaluate.run import evaluate
 
@@ -331,7 +346,6 @@ def _evaluate(
             words,
             context,
             artifact=means,
-            needle_tokens=needle_tokens,
             names=names,
             advance=advance,
         )
@@ -396,7 +410,7 @@ def _write_json(file: str | None, rows: list[dict[str, Any]]) -> bool:
 
 def _bytes(text: str) -> int:
     """Bytes of `80GiB`, `512 MB`, `1e9`."""
-    match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([KMGT]i?)?B?", text.strip(), re.IGNORECASE)
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([KMGT]i?)?B?", text.strip(), re.IGNORECASE)
     if not match:
         raise ValueError(f"{text!r} is no amount of memory: write for example 80GiB or 512MB")
     unit = (match[2] or "").upper()

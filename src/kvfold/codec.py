@@ -38,7 +38,7 @@ class Codec:
             raise ValueError(f"vectors of {y.shape[-1]} dims do not fit a slot of {self.layout.dims}")
         codes, meta = [], []
         for segment in self.layout.segments:
-            part = y[..., segment.start : segment.stop]
+            part = y if segment.dims == y.shape[-1] else y[..., segment.start : segment.stop]
             if segment.rule == "raw":
                 codes.append(to_wide(part, self.wide).view(torch.uint8))
             else:

@@ -6,6 +6,18 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any, Self
 
+# Fields of models whose caches have another shape than the usual fields say: fused heads, hybrids, other head sizes.
+UNKNOWN_SHAPES = (
+    "multi_query",
+    "new_decoder_architecture",
+    "layers_block_type",
+    "block_types",
+    "attn_layer_period",
+    "attn_layer_indices",
+    "kv_channels",
+    "alibi",
+)
+
 
 class UnsupportedModel(ValueError):
     """A model whose cache kvfold cannot pack; the message says why."""
@@ -59,6 +71,9 @@ def _unsupported(config: Mapping[str, Any]) -> str | None:
         return "attention with learned sink logits is not supported"
     if config.get("num_kv_shared_layers"):
         return "layers that share another layer's cache are not supported"
+    for field in UNKNOWN_SHAPES:
+        if config.get(field):
+            return f"its configuration sets {field!r}, which is not supported"
     kinds = config.get("layer_types") or []
     if not kinds and config.get("sliding_window") and config.get("use_sliding_window", True):
         kinds = ["sliding_attention"] * int(config.get("num_hidden_layers", 1))

@@ -82,7 +82,7 @@ class SlotLayout:
 
 
 def affine_slot(dims: int, bits: int, group: int | None = None) -> SlotLayout:
-    """`dims` coordinates of `bits` bits in groups of `group` (default: all together), each with a scale and an offset."""
+    """`dims` coordinates of `bits` bits in groups of `group` (default: all), each with a scale and an offset."""
     group = dims if group is None else group
     if group <= 0 or dims % group:
         raise ValueError(f"group={group} does not divide the head dimension {dims}")
@@ -132,8 +132,10 @@ class PageLayout:
         return self._codes(pages, self.value, 1), self._meta(pages, self.value, 3)
 
     def sides(self, pool: Tensor) -> list[tuple[slice, Tensor, Tensor]]:
-        """Pool uint8[pages, kv_heads, page_bytes] -> views of codes and metadata [pages, page_size, kv_heads, sides, …]:
-        of both sides (0: keys, 1: values) together where they have the same layout, else of each. The slice says which."""
+        """Pool uint8[pages, kv_heads, page_bytes] -> views of codes and metadata [pages, page_size, kv_heads, sides, …]
+
+        Both sides (0: keys, 1: values) together where they have the same layout, else each alone; the slice says which.
+        """
         if self.key == self.value:
             middle, end = self._offsets[2], self._offsets[4]
             codes = pool[..., :middle].unflatten(-1, (2, middle // 2))

@@ -1,6 +1,6 @@
 """Codes of 1 to 8 bits into bytes and back, bit for bit.
 
-A width is split into power-of-two *planes*, the widest first and from the low bits up: 3 = 2 + 1, 6 = 4 + 2, 7 = 4 + 2 + 1.
+A width is split into power-of-two *planes*, the widest first and from the low bits up: 3 = 2 + 1, 7 = 4 + 2 + 1.
 Each plane is packed split: with `per = 8 / width` codes a byte, byte j holds codes j, j + n/per, j + 2n/per, … from its
 low bits up. Unpacking is one mask and shift per part and gives contiguous runs of codes, without shuffling neighbours.
 """

@@ -2,8 +2,17 @@
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 import kvfold
 from kvfold.geometry import UnsupportedModel
@@ -100,7 +109,7 @@ def test_architectures_and_head_dims(kind, config, head_dim):
     expected = logits_of(model, tokens, DynamicCache(config=model.config))
     for recipe in ("int8", "int8:sink=3,recent=5"):
         got = logits_of(model, tokens, kvfold.cache(model, recipe, means(model)), chunks=9)
-        assert torch.allclose(got, expected, atol=2e-2)
+        assert (got - expected).abs().max() < 0.02 * expected.abs().max()
 
 
 def test_a_model_without_packed_cache_attends_as_before():
@@ -185,8 +194,8 @@ def test_feeding_through_a_whole_model(embedded, recipe):
     """Logits differ between ways of feeding by no more than the 16-bit cache's own do, but for codes that flip on a
     rounding edge, because a matrix product sums otherwise for other shapes; those are counted and bounded."""
     model, tokenizer = embedded
-    tokens = tokenizer(" ".join(PROMPTS) * 4, return_tensors="pt").input_ids[:, :150]
-    ways = (None, 37, [1] * 20 + [64, 66])
+    tokens = tokenizer(" ".join(PROMPTS) * 4, return_tensors="pt").input_ids[:, :140]
+    ways = (None, 37, [1] * 20 + [59, 61])
     spread, results = {}, {}
     for name in ("bf16", recipe):
         caches = [kvfold.cache(model, name) for _ in ways]

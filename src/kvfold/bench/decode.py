@@ -43,7 +43,7 @@ def decode(
     steps: int = 32,
     progress: Callable[[float], None] = lambda done: None,
 ) -> list[Row]:
-    """Time `steps` decoding steps after a context of `tokens` (1-D); the caches take turns, so all see the same noise."""
+    """Time `steps` decoding steps after a context of `tokens` (1-D); the caches take turns, so that noise hits all."""
     caches: dict[str, Cache] = {BASELINE: DynamicCache(config=model.config)}
     caches |= {str(recipe): cache(model, recipe, artifact) for recipe in recipes}
     context = tokens.unsqueeze(0).expand(batch, -1).to(model.device)

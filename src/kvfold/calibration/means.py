@@ -18,7 +18,7 @@ FIRST_TOKENS = 4  # attention sinks: their keys are unlike all others, so they s
 
 
 class _TapLayer(CacheLayerMixin):
-    """Stands where a layer keeps its keys and values, sees them on their way to attention, and keeps only their sums."""
+    """Stands where a layer keeps its keys and values, sees them on their way to attention, keeps their sums."""
 
     def __init__(self, geometry: Geometry) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def calibrate(
         progress(len(window) / len(tokens))
     key_mean, value_mean = torch.stack([layer.sums / layer.tokens for layer in layers], dim=1).float()
     provenance = Provenance(
-        text_sha256=hashlib.sha256(tokens.to(torch.int64).numpy().tobytes()).hexdigest(),
+        tokens_sha256=hashlib.sha256(tokens.to(torch.int64).numpy().tobytes()).hexdigest(),
         tokens=len(tokens),
         context=context,
         versions={module.__name__: module.__version__ for module in (kvfold, torch, transformers)},

@@ -1,7 +1,7 @@
 """transformers: `model.generate(..., past_key_values=kvfold.cache(model, "saw-int4"))`.
 
 The cache's `update` hands the new keys and values on as they are, marked `Incoming`. The attention function registered
-here recognises them, packs them into pages and attends over the pages. Without such a cache the model attends as before.
+here recognises them, packs them into pages and attends over the pages. Without such a cache it calls SDPA.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def cache(
 ) -> "PackedCache":
     """An empty cache for `model.generate(past_key_values=...)` or plain forward calls, for one batch of sequences.
 
-    The model's attention implementation is set to kvfold's, which changes nothing for calls without such a cache.
+    The model's attention implementation is set to kvfold's, which is SDPA for calls without such a cache.
     A recipe that centres takes its means from `artifact`; without one they are calibrated from a short text, once for
     each model.
     """
@@ -149,7 +149,9 @@ class PackedCache(Cache):
         assert self.paged is not None
         n = q.shape[2]
         width = self.paged.step.n  # smaller where the first columns are padding in every row
-        q, k, v = (states.transpose(1, 2)[:, n - width :] for states in (q, k, v))
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if width < n:
+            q, k, v = q[:, n - width :], k[:, n - width :], v[:, n - width :]
         try:
             out = self.paged.attend(layer, q, k, v, scale).to(q.dtype)
         except Exception:

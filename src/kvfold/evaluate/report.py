@@ -3,14 +3,13 @@
 import math
 import re
 import textwrap
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from html import escape
 from io import StringIO
 from pathlib import Path
 from string import Template
 from typing import Any
 
-from pydantic import TypeAdapter
 from rich import box
 from rich.table import Table
 from rich.text import Text
@@ -80,9 +79,20 @@ def table(report: Report) -> Table:
     return result
 
 
-def write_json(report: Report, path: Path) -> None:
-    # pydantic writes inf and nan, which JSON does not have, as null.
-    _write(TypeAdapter(Report).dump_json(report, indent=2).decode() + "\n", path)
+def rows(report: Report) -> list[dict[str, Any]]:
+    """Tidy rows for JSON, each with what it was measured on; numbers that are not finite are None."""
+    common = {
+        "model": report.model,
+        "text": report.text,
+        "context": report.context,
+        "noise_floor": report.noise_floor,
+        "plain_perplexity": report.plain_perplexity,
+        **report.versions,
+    }
+    return [
+        {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
+        for row in ({**asdict(row), **common} for row in report.ordered)
+    ]
 
 
 def write_html(report: Report, path: Path) -> None:

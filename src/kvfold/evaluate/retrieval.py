@@ -12,6 +12,7 @@ THINGS = ("red door", "old clock", "green boat", "stone tower", "silver box")  #
 COPY_TOKENS = 256
 COPY_TRIALS = 2
 HAYSTACKS = 2
+HAYSTACK_TOKENS = 1024
 
 Make = Callable[[], Cache]
 
@@ -26,18 +27,19 @@ def copy_accuracy(model: PreTrainedModel, make: Make, text: Tensor) -> float:
         tokens = torch.cat((once, once)).to(model.device)
         logits = model(tokens[None, :-1], past_key_values=make(), logits_to_keep=len(once) - 1).logits[0]
         right += int((logits.argmax(dim=-1) == tokens[len(once) + 1 :]).sum())
-    return right / (COPY_TRIALS * (COPY_TOKENS - 1))
+    return right / (COPY_TRIALS * (len(once) - 1))
 
 
 @torch.no_grad()
 def needle_accuracy(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, make: Make, text: Tensor, length: int
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, make: Make, text: Tensor
 ) -> dict[str, float]:
-    """Hide a code for each of `THINGS` in haystacks of `length` tokens; the share found, by depth.
+    """Hide a code for each of `THINGS` in haystacks out of `text`; the share found, by depth.
 
     A haystack is read once; each question is asked, and taken back, by itself. An answer counts if every token of it
     comes out of greedy decoding.
     """
+    length = min(HAYSTACK_TOKENS, len(text) // HAYSTACKS)
     found = dict.fromkeys(DEPTHS, 0)
     for trial in range(HAYSTACKS):
         rng = random.Random(trial)

@@ -29,11 +29,10 @@ def evaluate(
     context: int,
     *,
     artifact: Artifact | None = None,
-    needle_tokens: int = 1024,
     names: tuple[str, str] = ("", ""),  # of the model and of the text
     advance: Callable[[float], None] = lambda share: None,
 ) -> Report:
-    """Evaluate `recipes`, and the 16-bit cache they are compared with, on `tokens` (1-D). `advance` gets shares of 1."""
+    """Evaluate `recipes` beside the 16-bit cache, on `tokens` (1-D); `advance` gets shares of 1."""
     geometry = Geometry.from_config(model.config.to_dict())
     panel = {str(recipe): recipe for recipe in (parse(REFERENCE), *recipes)}
     makes: dict[str, Callable[[], Cache]] = {
@@ -41,15 +40,13 @@ def evaluate(
     }
     for make in makes.values():
         make()  # what does not fit the model fails here, before the long work
-    if 2 * needle_tokens > len(tokens):
-        raise ValueError(f"needles need a text of {2 * needle_tokens} tokens, this one has {len(tokens)}")
     others = {name: make for name, make in makes.items() if name != REFERENCE}
     others[PLAIN] = partial(DynamicCache, config=model.config)
     own, scores = compare(model, tokens, context, makes[REFERENCE], others, lambda share: advance(0.6 * share))
     rows = []
     for name, recipe in panel.items():
         copied = copy_accuracy(model, makes[name], tokens)
-        needles = needle_accuracy(model, tokenizer, makes[name], tokens, needle_tokens)
+        needles = needle_accuracy(model, tokenizer, makes[name], tokens)
         rows.append(_row(recipe, geometry, own if name == REFERENCE else scores[name], copied, needles))
         advance(0.4 / len(panel))
     versions = {module.__name__: module.__version__ for module in (kvfold, torch, transformers)}

@@ -4,6 +4,6 @@ from kvfold.methods.saw import Saw
 
 
 class QuaRot(Saw):
-    """k' = k·H, v' = v·H with the Hadamard matrix over the whole head where its size is a power of two, then integers."""
+    """k' = k·H, v' = v·H with a Hadamard matrix over the whole head (at most 128 dims), then integers."""
 
     values: bool = True

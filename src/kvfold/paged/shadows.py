@@ -44,8 +44,8 @@ class Shadows:
         for pages, length in zip(tables.pages, lengths, strict=True):
             if any(pages[token // tables.page_size] not in self.of for token in self.windows.before(length)):
                 raise ValueError(
-                    f"cannot roll back to {length} tokens: with recent={self.windows.recent} at most the last {ROLLBACK} "
-                    "tokens of the last step can be removed, since the 16-bit copies of the tokens before them are gone. "
+                    f"cannot roll back to {length} tokens: with recent={self.windows.recent} at most the last "
+                    f"{ROLLBACK} tokens of the last step can be removed, since older 16-bit copies are gone. "
                     "Feed the prefix again, or use a recipe with recent=0"
                 )
 

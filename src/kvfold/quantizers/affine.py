@@ -21,7 +21,7 @@ def quantize(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     if not math.isfinite(stored.sum()):
         raise ValueError("cannot quantize NaN, Inf or numbers beyond ±65504, the range of 16-bit metadata")
     scale, offset = stored.split(1, -1)
-    codes = ((x - offset) / scale.clamp_min(SMALLEST_SCALE)).round().clamp(0, levels)
+    codes = (x - offset).div_(scale.clamp_min(SMALLEST_SCALE)).round_().clamp_(0, levels)
     return codes.to(torch.uint8), meta
 
 

@@ -18,7 +18,8 @@ class Rotation(Protocol):
 
 @dataclass(frozen=True)
 class Transform:
-    """y = (x − mean)·A, per KV head; tensors are [..., kv_heads, d].
+    """y = (x − mean)·A, per KV head; tensors are [..., heads, d], where queries and outputs may have several heads for
+    each KV head.
 
     Keys: softmax does not see a constant added to all logits of a query, so the mean is never added back and
     `dual(q)·forward(k)` gives the attention of q·k exactly. Values: attention weights sum to one, so `inverse` of the
@@ -36,7 +37,9 @@ class Transform:
 
     def inverse(self, y: Tensor) -> Tensor:
         x = y if self.rotation is None else self.rotation.invert(y)
-        return x if self.mean is None else x + self.mean
+        if self.mean is None:
+            return x
+        return (x.unflatten(-2, (len(self.mean), -1)) + self.mean.unsqueeze(1)).flatten(-3, -2)
 
     def dual(self, q: Tensor) -> Tensor:
         return q.float() if self.rotation is None else self.rotation.dual(q.float())

@@ -22,7 +22,7 @@ def _matrix(dims: int, order: int, device: torch.device) -> tuple[Tensor, Tensor
 
 @dataclass(frozen=True)
 class Hadamard:
-    """x·diag(H, …, H) with H the orthonormal Sylvester–Hadamard matrix of order `order`; symmetric, so its own inverse."""
+    """x·diag(H, …, H) with H the orthonormal Sylvester–Hadamard matrix of order `order`; its own inverse."""
 
     order: int
 

@@ -30,8 +30,7 @@ def attend(pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scal
     if new is not None:
         for window in pages.step.once(_window_blocks, pages.windows, tokens):
             parts.add(window.columns, window.mask, *window.gather(pages.shadows, new))
-    out = parts.out.transpose(1, 2).unflatten(2, (pages.pool.shape[1], -1))  # [sequences, n, kv_heads, group, d]
-    return pages.value.transform.inverse(out.transpose(2, 3)).transpose(2, 3).flatten(2, 3)
+    return pages.value.transform.inverse(parts.out.transpose(1, 2))
 
 
 def _unpack(pages: LayerPages, block: "_PackedBlock") -> tuple[Tensor, Tensor]:
@@ -44,10 +43,11 @@ def _unpack(pages: LayerPages, block: "_PackedBlock") -> tuple[Tensor, Tensor]:
             by_page = view.permute(2, 3, 0, 1, 4).index_select(2, block.pages)
             gathered.append(by_page.view(*by_page.shape[:2], sequences, tokens, view.shape[-1]))
         parts.append(pages.codec(sides).dequantize(*gathered))
-    x = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))[..., : block.tokens, :]
+    x = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).narrow(3, 0, block.tokens)
     if block.unwritten is not None:
         x = x.masked_fill_(block.unwritten, 0)
-    return x[:, 0].transpose(0, 1), x[:, 1].transpose(0, 1)
+    k, v = x.transpose(0, 2).unbind(1)
+    return k, v
 
 
 class _Parts:
@@ -55,19 +55,22 @@ class _Parts:
 
     def __init__(self, queries: Tensor, scale: float) -> None:
         self.queries, self.scale = queries, scale
-        self.out = torch.zeros_like(queries)
         self.weight: Tensor | None = None  # log-sum-exp so far; None before the first part
+        self.out: Tensor
 
     def add(self, columns: slice, mask: Tensor | None, k: Tensor, v: Tensor) -> None:
         """Add tokens k, v [sequences, kv_heads, tokens, d] for the queries in `columns`; `mask` [sequences, 1, columns,
         tokens] is added to their logits."""
-        part, weight = _flash(self.queries[:, :, columns], k, v, mask, self.scale)
+        queries = self.queries
+        whole = columns == slice(0, queries.shape[2])
+        part, weight = _flash(queries if whole else queries[:, :, columns], k, v, mask, self.scale)
         weight = weight.unsqueeze(-1)
-        if self.weight is None and part.shape == self.out.shape:
+        if self.weight is None and whole:
             self.out, self.weight = part, weight
             return
         if self.weight is None:
-            self.weight = self.out.new_full((*self.out.shape[:-1], 1), 2 * UNSEEN)
+            self.out = torch.zeros_like(queries)
+            self.weight = queries.new_full((*queries.shape[:-1], 1), 2 * UNSEEN)
         out, old = self.out[:, :, columns], self.weight[:, :, columns]
         # by the share of this part in both together; exact at 0 and 1, so that an unseen part leaves no rounding behind
         out.lerp_(part, torch.sigmoid(weight - old))
@@ -154,7 +157,7 @@ def _window_blocks(step: Step, windows: Windows, block_tokens: int) -> list[_Win
 
 
 def _window_block(step: Step, tokens: Tensor, seen_for: int) -> _WindowBlock:
-    """Tokens by position [sequences, width] (-1: none), each seen by the `seen_for` queries from its own position on."""
+    """Tokens by position [sequences, width] (-1: none), each seen by `seen_for` queries from its own position on."""
     device, lengths = step.table.device, torch.tensor(step.lengths).unsqueeze(1)
     first = int(tokens[tokens >= 0].min()) - (max(step.lengths) - step.n)
     last = int(tokens.max()) + seen_for - (min(step.lengths) - step.n)

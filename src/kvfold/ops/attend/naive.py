@@ -37,9 +37,10 @@ def attend(pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scal
             if position < pages.step.starts[row]:
                 continue
             k, v = read(pages, row, position, new)
-            group = q[row, column].unflatten(0, (kv_heads, -1)).transpose(0, 1)  # [group, kv_heads, d]
-            query = pages.key.transform.dual(group).double()
-            weights = torch.softmax(scale * torch.einsum("ghd,jhd->ghj", query, k.double()), dim=-1)
-            mixed = torch.einsum("ghj,jhd->ghd", weights, v.double())
-            out[row, column] = pages.value.transform.inverse(mixed.float()).transpose(0, 1).flatten(0, 1)
+            query = (
+                pages.key.transform.dual(q[row, column]).unflatten(0, (kv_heads, -1)).double()
+            )  # [kv_heads, group, d]
+            weights = torch.softmax(scale * torch.einsum("hgd,jhd->hgj", query, k.double()), dim=-1)
+            mixed = torch.einsum("hgj,jhd->hgd", weights, v.double())
+            out[row, column] = pages.value.transform.inverse(mixed.float().flatten(0, 1))
     return out

@@ -10,8 +10,8 @@ from kvfold.ops.pages import LayerPages
 def store(pages: LayerPages, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
     """Pack the step's tokens k, v [sequences, n, kv_heads, d] into their slots, and into the shadows of their pages.
 
-    Returns them transformed and in 16 bits, which is what queries of the same step read inside their windows; None where
-    there are no windows. Everything is computed, and checked, before the first byte is written.
+    Returns them transformed and in 16 bits, which is what queries of the same step read inside their windows, or None
+    without windows. Everything is computed, and checked, before the first byte is written.
     """
     step = pages.step
     page, shadow, offset = step.slots
