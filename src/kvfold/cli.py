@@ -38,6 +38,7 @@ Recipes = Annotated[
     typer.Option("--recipe", "-r", help="A recipe with options, e.g. `saw-int4:order=64,sink=4`; repeatable."),
 ]
 JsonFile = Annotated[str | None, typer.Option("--json", help="Write rows as JSON to this file; `-` for the terminal.")]
+CsvFile = Annotated[Path | None, typer.Option("--csv", help="Write tidy rows to this CSV file.")]
 TextFile = Annotated[
     Path | None, typer.Option("--text", help="A UTF-8 text file instead of Python's own documentation.")
 ]
@@ -184,6 +185,7 @@ def eval_(
     text: TextFile = None,
     artifact: ArtifactFolder = None,
     json_file: JsonFile = None,
+    csv_file: CsvFile = None,
     html: Annotated[Path | None, typer.Option(help="Write a self-contained HTML page to this file.")] = None,
 ) -> None:
     """Compare recipes with the 16-bit cache of the same model: perplexity, KL, top-1, copying, needles, bits.
@@ -193,11 +195,12 @@ def eval_(
     from kvfold.evaluate.report import rows, table, write_html
 
     panel, means, words = [parse(name) for name in recipe], _artifact(artifact), read_text(text, "evaluation")
-    _check(model, panel, files=(json_file, html))
+    _check(model, panel, files=(json_file, csv_file, html))
     names = (model, text.name if text else "Python documentation")
     report = _evaluate(*_load(model), panel, words, tokens, context, means, names)
     if html:
         write_html(report, html)
+    _write_csv(csv_file, rows(report))
     if not _write_json(json_file, rows(report)):
         out.print(table(report))
 
@@ -258,7 +261,7 @@ def decode(
     steps: Annotated[int, typer.Option(help="Steps to time.", min=1)] = 32,
     artifact: ArtifactFolder = None,
     json_file: JsonFile = None,
-    csv_file: Annotated[Path | None, typer.Option("--csv", help="Write tidy rows to this file.")] = None,
+    csv_file: CsvFile = None,
 ) -> None:
     """Time decoding with packed caches beside transformers' own cache, in turns.
 
@@ -272,11 +275,7 @@ def decode(
     words = tokenize(read_text(None, "evaluation"), tokenizer, context)
     with _progress("Timing") as advance:
         rows = [asdict(row) for row in run(network, words, panel, means, batch, steps, advance)]
-    if csv_file:
-        with csv_file.open("w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+    _write_csv(csv_file, rows)
     if _write_json(json_file, rows):
         return
     title = f"Decoding {model} at {context:,} tokens, batch {batch}, {rows[0]['device']}"
@@ -406,6 +405,17 @@ def _write_json(file: str | None, rows: list[dict[str, Any]]) -> bool:
     else:
         Path(file).write_text(text + "\n")
     return file == "-"
+
+
+def _write_csv(file: Path | None, rows: list[dict[str, Any]]) -> None:
+    """Write the plain columns of rows, one line each."""
+    if file is None:
+        return
+    columns = [name for name, value in rows[0].items() if not isinstance(value, dict)]
+    with file.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, columns, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def _bytes(text: str) -> int:

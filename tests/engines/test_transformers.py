@@ -365,6 +365,10 @@ def test_refusals():
         model(tokens, attention_mask=torch.ones(2, 1, 12, 12, dtype=torch.bool), past_key_values=packed)
     with torch.no_grad():
         model(tokens, past_key_values=packed)
+    hole = torch.ones(2, 13, dtype=torch.long)
+    hole[1, :4] = 0  # tokens that the cache already holds
+    with pytest.raises(ValueError, match="left"), torch.no_grad():
+        model(tokens[:, :1], attention_mask=hole, past_key_values=packed)
     with pytest.raises(ValueError, match="holds 2 sequences"), torch.no_grad():
         model(tokens[:1], past_key_values=packed)
     with pytest.raises(ValueError, match="another model: its weights"):

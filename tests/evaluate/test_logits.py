@@ -10,6 +10,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 import kvfold
 from kvfold.evaluate.logits import compare
 from kvfold.evaluate.retrieval import DEPTHS, copy_accuracy, needle_accuracy
+from kvfold.text import default_text, tokenize
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +75,7 @@ def test_a_real_model_copies_and_finds(embedded):
     """The embedded model copies random tokens and finds needles from a 16-bit cache, and nothing from one that lost all
     but the last few tokens' meaning: two bits, neither rotated nor centred."""
     model, tokenizer = embedded
-    text = torch.tensor(tokenizer("The river was wide and slow, and the boat went on. " * 60)["input_ids"])
+    text = tokenize(default_text("evaluation"), tokenizer, 600)
     wide, lost = partial(kvfold.cache, model, "bf16"), partial(kvfold.cache, model, "int2:centre=false")
     assert copy_accuracy(model, wide, text) > 0.8
     found = needle_accuracy(model, tokenizer, wide, text)

@@ -197,14 +197,15 @@ class PackedCache(Cache):
 
 
 def _left_padded(mask: Tensor, n: int, lengths: list[int]) -> list[int]:
-    """How many of the n new columns are tokens, in each row of a mask [sequences, columns so far]; the rest must be
-    padding before the first token of the row."""
-    new = mask[:, -n:].bool()
-    counts = new.sum(dim=1).tolist()
-    at_end = (new == (torch.arange(n, device=new.device) >= n - new.sum(dim=1, keepdim=True))).all()
-    if not at_end or any(length and count < n for length, count in zip(lengths, counts, strict=True)):
+    """How many of the n new columns are tokens, in each row of a mask [sequences, columns so far]; whatever the mask
+    hides must be padding before the first token of its row."""
+    seen = mask.bool().cpu()
+    if (
+        not torch.equal(seen, seen.cummax(dim=1).values)
+        or (seen.sum(dim=1) - seen[:, -n:].sum(dim=1)).tolist() != lengths
+    ):
         raise ValueError("attention_mask hides tokens that are not left padding: pad on the left (padding_side='left')")
-    return counts
+    return seen[:, -n:].sum(dim=1).tolist()
 
 
 def _attention(
