@@ -17,6 +17,7 @@ from transformers import (
 import kvfold
 from kvfold.geometry import UnsupportedModel
 from kvfold.ops.attend.naive import read
+from kvfold.packing import unpack
 from kvfold.recipe import PAGE_SIZE
 
 PROMPTS = (
@@ -178,40 +179,51 @@ def test_same_keys_and_values_give_the_same_bytes_and_reads(recipe):
 
 
 def live_codes(packed):
-    """The code bytes of all tokens of all layers, in order."""
-    length = packed.paged.lengths[0]
-    tokens = torch.arange(length)
-    table = packed.paged.step.table[0]
-    page, offset = table[tokens // PAGE_SIZE], tokens % PAGE_SIZE
-    found = []
+    """The 4-bit codes of all tokens, [layers, sides, tokens, heads, d]."""
+    tokens = torch.arange(packed.paged.lengths[0])
+    page, offset = packed.paged.step.table[0, tokens // PAGE_SIZE], tokens % PAGE_SIZE
+    layers = []
     for layout, pool in zip(packed.paged.layouts, packed.paged.pools, strict=True):
-        found += [layout.key_views(pool)[0][page, :, offset], layout.value_views(pool)[0][page, :, offset]]
-    return torch.stack(found)
+        views = (layout.key_views(pool)[0], layout.value_views(pool)[0])
+        layers.append(torch.stack([unpack(view[page, :, offset], 4) for view in views]))
+    return torch.stack(layers)
+
+
+def mean_kl(logits, others):
+    p, q = (torch.log_softmax(x[0].double(), dim=-1) for x in (logits, others))
+    return (p.exp() * (p - q)).sum(-1).mean().item()
 
 
 @pytest.mark.parametrize("recipe", ["saw-int4", "saw-int4:sink=4,recent=32"])
 def test_feeding_through_a_whole_model(embedded, recipe):
-    """Logits differ between ways of feeding by no more than the 16-bit cache's own do, but for codes that flip on a
-    rounding edge, because a matrix product sums otherwise for other shapes; those are counted and bounded."""
+    """Ways of feeding differ by the rounding of matrix products alone, until a code lies on a rounding edge and flips.
+
+    Without a flip, logits differ no more than those of the 16-bit cache do. The first layer with a flip has only an odd
+    one, by one step; layers after it see other inputs, and what that changes stays below what four bits cost.
+    """
     model, tokenizer = embedded
     tokens = tokenizer(" ".join(PROMPTS) * 4, return_tensors="pt").input_ids[:, :140]
     ways = (None, 37, [1] * 20 + [59, 61])
-    spread, results = {}, {}
-    for name in ("bf16", recipe):
-        caches = [kvfold.cache(model, name) for _ in ways]
-        logits = [logits_of(model, tokens, cache, way) for cache, way in zip(caches, ways, strict=True)]
-        spread[name] = max((other - logits[0]).abs().max().item() for other in logits[1:])
-        results[name] = caches, logits
-    codes = [live_codes(cache) for cache in results[recipe][0]]
-    flipped = [(other != codes[0]).float().mean().item() for other in codes[1:]]
-    print(f"{recipe}: bytes with a flipped code {flipped}, spread of logits {spread}")
-    assert max(flipped) < 2e-3
-    # without a flip the spread is the 16-bit cache's own; a flip moves one number by one step of a 4-bit code
-    assert spread[recipe] <= spread["bf16"] or max(flipped) > 0
-    assert spread[recipe] < 0.5
-    probabilities = [torch.log_softmax(x[0].double(), dim=-1) for x in results[recipe][1]]
-    kl = max((probabilities[0].exp() * (probabilities[0] - p)).sum(-1).mean().item() for p in probabilities[1:])
-    assert kl < 1e-3
+    wide = [logits_of(model, tokens, kvfold.cache(model, "bf16"), way) for way in ways]
+    wide_spread = max((other - wide[0]).abs().max().item() for other in wide[1:])
+    caches = [kvfold.cache(model, recipe) for _ in ways]
+    logits = [logits_of(model, tokens, cache, way) for cache, way in zip(caches, ways, strict=True)]
+    cost = mean_kl(wide[0], logits[0])
+    codes = [live_codes(cache).int() for cache in caches]
+    for way, other_logits, other in zip(ways[1:], logits[1:], codes[1:], strict=True):
+        steps = (other - codes[0]).abs()
+        flipped = steps.flatten(1).count_nonzero(dim=1)  # by layer
+        first = int(flipped.nonzero()[0]) if flipped.any() else None
+        spread, kl = (other_logits - logits[0]).abs().max().item(), mean_kl(logits[0], other_logits)
+        print(
+            f"{recipe} {way}: first flips in layer {first}, {flipped.tolist()} flips, spread {spread:.2g}, KL {kl:.2g}"
+        )
+        if first is None:
+            assert spread <= 2 * wide_spread
+        else:
+            assert flipped[first] <= 8  # of 53,760
+            assert steps[first].max() == 1
+            assert kl < cost
 
 
 # Batches, beams, assistants
