@@ -42,9 +42,9 @@ CsvFile = Annotated[Path | None, typer.Option("--csv", help="Write tidy rows to 
 TextFile = Annotated[
     Path | None, typer.Option("--text", help="A UTF-8 text file instead of Python's own documentation.")
 ]
-DEMO_RECIPES = ("int4", "saw-int4", "saw-int4:sink=4", "int2", "int2:sink=16,recent=64")
-
 ArtifactFolder = Annotated[Path | None, typer.Option("--artifact", help="A folder written by `kvfold calibrate`.")]
+
+DEMO_RECIPES = ("int4", "saw-int4", "saw-int4:sink=4", "int2", "int2:sink=16,recent=64")
 
 
 def main() -> None:

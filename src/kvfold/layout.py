@@ -118,6 +118,11 @@ class PageLayout:
     def page_bytes(self) -> int:
         return self._offsets[-1]
 
+    @property
+    def is_raw(self) -> bool:
+        """Whether everything is stored in 16 bits as it is."""
+        return all(segment.rule == "raw" for slot in (self.key, self.value) for segment in slot.segments)
+
     def allocate(self, pages: int, kv_heads: int, device: torch.device | str = "cpu") -> Tensor:
         """An uninitialised pool of `pages` pages: uint8[pages, kv_heads, page_bytes]."""
         return torch.empty(pages, kv_heads, self.page_bytes, dtype=torch.uint8, device=device)
@@ -139,8 +144,9 @@ class PageLayout:
         if self.key == self.value:
             middle, end = self._offsets[2], self._offsets[4]
             codes = pool[..., :middle].unflatten(-1, (2, middle // 2))
-            meta = pool.view(torch.float16)[..., middle // 2 :].unflatten(-1, (2, (end - middle) // 4))
-            views = [(self._split(codes, self.key.code_bytes), self._split(meta, self.key.meta_bytes // 2))]
+            entries = pool.view(torch.float16)[..., middle // META_BYTES :]
+            meta = entries.unflatten(-1, (2, (end - middle) // META_BYTES // 2))
+            views = [(self._split(codes, self.key.code_bytes), self._split(meta, self.key.meta_bytes // META_BYTES))]
         else:
             apart = (self.key_views(pool), self.value_views(pool))
             views = [(codes.unsqueeze(2), meta.unsqueeze(2)) for codes, meta in apart]
@@ -154,7 +160,8 @@ class PageLayout:
         return self._split(pages[..., self._offsets[array] :], slot.code_bytes)
 
     def _meta(self, pages: Tensor, slot: SlotLayout, array: int) -> Tensor:
-        return self._split(pages.view(torch.float16)[..., self._offsets[array] // 2 :], slot.meta_bytes // 2)
+        entries = pages.view(torch.float16)[..., self._offsets[array] // META_BYTES :]
+        return self._split(entries, slot.meta_bytes // META_BYTES)
 
     def _split(self, array: Tensor, width: int) -> Tensor:
         """The head of an array inside a page, by token: [..., page_size, width]."""

@@ -1,5 +1,6 @@
 """Recipe: how keys and values are stored, which tokens stay in 16 bits, which layers are left alone."""
 
+from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -47,33 +48,34 @@ class Recipe(BaseModel):
             raw = Codec(raw_slot(head_dim), wide=wide)
             return raw, raw
         key, value = self.codecs(head_dim, *(means if self.centre else (None, None)))
-        return Codec(key.layout, key.transform, wide), Codec(value.layout, value.transform, wide)
+        return replace(key, wide=wide), replace(value, wide=wide)
 
     def page_layout(self, layer: int, head_dim: int, page_size: int = PAGE_SIZE) -> PageLayout:
         key, value = self.layer_codecs(layer, head_dim)
         return PageLayout(key.layout, value.layout, page_size)
 
-    def check(self, geometry: Geometry) -> None:
-        """Refuse a model that this recipe does not fit."""
+    def page_layouts(self, geometry: Geometry, page_size: int = PAGE_SIZE) -> list[PageLayout]:
+        """The layouts of all layers."""
         if self.skip and max(self.skip) >= geometry.layers:
             raise ValueError(f"{self}: the model has layers 0 to {geometry.layers - 1}")
-        for layer in range(geometry.layers):
-            self.page_layout(layer, geometry.head_dim)
+        return [self.page_layout(layer, geometry.head_dim, page_size) for layer in range(geometry.layers)]
+
+    def check(self, geometry: Geometry) -> None:
+        """Refuse a model that this recipe does not fit."""
+        self.page_layouts(geometry)
 
     def sequence_bytes(self, geometry: Geometry, context: int, page_size: int = PAGE_SIZE) -> int:
         """Bytes that one sequence of `context` tokens occupies: its pages, and the shadow pages of its windows."""
-        self.check(geometry)
         pages, shadows = -(-context // page_size), len(self.windows.pages(0, context, page_size))
         raw = PageLayout(raw_slot(geometry.head_dim), raw_slot(geometry.head_dim), page_size)
-        layouts = [self.page_layout(layer, geometry.head_dim, page_size) for layer in range(geometry.layers)]
         return geometry.kv_heads * sum(
-            pages * layout.page_bytes + (0 if layout == raw else shadows * raw.page_bytes) for layout in layouts
+            pages * layout.page_bytes + (0 if layout.is_raw else shadows * raw.page_bytes)
+            for layout in self.page_layouts(geometry, page_size)
         )
 
     def bits_per_element(self, geometry: Geometry, context: int, page_size: int = PAGE_SIZE) -> float:
         """Allocated bits for each number that a sequence of `context` tokens caches."""
-        elements = 2 * geometry.layers * geometry.kv_heads * geometry.head_dim * context
-        return 8 * self.sequence_bytes(geometry, context, page_size) / elements
+        return 8 * self.sequence_bytes(geometry, context, page_size) / (geometry.elements_per_token * context)
 
     def with_options(self, options: dict[str, Any]) -> Self:
         """This recipe with other options, which may be text: {"order": "64", "centre": "false", "skip": "0+29"}."""

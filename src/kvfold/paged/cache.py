@@ -39,7 +39,7 @@ class PagedCache:
         self.layouts = [PageLayout(key.layout, value.layout, page_size) for key, value in self.codecs]
         windows = windows or Windows()
         # a layer that is stored in 16 bits needs no 16-bit copies
-        self.windows = [Windows() if _is_raw(key) and _is_raw(value) else windows for key, value in self.codecs]
+        self.windows = [Windows() if layout.is_raw else windows for layout in self.layouts]
         self.tables = PageTables(page_size, sequences)
         self.shadow_map = Shadows(windows)
         self.step = self._describe(self.lengths, 0)
@@ -123,10 +123,6 @@ class PagedCache:
     def select(self, rows: Sequence[int]) -> None:
         """Make the batch sequences `rows` of the old one; a row named twice is forked, its pages shared."""
         self.tables.select(rows)
-
-
-def _is_raw(codec: Codec) -> bool:
-    return all(segment.rule == "raw" for segment in codec.layout.segments)
 
 
 def _grown(tensor: Tensor, size: int) -> Tensor:

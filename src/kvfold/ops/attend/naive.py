@@ -37,9 +37,7 @@ def attend(pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scal
             if position < pages.step.starts[row]:
                 continue
             k, v = read(pages, row, position, new)
-            query = (
-                pages.key.transform.dual(q[row, column]).unflatten(0, (kv_heads, -1)).double()
-            )  # [kv_heads, group, d]
+            query = pages.key.transform.dual(q[row, column]).double().unflatten(0, (kv_heads, -1))
             weights = torch.softmax(scale * torch.einsum("hgd,jhd->hgj", query, k.double()), dim=-1)
             mixed = torch.einsum("hgj,jhd->hgd", weights, v.double())
             out[row, column] = pages.value.transform.inverse(mixed.float().flatten(0, 1))
