@@ -3,12 +3,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_layers import fitted
 
 from kvfold.codec import Codec
-from kvfold.layout import Segment, SlotLayout, affine_slot, raw_slot
-from kvfold.quantizers import affine
+from kvfold.layout import Segment, SlotLayout, affine_slot, channel_slot, codebook_slot, mixed_slot, raw_slot
+from kvfold.quantizers import affine, lloyd_max
 from kvfold.recipes import RECIPES, parse
-from kvfold.transforms import Hadamard, Transform
+from kvfold.transforms import Hadamard, Matrix, Transform, random_rotation
 
 HEAD_DIMS = [64, 80, 96, 128, 256]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -40,10 +41,20 @@ def error_bound(y: np.ndarray, bits: int) -> np.ndarray:
     return np.maximum((scale + e) / 2, f + levels * e) * (1 + 2**-10) + float32
 
 
-def decoded_by_hand(slots: torch.Tensor, layout: SlotLayout, wide: torch.dtype) -> np.ndarray:
-    """Slots uint8[..., slot_bytes] -> transformed float64[..., d], from the bytes as documented."""
+def decoded_by_hand(
+    slots: torch.Tensor, layout: SlotLayout, wide: torch.dtype, centroids: torch.Tensor | None = None
+) -> np.ndarray:
+    """Slots uint8[..., kv_heads, slot_bytes] -> transformed float64[..., kv_heads, d], from the bytes as documented."""
+    if layout.heads:  # each with its own codes from the first byte of the slot, and its own metadata behind them all
+        parts = []
+        for number, head in enumerate(layout.heads):
+            slot, behind = slots[..., number, :], layout.code_bytes
+            own = torch.cat((slot[..., : head.code_bytes], slot[..., behind : behind + head.meta_bytes]), dim=-1)
+            parts.append(decoded_by_hand(own, head, wide))
+        return np.stack(parts, axis=-2)
     data = slots.numpy()
-    meta = np.ascontiguousarray(data[..., layout.code_bytes :]).view("<f2").astype(np.float64)
+    entries = np.ascontiguousarray(data[..., layout.code_bytes :])
+    meta = entries.view("<f2").astype(np.float64)
     parts, byte, entry = [], 0, 0
     for segment in layout.segments:
         n = segment.stop - segment.start
@@ -55,6 +66,7 @@ def decoded_by_hand(slots: torch.Tensor, layout: SlotLayout, wide: torch.dtype) 
                 parts.append((raw.view("<u2").astype(np.uint32) << 16).view(np.float32).astype(np.float64))
             byte += 2 * n
             continue
+        n = -(-n // 8) * 8 if segment.rule == "codebook" else n
         codes, below = np.zeros((*data.shape[:-1], n)), 0
         for width in PLANES[segment.bits]:
             stride = n * width // 8
@@ -63,10 +75,40 @@ def decoded_by_hand(slots: torch.Tensor, layout: SlotLayout, wide: torch.dtype) 
                 bits = plane // 2 ** (part * width) % 2**width
                 codes[..., part * stride : (part + 1) * stride] += bits * 2**below
             byte, below = byte + stride, below + width
-        parts.append(codes * meta[..., entry : entry + 1] + meta[..., entry + 1 : entry + 2])
-        entry += 2
+        if segment.rule == "codebook":
+            levels = np.array(lloyd_max.levels(segment.bits))
+            parts.append(levels[codes[..., : segment.dims].astype(np.int64)] * meta[..., entry : entry + 1])
+            entry += 1
+        else:
+            parts.append(codes * meta[..., entry : entry + 1] + meta[..., entry + 1 : entry + 2])
+            entry += 2
     assert byte == layout.code_bytes
-    return np.concatenate(parts, axis=-1)
+    assert 2 * (entry + layout.centroid) == layout.meta_bytes
+    decoded = np.concatenate(parts, axis=-1)
+    if layout.centroid:
+        assert centroids is not None
+        numbers = entries.view("<u2")[..., -1].astype(np.int64)  # [..., kv_heads]
+        decoded += centroids.double().numpy()[np.arange(decoded.shape[-2]), numbers]
+    return decoded
+
+
+def is_codebook_decoding(by_hand: np.ndarray, y: np.ndarray, bits: int, slack: np.ndarray) -> bool:
+    """Whether `by_hand` [..., n] is norm·level of the level nearest to √n·y/‖y‖ everywhere, with norm = ‖y‖/‖level‖ in
+    16 bits. A number halfway between two levels may go to either."""
+    length = np.linalg.norm(y, axis=-1, keepdims=True)
+    unit = y * y.shape[-1] ** 0.5 / np.maximum(length, 1e-300)
+    table = np.array(lloyd_max.levels(bits))
+    distances = np.abs(unit[..., None] - table)
+    order = np.argsort(distances, axis=-1)[..., :2]
+    levels, distances = table[order], np.take_along_axis(distances, order, axis=-1)
+    norm = length / np.linalg.norm(levels[..., 0], axis=-1, keepdims=True)
+    bound = 2**-10 * np.abs(by_hand) + 2**-24 * 4 + slack
+    first = np.abs(by_hand - norm * levels[..., 0]) <= bound
+    tie = distances[..., 1] - distances[..., 0] <= 1e-5 + 4 * slack / np.maximum(norm, 1e-300)
+    if tie.any():  # the norm may be that of the other levels, too
+        rows = tie.any(-1)
+        first[rows] |= np.abs(by_hand - norm * levels[..., 0])[rows] <= 0.2 * np.abs(by_hand)[rows]
+    return bool((first | (tie & (np.abs(by_hand - norm * levels[..., 1]) <= bound + 0.2 * np.abs(by_hand)))).all())
 
 
 # --- the quantizer
@@ -211,80 +253,152 @@ def test_sixteen_bit_metadata_costs_little(bits):
 # --- the whole way
 
 
-def means_for(kv_heads: int, dims: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return 3 * heavy_tailed(kv_heads, dims, seed=11), heavy_tailed(kv_heads, dims, seed=12)
-
-
 def with_groups(name: str, dims: int) -> list[str]:
     """The recipe, and variants of it that fit the head dimension."""
-    if name == "bf16":
-        return [name]
-    variants = [name, f"{name}:group={dims // 2}"]
-    return [*variants, f"{name}:order=16,values=true,group=16"] if "order" in RECIPES[name].options else variants
+    if name.startswith("kivi"):
+        return [f"{name}:group={dims // 4}"]
+    if name.startswith("kitty"):
+        return [f"{name}:boost={8 / dims}"]
+    if name.startswith("kmeans"):
+        return [
+            f"{name}:centroids=9",
+            f"{name}:centroids=9,group=16" + (",order=16,values=true" if "saw" in name else ""),
+        ]
+    variants = [name]
+    variants += [f"{name}:group={dims // 2}"] if "group" in RECIPES[name].options else []
+    variants += [f"{name}:order=16,values=true,group=16"] if "order" in RECIPES[name].options else []
+    if name.startswith("gtq"):
+        return [name, f"{name}:widths=all,per_head=true"]
+    return variants + ([f"{name}:per_head=true,group={dims}"] if "per_head" in RECIPES[name].options else [])
 
 
-CASES = [(text, dims) for name in RECIPES for dims in HEAD_DIMS for text in with_groups(name, dims)]
+CASES = [
+    (text, dims)
+    for name in RECIPES
+    for dims in (HEAD_DIMS if not name.endswith(("k2v2", "k4v4")) else [80])
+    for text in with_groups(name, dims)
+]
+KV_HEADS = 3
+
+
+def matrices(text: str, dims: int, which: int, fit: dict[str, torch.Tensor], codec: Codec) -> list[np.ndarray]:
+    """The linear map of a recipe and its inverse, from its definition."""
+    recipe, name = parse(text), name_of(text)
+    if name in ("saw-int4", "quarot-int2", "kmeans-saw-int4") and (which == 0 or recipe.values):
+        matrix = rotation_matrix(dims, recipe.order or min(dims & -dims, 128))
+    elif name == "oscar-int2" or (name == "hessian-int4" and which == 0):
+        matrix = fit[("key_rotation", "value_rotation")[which]].double().numpy()
+    elif name.startswith("tq") or (name.startswith("gtq") and which == 1):
+        matrix = random_rotation(dims, which).numpy()
+    elif name.startswith("gtq"):  # tests/methods/test_block_gtq.py builds it by hand
+        matrix = codec.transform.rotation.matrix.double().numpy()
+    else:
+        matrix = np.eye(dims)
+    return [matrix, np.swapaxes(matrix, -1, -2)]
+
+
+def mapped(x: np.ndarray, matrix: np.ndarray) -> np.ndarray:
+    """x [..., kv_heads, d] times one matrix, or one for each KV head."""
+    return np.einsum("...hd,hde->...he", x, np.broadcast_to(matrix, (x.shape[-2], *matrix.shape[-2:])))
 
 
 @pytest.mark.parametrize(("text", "dims"), CASES)
 @pytest.mark.parametrize("centred", [False, True])
 def test_recipes_encode_and_decode_within_the_bound(text, dims, centred):
-    recipe, kv_heads = parse(text), 3
-    means = means_for(kv_heads, dims) if centred else (None, None)
-    x = heavy_tailed(2, 20, kv_heads, dims, seed=dims)
+    recipe = parse(text)
+    fit = fitted(text, dims, KV_HEADS, centred)
+    x = heavy_tailed(2, 20, KV_HEADS, dims, seed=dims)
     x[0, 0] = 60000 * x[0, 0] / x[0, 0].abs().max()
     x[0, 1] = 1.5
     x[0, 2] *= 1e-6
     x[0, 3, :, 7] = 500
-    for which, codec in enumerate(recipe.layer_codecs(0, dims, means=means)):
+    if centred and recipe.centre:
+        x[0, 4:6] += fit["key_mean"]
+    for which, codec in enumerate(recipe.layer_codecs(0, dims, fit)):
+        if codec.layout.per_page:  # tests/quantizers/test_channelwise.py
+            with pytest.raises(ValueError, match="a token alone has no slot"):
+                codec.encode(x)
+            continue
         slots = codec.encode(x)
         assert slots.dtype == torch.uint8
-        assert slots.shape == (2, 20, kv_heads, codec.layout.slot_bytes)
+        assert slots.shape == (2, 20, KV_HEADS, codec.layout.slot_bytes)
         decoded = codec.decode(slots)
         assert decoded.dtype == torch.float32
         assert decoded.shape == x.shape
 
-        # the transform, from the recipe's definition
-        rotated = name_of(text) in ("saw-int4", "quarot-int2") and (which == 0 or recipe.values)
-        order = (recipe.order or min(dims & -dims, 128)) if rotated else 1
-        matrix = rotation_matrix(dims, order)
+        matrix, inverse = matrices(text, dims, which, fit, codec)
         exact = x.double().numpy()
-        mean = 0.0 if not centred or text == "bf16" else means[which].double().numpy()
-        transformed = (exact - mean) @ matrix
+        mean = fit[("key_mean", "value_mean")[which]].double().numpy() if centred and text != "bf16" else 0.0
+        transformed = mapped(exact - mean, matrix)
 
-        by_hand = decoded_by_hand(slots, codec.layout, torch.bfloat16)
-        float32 = 2**-22 * np.sqrt(order) * (np.abs(exact).max(-1, keepdims=True) + np.abs(mean).max())
-        assert (np.abs(decoded.numpy() - (by_hand @ matrix.T + mean)) <= float32).all()
+        by_hand = decoded_by_hand(slots, codec.layout, torch.bfloat16, codec.centroids)
+        # float32 sums of dims terms, as large as the matrix and the vectors make them
+        size = np.linalg.norm(exact - mean, axis=-1, keepdims=True) * np.linalg.norm(matrix, ord=2, axis=(-2, -1)).max()
+        back = np.linalg.norm(by_hand, axis=-1, keepdims=True) * np.linalg.norm(inverse, ord=2, axis=(-2, -1)).max()
+        float32 = dims * 2**-24 * (np.maximum(size, back) + np.abs(mean).max())
+        assert (np.abs(decoded.numpy() - (mapped(by_hand, inverse) + mean)) <= float32).all()
 
-        for segment in codec.layout.segments:
-            part = slice(segment.start, segment.stop)
-            error = np.abs(by_hand[..., part] - transformed[..., part])
-            if text == "bf16":
-                bound = 2**-8 * np.abs(transformed[..., part])
-            else:
-                bound = error_bound(transformed[..., part], recipe.bits)
-            assert (error <= bound + float32).all()
+        if codec.layout.centroid:  # the nearest over all heads together, less which the rest is quantized
+            distances = np.square(transformed[..., None, :] - codec.centroids.double().numpy()).sum((-1, -3))
+            centroid = codec.centroids.double().numpy()[:, distances.argmin(-1)]  # [kv_heads, 2, 20, d]
+            transformed, by_hand = (y - np.moveaxis(centroid, 0, 2) for y in (transformed, by_hand))
+        if codec.clip is not None:
+            assert codec.clip == fit[("key_clip", "value_clip")[which]]
+            limit = np.sort(np.abs(transformed), -1)[..., int(np.ceil(codec.clip * dims)) - 1, None]
+            transformed = np.clip(transformed, -limit, limit)
+        for head in range(KV_HEADS):
+            for segment in (codec.layout.heads[head] if codec.layout.heads else codec.layout).segments:
+                part = (..., head, slice(segment.start, segment.stop))
+                y, rounding = transformed[part], float32[..., head, :]
+                if segment.rule == "codebook":
+                    assert is_codebook_decoding(by_hand[part], y, segment.bits, rounding)
+                    continue
+                bound = 2**-8 * np.abs(y) if text == "bf16" else error_bound(y, recipe.bits)
+                assert (np.abs(by_hand[part] - y) <= bound + 2 * rounding).all()
 
 
 def name_of(text: str) -> str:
     return text.partition(":")[0]
 
 
-@pytest.mark.parametrize("text", ["bf16", "int8", "int4:group=32", "int2", "saw-int4", "quarot-int2:order=16"])
+def close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool(((a - b).abs() <= 2**-20 * b.norm(dim=-1, keepdim=True)).all())
+
+
+ROW_BY_ROW = [
+    "bf16",
+    "int8",
+    "int4:group=32",
+    "int2",
+    "saw-int4",
+    "quarot-int2:order=16",
+    "kmeans-saw-int4:centroids=20",
+    "hessian-int4",
+    "oscar-int2:per_head=true",
+    "tq-k3v5",
+    "gtq-k3v2",
+    "gtq-k2v2:widths=all,per_head=true",
+]
+
+
+@pytest.mark.parametrize("text", ROW_BY_ROW)
 @pytest.mark.parametrize("dims", [64, 96, 128])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_row_by_row_is_all_at_once_bit_for_bit(text, dims, dtype):
     x = heavy_tailed(36, 2, dims, seed=dims).to(dtype)
-    for codec in parse(text).layer_codecs(0, dims, means=means_for(2, dims)):
+    for codec in parse(text).layer_codecs(0, dims, fitted(text, dims, 2)):
         slots = codec.encode(x)
+        # what is stored and read is the same; a product with a matrix for each head may add up in another order
+        rotation = codec.transform.rotation
+        same = close if isinstance(rotation, Matrix) and len(rotation.matrix) > 1 else torch.equal
         for rows in (1, 5):
             parts = x.split(rows)
             assert torch.equal(torch.cat([codec.encode(part) for part in parts]), slots)
-            assert torch.equal(torch.cat([codec.decode(part) for part in slots.split(rows)]), codec.decode(slots))
+            assert same(torch.cat([codec.decode(part) for part in slots.split(rows)]), codec.decode(slots))
         assert torch.equal(codec.encode(x[13]), slots[13])
         batch, batch_slots = x.unflatten(0, (4, 9)).transpose(0, 1), slots.unflatten(0, (4, 9)).transpose(0, 1)
         assert torch.equal(codec.encode(batch), batch_slots)
-        assert torch.equal(codec.decode(batch_slots), codec.decode(slots).unflatten(0, (4, 9)).transpose(0, 1))
+        assert same(codec.decode(batch_slots), codec.decode(slots).unflatten(0, (4, 9)).transpose(0, 1))
 
 
 @pytest.mark.parametrize("wide", [torch.bfloat16, torch.float16])
@@ -319,15 +433,95 @@ def test_slots_of_many_widths(wide):
     np.testing.assert_allclose(codec.decode(slots).numpy(), back, atol=1e-5)
 
 
+def test_codebook_segments_of_many_widths():
+    """Widths 1 to 8 in one slot, of sizes that fill whole bytes and others."""
+    widths = [(16, 8), (8, 7), (8, 6), (24, 5), (6, 4), (18, 3), (2, 2), (14, 1)]
+    y = heavy_tailed(30, 2, 96, seed=2).double().numpy()
+    codec = Codec(codebook_slot(widths))
+    # codes 16 + 7 + 6 + 15 + 4 + 9 + 2 + 2
+    assert codec.layout.slot_bytes == 61 + 2 * 8
+    slots = codec.encode(torch.from_numpy(y).float())
+    by_hand = decoded_by_hand(slots, codec.layout, torch.bfloat16)
+    np.testing.assert_allclose(codec.decode(slots).numpy(), by_hand, rtol=1e-6, atol=1e-6)
+    for segment in codec.layout.segments:
+        part = slice(segment.start, segment.stop)
+        assert is_codebook_decoding(by_hand[..., part], y[..., part], segment.bits, np.array(1e-5))
+        lengths = (np.linalg.norm(values[..., part], axis=-1) for values in (by_hand, y))
+        np.testing.assert_allclose(*lengths, rtol=2**-10)
+
+
+@pytest.mark.parametrize("heads", [-3, -5])
+def test_heads_with_layouts_of_their_own(heads):
+    """Each is quantized as it would be alone, wherever the dimension of heads lies."""
+    layouts = [codebook_slot(widths) for widths in ([(16, 4), (16, 1)], [(32, 2)], [(10, 4), (6, 3), (16, 1)])]
+    codec, y = Codec(mixed_slot(layouts)), heavy_tailed(20, 3, 1, 32, seed=2)
+    codes, meta = codec.quantize(y)
+    expected = torch.cat(
+        [Codec(layout).dequantize(*Codec(layout).quantize(y[:, i : i + 1])) for i, layout in enumerate(layouts)], dim=1
+    )
+    if heads == -3:
+        got = codec.dequantize(codes, meta)
+    else:
+        codes, meta = (array.permute(1, 2, 0, 3).unflatten(2, (4, 5)) for array in (codes, meta))
+        got = codec.dequantize(codes, meta, heads=-5).flatten(2, 3).permute(2, 0, 1, 3)
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("heads", [-3, -5])
+def test_centroids_are_added_for_their_own_head_wherever_that_dimension_lies(heads):
+    """[tokens, kv_heads, sides, …], as `quantize` has it, and [kv_heads, sides, pages, page_size, …]."""
+    centroids = heavy_tailed(3, 7, 16, seed=1)
+    codec = Codec(SlotLayout(affine_slot(16, 4).segments, centroid=True), centroids=centroids)
+    y = heavy_tailed(20, 3, 1, 16, seed=2)
+    codes, meta = codec.quantize(y)
+    assert codes.shape == (20, 3, 1, 8)
+    assert meta.shape == (20, 3, 1, 3)
+    numbers = meta[..., 2].contiguous().view(torch.int16).long()
+    assert (numbers == numbers[:, :1]).all(), "one centroid for all heads of a token"
+    residuals = codec.layout.segments
+    plain = Codec(SlotLayout(residuals)).dequantize(codes, meta[..., :2])
+    expected = torch.stack([plain[i, :, 0] + centroids[:, numbers[i, 0, 0]] for i in range(20)])
+    if heads == -3:
+        got = codec.dequantize(codes, meta)[:, :, 0]
+    else:
+        codes, meta = (array.permute(1, 2, 0, 3).unflatten(2, (4, 5)) for array in (codes, meta))
+        got = codec.dequantize(codes, meta, heads=-5)[:, 0].flatten(1, 2).transpose(0, 1)
+    assert torch.equal(got, expected)
+
+
+def test_keys_and_values_go_together_only_where_they_are_quantized_alike():
+    codec = Codec(affine_slot(16, 4))
+    centroids = torch.zeros(1, 2, 16)
+    assert codec.quantizes_like(Codec(affine_slot(16, 4), Transform(torch.ones(1, 16), Hadamard(16))))
+    for other in (
+        Codec(affine_slot(16, 2)),
+        Codec(affine_slot(16, 4), clip=0.9),
+        Codec(affine_slot(16, 4), centroids=centroids),
+        Codec(channel_slot(16, 4)),
+    ):
+        assert not codec.quantizes_like(other)
+        assert not other.quantizes_like(codec)
+    assert not Codec(affine_slot(16, 4), centroids=centroids).quantizes_like(
+        Codec(affine_slot(16, 4), centroids=centroids)
+    )
+
+
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("bad", BAD)
 def test_recipes_refuse_nan_and_inf(name, bad):
-    for codec in RECIPES[name].layer_codecs(0, 64):
+    text = f"{name}:centroids=9" if name.startswith("kmeans") else name
+    for codec in parse(text).layer_codecs(0, 64, fitted(text, 64, 2)):
         x = heavy_tailed(5, 2, 64)
-        codec.encode(x)
+
+        def store(x: torch.Tensor, codec: Codec = codec) -> None:
+            codec.quantize(
+                codec.transform.forward(x)[None, :, :, None]
+            )  # the five tokens are one page, where that counts
+
+        store(x)
         x[3, 1, 63] = bad
-        with pytest.raises(ValueError, match="NaN, Inf or numbers beyond"):
-            codec.encode(x)
+        with pytest.raises(ValueError, match=r"NaN, Inf or (numbers|vectors) beyond"):
+            store(x)
 
 
 def test_sixteen_bit_slots_refuse_what_their_type_cannot_hold():
@@ -344,9 +538,11 @@ def test_vectors_of_another_size_are_refused():
         Codec(affine_slot(64, 4)).encode(torch.zeros(2, 80))
 
 
-@pytest.mark.parametrize("text", ["bf16", "int4:group=32", "saw-int4"])
+@pytest.mark.parametrize(
+    "text", ["bf16", "int4:group=32", "saw-int4", "kmeans-int4:centroids=9", "hessian-int4", "oscar-int2", "gtq-k3v3"]
+)
 def test_no_tokens_are_no_slots(text):
-    for codec in parse(text).layer_codecs(0, 64):
+    for codec in parse(text).layer_codecs(0, 64, fitted(text, 64, 2)):
         slots = codec.encode(torch.zeros(0, 2, 64))
         assert slots.shape == (0, 2, codec.layout.slot_bytes)
         assert codec.decode(slots).shape == (0, 2, 64)

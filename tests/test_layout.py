@@ -3,7 +3,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfold.layout import PageLayout, Segment, SlotLayout, affine_slot, raw_slot
+from kvfold.layout import (
+    PageLayout,
+    Segment,
+    SlotLayout,
+    affine_slot,
+    channel_slot,
+    codebook_slot,
+    mixed_slot,
+    raw_slot,
+)
+from kvfold.windows import Windows
 
 
 @pytest.mark.parametrize(
@@ -83,20 +93,105 @@ def test_bytes_of_a_raw_page(dims, page_size, page_bytes):
     assert PageLayout(raw_slot(dims), raw_slot(dims), page_size).page_bytes == page_bytes
 
 
+@pytest.mark.parametrize(
+    ("widths", "code_bytes", "slot_bytes"),
+    [
+        ([(128, 3)], 48, 50),  # 3.125 bits for each of 128 numbers
+        ([(64, 3)], 24, 26),
+        ([(80, 1)], 10, 12),
+        # 16·5 + 80·3 + 32·2 = 384 = 3·128 bits, and a norm for each width
+        ([(16, 5), (80, 3), (32, 2)], 48, 54),
+        ([(8, 8), (8, 7), (8, 1)], 16, 22),
+        # codes are padded to whole bytes of every plane: 16 of 3 bits, 8 of 7, 24 of 1
+        ([(10, 3), (2, 7), (20, 1)], 6 + 7 + 3, 16 + 6),
+    ],
+)
+def test_bytes_of_a_codebook_slot(widths, code_bytes, slot_bytes):
+    slot = codebook_slot(widths)
+    assert (slot.code_bytes, slot.slot_bytes, slot.meta_bytes) == (code_bytes, slot_bytes, slot_bytes - code_bytes)
+    assert [(segment.dims, segment.bits) for segment in slot.segments] == widths
+    assert slot.dims == sum(dims for dims, _ in widths)
+    assert not slot.per_page
+
+
+def test_slots_of_heads_with_layouts_of_their_own_are_as_large_as_the_largest():
+    heads = [codebook_slot(widths) for widths in ([(16, 4), (16, 1)], [(32, 2)], [(8, 4), (8, 3), (16, 1)])]
+    assert [(head.code_bytes, head.meta_bytes) for head in heads] == [(10, 4), (8, 2), (9, 6)]
+    slot = mixed_slot(heads)
+    assert (slot.dims, slot.code_bytes, slot.meta_bytes, slot.slot_bytes) == (32, 10, 6, 16)
+    assert PageLayout(slot, slot, 16).page_bytes == 16 * 2 * 16
+
+
+@pytest.mark.parametrize(
+    ("dims", "bits", "boosted", "code_bytes", "meta_bytes"),
+    [
+        (128, 2, 0, 32, 512),  # a scale and an offset for each channel of a page
+        (128, 4, 0, 64, 512),
+        (64, 2, 0, 16, 256),
+        (128, 2, 32, 40, 544),  # the high bits of 32 channels, and their numbers
+        (64, 2, 16, 20, 272),
+        (256, 2, 64, 80, 1088),
+        (64, 4, 8, 36, 264),
+    ],
+)
+def test_bytes_of_a_channel_slot(dims, bits, boosted, code_bytes, meta_bytes):
+    slot = channel_slot(dims, bits, boosted)
+    assert (slot.dims, slot.code_bytes, slot.meta_bytes) == (dims, code_bytes, meta_bytes)
+    assert slot.per_page
+    assert slot.slot_bytes == code_bytes, "metadata belong to the page"
+
+
+def test_a_centroid_takes_sixteen_bits_of_a_slot():
+    slot = SlotLayout(affine_slot(128, 4).segments, centroid=True)
+    assert (slot.code_bytes, slot.meta_bytes, slot.slot_bytes) == (64, 6, 70)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "page_size", "page_bytes"),
+    [
+        # K codes 32·32, V codes 32·32, K metadata 2·128·2, V metadata 32·4·4: 3 bits for each of 32·2·128 numbers
+        (channel_slot(128, 2), affine_slot(128, 2, 32), 32, 3072),
+        # 128·40, 128·32, 544, 128·4
+        (channel_slot(128, 2, 32), affine_slot(128, 2), 128, 10272),
+        # 3·6 and 3·8 take 32 each, 2·16·2 + 8 take 80, 12 take 16
+        (channel_slot(16, 2, 8), affine_slot(16, 4), 3, 32 + 32 + 80 + 16),
+        (codebook_slot([(128, 3)]), codebook_slot([(128, 2)]), 16, 16 * (48 + 32 + 2 + 2)),
+    ],
+)
+def test_bytes_of_a_page_of_other_rules(key, value, page_size, page_bytes):
+    assert PageLayout(key, value, page_size).page_bytes == page_bytes
+
+
+def test_windows_of_a_layer():
+    windows = Windows(4, 8)
+    affine, channel, raw = affine_slot(16, 4), channel_slot(16, 4), raw_slot(16)
+    assert PageLayout(affine, affine, 32).windows(windows) == windows
+    assert PageLayout(affine, raw, 32).windows(windows) == windows
+    assert PageLayout(channel, affine, 32).windows(windows) == Windows(4, 8, 32)
+    assert PageLayout(affine, channel, 32).windows(Windows()) == Windows(0, 0, 32)
+    assert PageLayout(raw, raw, 32).windows(windows) == Windows()
+
+
 @st.composite
 def slots(draw) -> SlotLayout:
-    """Segments of any widths, raw ones among them."""
+    """Segments of any widths and rules, raw ones among them, with a centroid or not; or one for whole pages."""
+    if draw(st.integers(0, 4)) == 0:
+        dims = 8 * draw(st.integers(1, 8))
+        return channel_slot(dims, draw(st.sampled_from((1, 2, 4))), 8 * draw(st.integers(0, dims // 8)))
     segments, start = [], 0
     for _ in range(draw(st.integers(1, 4))):
-        stop = start + 8 * draw(st.integers(1, 6))
-        rule = draw(st.sampled_from(("affine", "affine", "raw")))
+        rule = draw(st.sampled_from(("affine", "affine", "raw", "codebook")))
+        stop = start + (draw(st.integers(1, 40)) if rule == "codebook" else 8 * draw(st.integers(1, 6)))
         segments.append(Segment(start, stop, draw(st.integers(1, 8)), rule))
         start = stop
-    return SlotLayout(tuple(segments))
+    return SlotLayout(tuple(segments), draw(st.booleans()))
 
 
-def page_layouts() -> st.SearchStrategy[PageLayout]:
-    return st.builds(PageLayout, slots(), slots(), st.sampled_from((1, 2, 3, 7, 16, 64)))
+@st.composite
+def page_layouts(draw) -> PageLayout:
+    key, value = draw(slots()), draw(slots())
+    smallest = 2 if key.per_page or value.per_page else 1
+    return PageLayout(key, value, max(smallest, draw(st.sampled_from((1, 2, 3, 7, 16, 64)))))
 
 
 @settings(deadline=None, derandomize=True, max_examples=200)
@@ -111,7 +206,8 @@ def test_arrays_of_a_page_are_disjoint_aligned_and_cover_it(layout, pages, heads
     for index, (view, slot) in enumerate(zip(views, slots, strict=True)):
         is_meta = index % 2
         width = slot.meta_bytes // 2 if is_meta else slot.code_bytes
-        assert view.shape == (pages, heads, layout.page_size, width)
+        rows = 1 if is_meta and slot.per_page else layout.page_size
+        assert view.shape == (pages, heads, rows, width)
         assert view.dtype == (torch.float16 if is_meta else torch.uint8)
         for page in range(pages) if view.numel() else ():
             for head in range(heads):
@@ -129,9 +225,9 @@ def test_arrays_of_a_page_are_disjoint_aligned_and_cover_it(layout, pages, heads
             size = layout.page_size
             assert counts == [
                 size * layout.key.code_bytes,
-                size * layout.key.meta_bytes,
+                (1 if layout.key.per_page else size) * layout.key.meta_bytes,
                 size * layout.value.code_bytes,
-                size * layout.value.meta_bytes,
+                (1 if layout.value.per_page else size) * layout.value.meta_bytes,
             ]
             # every array is whole, and only what rounds it up to 16 bytes is left over
             assert sum(-(-count // 16) * 16 for count in counts) == layout.page_bytes
@@ -189,15 +285,17 @@ def test_views_of_gathered_and_transposed_pages():
 
 
 @settings(deadline=None, derandomize=True, max_examples=100)
-@given(page_layouts(), st.booleans())
-def test_sides_are_the_same_bytes_as_keys_and_values(layout, alike):
+@given(page_layouts(), st.booleans(), st.booleans())
+def test_sides_are_the_same_bytes_as_keys_and_values(layout, alike, together):
+    """Views apart where that is asked for, or where the layouts differ."""
+    together &= alike
     if alike:
         layout = PageLayout(layout.key, layout.key, layout.page_size)
     pool = layout.allocate(3, 2).random_(generator=torch.Generator().manual_seed(1))
     views = (layout.key_views(pool), layout.value_views(pool))
-    parts = layout.sides(pool)
+    parts = layout.sides(pool, together)
     assert [side for sides, _, _ in parts for side in range(2)[sides]] == [0, 1]
-    assert len(parts) == (1 if layout.key == layout.value else 2)
+    assert len(parts) == (1 if together else 2)
     for sides, codes, meta in parts:
         for place, side in enumerate(range(2)[sides]):
             for part, expected in zip((codes, meta), views[side], strict=True):
@@ -222,15 +320,18 @@ def test_split_gives_each_segment_its_codes_and_metadata(slot):
     codes = torch.arange(slot.code_bytes).expand(2, -1)
     meta = torch.arange(slot.meta_bytes // 2).expand(2, -1)
     code, entry = 0, 0
+    per_rule = {"affine": 2, "codebook": 1, "raw": 0}
     parts = slot.split(codes, meta)
     assert [segment for segment, _, _ in parts] == list(slot.segments)
     for segment, part_codes, part_meta in parts:
-        n = 2 * segment.dims if segment.rule == "raw" else segment.dims * segment.bits // 8
-        entries = 0 if segment.rule == "raw" else 2
+        n = 2 * segment.dims if segment.rule == "raw" else (segment.dims + segment.boosted) * segment.bits // 8
+        if segment.rule == "codebook":
+            n = -(-segment.dims // 8) * segment.bits
+        entries = slot.meta_entries if segment.rule == "channel" else per_rule[segment.rule]
         assert part_codes[1].tolist() == list(range(code, code + n))
         assert part_meta[1].tolist() == list(range(entry, entry + entries))
         code, entry = code + n, entry + entries
-    assert (code, 2 * entry) == (slot.code_bytes, slot.meta_bytes)
+    assert (code, 2 * entry) == (slot.code_bytes, slot.meta_bytes - 2 * slot.centroid)
 
 
 @pytest.mark.parametrize(("dims", "group"), [(128, 48), (64, 128), (80, 64), (64, 0), (64, -32)])
@@ -265,7 +366,27 @@ def test_a_slot_without_segments_is_refused():
         SlotLayout((Segment(0, 0, 4),))
 
 
+def test_a_slot_for_whole_pages_has_one_segment():
+    channel, affine = Segment(0, 16, 2, "channel"), Segment(16, 32, 2)
+    with pytest.raises(ValueError, match="whole pages has a single segment"):
+        SlotLayout((channel, affine))
+
+
+def test_boosted_channels_fill_whole_bytes():
+    with pytest.raises(ValueError, match="3 codes of 2 bits do not fill whole bytes"):
+        channel_slot(16, 2, 3)
+
+
 @pytest.mark.parametrize("page_size", [0, -16])
 def test_a_page_without_tokens_is_refused(page_size):
     with pytest.raises(ValueError, match=f"at least one token, not {page_size}"):
         PageLayout(raw_slot(64), raw_slot(64), page_size)
+
+
+@pytest.mark.parametrize("key_by_page", [True, False])
+def test_a_page_that_is_quantized_as_a_whole_has_two_tokens_at_least(key_by_page):
+    whole, other = channel_slot(64, 2), affine_slot(64, 4)
+    sides = (whole, other) if key_by_page else (other, whole)
+    with pytest.raises(ValueError, match="quantized as a whole it needs at least 2 tokens, not page_size=1"):
+        PageLayout(*sides, 1)
+    assert PageLayout(*sides, 2).page_bytes > PageLayout(other, other, 1).page_bytes

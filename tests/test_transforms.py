@@ -2,8 +2,11 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
+from random_layers import fitted
 
-from kvfold.transforms import Hadamard, Transform, default_order
+from kvfold.recipes import RECIPES, parse
+from kvfold.transforms import Hadamard, Matrix, Transform, default_order, random_rotation
+from kvfold.transforms.covariance import bit_reversal, eigenvectors
 
 ORDERS = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -162,3 +165,119 @@ def test_an_order_that_does_not_divide_is_refused(dims, order):
     for apply in (rotation.apply, rotation.invert, rotation.dual):
         with pytest.raises(ValueError, match=f"order={order} does not divide the head dimension {dims}"):
             apply(torch.zeros(2, dims))
+
+
+# --- dense maps
+
+
+def orthogonal(heads: int, dims: int, seed: int = 0) -> np.ndarray:
+    return np.linalg.qr(np.random.default_rng(seed).standard_normal((heads, dims, dims)))[0]
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_matrices_of_each_kv_head(heads):
+    """Keys have 2 heads, queries 3 for each of them; against numpy, head by head."""
+    matrices = orthogonal(heads, 24)
+    rotation = Matrix(torch.from_numpy(matrices).float())
+    k, q = numbers(7, 2, 24, seed=1), numbers(5, 6, 24, seed=2)
+    forward, dual, back = rotation.apply(k), rotation.dual(q), rotation.invert(q)
+    assert (forward.dtype, dual.dtype, back.dtype) == (torch.float32,) * 3
+    for head in range(6):
+        a, exact = matrices[head // 3 % heads], q[:, head].double().numpy()
+        np.testing.assert_allclose(dual[:, head].numpy(), exact @ a, atol=2e-5)
+        np.testing.assert_allclose(back[:, head].numpy(), exact @ a.T, atol=2e-5)
+    for head in range(2):
+        exact = k[:, head].double().numpy() @ matrices[head % heads]
+        np.testing.assert_allclose(forward[:, head].numpy(), exact, atol=2e-5)
+    logits = np.einsum("qhgd,khd->hgqk", dual.unflatten(1, (2, 3)).double().numpy(), forward.double().numpy())
+    expected = np.einsum("qhgd,khd->hgqk", q.unflatten(1, (2, 3)).double().numpy(), k.double().numpy())
+    np.testing.assert_allclose(logits, expected, atol=2e-4)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_times_a_matrix_does_not_depend_on_the_rows_beside_it(heads, dtype):
+    transform = Transform(numbers(2, 80, seed=3), Matrix(torch.from_numpy(orthogonal(heads, 80)).float()))
+    x = numbers(61, 2, 80).to(dtype)
+    together = transform.forward(x)
+    for rows in (1, 2, 7, 50):
+        assert torch.equal(torch.cat([transform.forward(part) for part in x.split(rows)]), together)
+
+
+@pytest.mark.parametrize("dims", [8, 16, 64, 128, 24, 80, 96])
+def test_random_rotations(dims):
+    rotation = random_rotation(dims, 5)
+    assert rotation.dtype == torch.float64
+    assert torch.allclose(rotation @ rotation.T, torch.eye(dims, dtype=torch.float64), atol=1e-12)
+    assert torch.equal(rotation, random_rotation.__wrapped__(dims, 5)), "drawn from the seed alone"
+    assert not torch.equal(rotation, random_rotation(dims, 6))
+    if dims & (dims - 1) == 0:
+        signs = rotation[:, :1].sign()  # the first column of a Hadamard matrix is all ones
+        assert np.allclose(rotation.numpy(), signs.numpy() * matrix(dims, dims), atol=1e-12)
+        assert 0 < (signs > 0).sum() < dims
+    else:
+        assert rotation.abs().max() > 1.5 * dims**-0.5, "as no Hadamard matrix"
+
+
+def test_random_rotations_are_the_same_everywhere():
+    """Pinned numbers: what was stored on another machine must be readable here."""
+    signs = random_rotation(16, 0)[:, 0].sign().int().tolist()
+    assert signs == [-1, 1, 1, -1, 1, 1, 1, 1, 1, 1, 1, -1, -1, 1, -1, -1]
+
+
+# --- rotations out of moments
+
+
+def test_eigenvectors_by_descending_eigenvalue_with_fixed_signs():
+    x = np.random.default_rng(0).standard_normal((3, 50, 12)) * np.exp(np.linspace(-2, 2, 12))
+    moments = np.einsum("hni,hnj->hij", x, x)
+    vectors = eigenvectors(torch.from_numpy(moments)).numpy()
+    for moment, columns in zip(moments, vectors, strict=True):
+        values = np.diag(columns.T @ moment @ columns)
+        np.testing.assert_allclose(columns.T @ moment @ columns, np.diag(values), atol=1e-9 * values.max())
+        np.testing.assert_allclose(columns.T @ columns, np.eye(12), atol=1e-12)
+        assert (np.diff(values) < 0).all()
+        for column in columns.T:
+            assert column[np.abs(column).argmax()] > 0
+
+
+def test_bit_reversal():
+    assert bit_reversal(8).tolist() == [0, 4, 2, 6, 1, 5, 3, 7]
+    assert bit_reversal(2).tolist() == [0, 1]
+    for dims in (16, 64, 128):
+        bits = dims.bit_length() - 1
+        assert bit_reversal(dims).tolist() == [int(f"{i:0{bits}b}"[::-1], 2) for i in range(dims)]
+    for dims in (24, 80, 96):  # where there is none: still a permutation, which spreads neighbours
+        order = bit_reversal(dims).tolist()
+        assert sorted(order) == list(range(dims))
+        assert [i for i in order if i < 8] != list(range(8))
+
+
+# --- every recipe
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("dims", [64, 96])
+@pytest.mark.parametrize("centred", [False, True])
+def test_every_recipe_keeps_logits_and_outputs(name, dims, centred):
+    """dual(q)·forward(k) is q·k but for a constant of each query, which centring adds; inverse undoes forward."""
+    text = f"{name}:centroids=9" if name.startswith("kmeans") else name
+    key, value = parse(text).codecs(dims, fitted(text, dims, 2, centred))
+    q, k, v = numbers(9, 4, dims, seed=1), numbers(11, 2, dims, seed=2), numbers(11, 2, dims, seed=3)
+    got = torch.einsum(
+        "qhgd,khd->hgqk",
+        key.transform.dual(q).unflatten(1, (2, 2)).double(),
+        key.transform.forward(k).double(),
+    )
+    expected = torch.einsum("qhgd,khd->hgqk", q.unflatten(1, (2, 2)).double(), k.double())
+    shift = (got - expected).mean(-1, keepdim=True)
+    if centred and name != "bf16":
+        mean = torch.einsum("qhgd,hd->hgq", q.unflatten(1, (2, 2)).double(), key.transform.mean.double())
+        assert torch.allclose(-shift[..., 0], mean, atol=1e-3)
+    else:
+        assert key.transform.mean is None
+        assert shift.abs().max() < 1e-4
+    size = q.double().norm(dim=-1).max() * k.double().norm(dim=-1).max()
+    assert (got - expected - shift).abs().max() <= 1e-5 * size
+    back = value.transform.inverse(value.transform.forward(v))
+    assert ((back - v).norm(dim=-1) <= 1e-5 * (v.norm(dim=-1) + 10)).all()

@@ -1,13 +1,15 @@
 """Codec = transform + decode rules + slot layout. Plain PyTorch: the definition that kernels are tested against."""
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvfold.layout import SlotLayout
 from kvfold.packing import pack, unpack
-from kvfold.quantizers import affine
+from kvfold.quantizers import affine, channelwise, codebook, kmeans
 from kvfold.transforms import Transform
 
 
@@ -22,39 +24,115 @@ class Codec:
     layout: SlotLayout
     transform: Transform = field(default_factory=Transform)
     wide: torch.dtype = torch.bfloat16  # the 16-bit type of raw segments
+    clip: float | None = None  # the share of a vector's coordinates, by magnitude, that is not clipped
+    centroids: Tensor | None = None  # float32[kv_heads, centroids, d], in transformed coordinates
+
+    def to(self, device: torch.device | str) -> "Codec":
+        centroids = self.centroids if self.centroids is None else self.centroids.to(device)
+        return replace(self, transform=self.transform.to(device), centroids=centroids)
+
+    def quantizes_like(self, other: "Codec") -> bool:
+        """Whether keys and values may go through `quantize` and `dequantize` together."""
+        return (self.layout, self.clip) == (other.layout, other.clip) and self.centroids is other.centroids is None
 
     def encode(self, x: Tensor) -> Tensor:
-        codes, meta = self.quantize(self.transform.forward(x))
-        return torch.cat((codes, meta.view(torch.uint8)), dim=-1)
+        if self.layout.per_page:
+            raise ValueError("a token alone has no slot where whole pages are quantized")
+        codes, meta = self.quantize(self.transform.forward(x).unsqueeze(-2))
+        return torch.cat((codes, meta.view(torch.uint8)), dim=-1).squeeze(-2)
 
     def decode(self, slots: Tensor) -> Tensor:
         codes, meta = slots.split([self.layout.code_bytes, self.layout.meta_bytes], dim=-1)
         entries = meta.contiguous().view(torch.float16) if self.layout.meta_bytes else meta.half()
-        return self.transform.inverse(self.dequantize(codes, entries))
+        decoded = self.dequantize(codes.unsqueeze(-2), entries.unsqueeze(-2))
+        return self.transform.inverse(decoded.squeeze(-2))
 
     def quantize(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Transformed float32[..., d] -> uint8[..., code_bytes] codes, float16[..., entries] metadata."""
+        """Transformed float32[..., kv_heads, sides, d] -> uint8[..., code_bytes] codes, float16[..., entries] metadata.
+
+        Where metadata belong to pages, y is [pages, page_size, kv_heads, sides, d], and they are [pages, 1, …].
+        """
         if y.shape[-1] != self.layout.dims:
             raise ValueError(f"vectors of {y.shape[-1]} dims do not fit a slot of {self.layout.dims}")
-        codes, meta = [], []
+        if self.layout.heads:
+            return self._quantize_heads(y)
+        codes, meta, ids = [], [], []
+        if self.centroids is not None:
+            ids.append(self._nearest(y))
+            y = y - self._centroid(ids[0], heads=-3)
+        if self.clip is not None:
+            limit = y.abs().kthvalue(math.ceil(self.clip * y.shape[-1]), dim=-1, keepdim=True).values
+            y = torch.minimum(torch.maximum(y, -limit), limit)
         for segment in self.layout.segments:
             part = y if segment.dims == y.shape[-1] else y[..., segment.start : segment.stop]
             if segment.rule == "raw":
                 codes.append(to_wide(part, self.wide).view(torch.uint8))
-            else:
+                continue
+            if segment.rule == "affine":
                 part_codes, part_meta = affine.quantize(part, segment.bits)
                 codes.append(pack(part_codes, segment.bits))
-                meta.append(part_meta)
-        return _joined(codes), _joined(meta) if meta else y.new_empty((*y.shape[:-1], 0), dtype=torch.float16)
+            elif segment.rule == "codebook":
+                part_codes, part_meta = codebook.quantize(part, segment.bits)
+                codes.append(pack(pad(part_codes, (0, segment.padded_dims - segment.dims)), segment.bits))
+            else:
+                packed, part_meta = channelwise.quantize(part, segment.bits, segment.boosted)
+                codes.append(packed)
+            meta.append(part_meta)
+        entries = [*meta, *(number.short().view(torch.float16) for number in ids)]
+        return _joined(codes), _joined(entries) if entries else y.new_empty((*y.shape[:-1], 0), dtype=torch.float16)
 
-    def dequantize(self, codes: Tensor, meta: Tensor) -> Tensor:
+    def dequantize(self, codes: Tensor, meta: Tensor, heads: int = -3) -> Tensor:
+        """The inverse of `quantize`, for arrays whose dimension `heads` (negative) is that of KV heads."""
+        if self.layout.heads:
+            return self._dequantize_heads(codes, meta, heads)
         parts = []
         for segment, part_codes, part_meta in self.layout.split(codes, meta):
             if segment.rule == "raw":
                 parts.append(part_codes.contiguous().view(self.wide).float())
-            else:
+            elif segment.rule == "affine":
                 parts.append(affine.dequantize(unpack(part_codes, segment.bits), part_meta))
-        return _joined(parts)
+            elif segment.rule == "codebook":
+                unpacked = unpack(part_codes, segment.bits)[..., : segment.dims]
+                parts.append(codebook.dequantize(unpacked, segment.bits, part_meta))
+            else:
+                parts.append(channelwise.dequantize(part_codes, part_meta, segment.dims, segment.bits, segment.boosted))
+        x = _joined(parts)
+        if self.centroids is None:
+            return x
+        numbers = meta[..., -1:].contiguous().view(torch.int16).long()
+        return x.add_(self._centroid(numbers.clamp_(0, self.centroids.shape[1] - 1), heads))  # unwritten slots: any
+
+    def _quantize_heads(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """`quantize` where every KV head has a layout of its own."""
+        codes, meta = [], []
+        for layout, part in zip(self.layout.heads, y.split(1, dim=-3), strict=True):
+            part_codes, part_meta = replace(self, layout=layout).quantize(part)
+            codes.append(pad(part_codes, (0, self.layout.code_bytes - layout.code_bytes)))
+            meta.append(pad(part_meta, (0, self.layout.meta_entries - layout.meta_entries)))
+        return torch.cat(codes, dim=-3), torch.cat(meta, dim=-3)
+
+    def _dequantize_heads(self, codes: Tensor, meta: Tensor, heads: int) -> Tensor:
+        parts = [
+            replace(self, layout=layout).dequantize(
+                codes.narrow(heads, head, 1)[..., : layout.code_bytes],
+                meta.narrow(heads, head, 1)[..., : layout.meta_entries],
+                heads,
+            )
+            for head, layout in enumerate(self.layout.heads)
+        ]
+        return torch.cat(parts, dim=heads)
+
+    def _nearest(self, y: Tensor) -> Tensor:
+        """The number [..., kv_heads, 1, 1] of the centroid nearest to each token, all its heads taken together."""
+        assert self.centroids is not None
+        numbers = kmeans.nearest(y.reshape(-1, y.shape[-3:].numel()), self.centroids.transpose(0, 1).flatten(1))
+        return numbers.view(*y.shape[:-3], 1, 1, 1).expand(*y.shape[:-1], 1)
+
+    def _centroid(self, numbers: Tensor, heads: int) -> Tensor:
+        """Numbers [..., 1] -> their centroids [..., d]."""
+        assert self.centroids is not None
+        head = torch.arange(len(self.centroids), device=numbers.device).view(-1, *[1] * (-heads - 1))
+        return self.centroids[head, numbers].squeeze(-2)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

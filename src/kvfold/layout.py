@@ -5,30 +5,39 @@ A *page* is what `page_size` tokens of one KV head occupy, keys and values toget
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kvfold.packing import packed_bytes
+from kvfold.windows import Windows
 
 META_BYTES = 2  # every metadata entry is 16 bits wide
 ALIGNMENT = 16  # arrays inside a page start where a 16-byte load may
 
-Rule = Literal["affine", "raw"]
-META_ENTRIES: dict[Rule, int] = {"affine": 2, "raw": 0}  # affine: scale and offset; raw: 16-bit floats as they are
+Rule = Literal["affine", "codebook", "channel", "raw"]
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A contiguous range of transformed coordinates with one bit width and one decode rule."""
+    """A contiguous range of transformed coordinates with one bit width and one decode rule.
+
+    - affine: scale·code + offset, a scale and an offset for each token;
+    - codebook: norm·level[code] with the levels of a normal distribution, a norm for each token;
+    - channel: scale·code + offset, a scale and an offset for each coordinate of a whole page; `boosted` coordinates, of
+      each page its own, have twice the bits;
+    - raw: 16-bit floats as they are.
+    """
 
     start: int
     stop: int
     bits: int
     rule: Rule = "affine"
+    boosted: int = 0
 
     @property
     def dims(self) -> int:
@@ -36,18 +45,35 @@ class Segment:
 
     @property
     def code_bytes(self) -> int:
-        return 2 * self.dims if self.rule == "raw" else packed_bytes(self.dims, self.bits)
+        if self.rule == "raw":
+            return 2 * self.dims
+        boosted = packed_bytes(self.boosted, self.bits) if self.boosted else 0
+        return packed_bytes(self.padded_dims, self.bits) + boosted
+
+    @property
+    def padded_dims(self) -> int:
+        """Codes that are stored: of codebook segments, whose size calibration decides, as many as fill whole bytes."""
+        return -(-self.dims // 8) * 8 if self.rule == "codebook" else self.dims
 
     @property
     def meta_entries(self) -> int:
-        return META_ENTRIES[self.rule]
+        """Of a token; for `channel`, of a page: scales, offsets and, in a byte each, the boosted coordinates."""
+        if self.rule == "channel":
+            return 2 * self.dims + -(-self.boosted // META_BYTES)
+        return {"affine": 2, "codebook": 1, "raw": 0}[self.rule]
 
 
 @dataclass(frozen=True)
 class SlotLayout:
-    """What one (token, KV head) occupies: its segments' codes in order, then their metadata in order."""
+    """What one (token, KV head) occupies: its segments' codes in order, then their metadata in order, then the number
+    of the centroid that was subtracted, where there are centroids.
+
+    Where every KV head has a layout of its own, those are in `heads`, and each slot is as large as the largest.
+    """
 
     segments: tuple[Segment, ...]
+    centroid: bool = False
+    heads: tuple["SlotLayout", ...] = ()
 
     def __post_init__(self) -> None:
         starts = [0, *(segment.stop for segment in self.segments)]
@@ -55,6 +81,8 @@ class SlotLayout:
             raise ValueError(f"segments must follow each other from coordinate 0: {self.segments}")
         if self.code_bytes <= 0:
             raise ValueError("a slot needs at least one segment")
+        if self.per_page and len(self.segments) > 1:
+            raise ValueError("a slot with metadata for whole pages has a single segment")
 
     @cached_property
     def dims(self) -> int:
@@ -62,23 +90,38 @@ class SlotLayout:
 
     @cached_property
     def code_bytes(self) -> int:
+        if self.heads:
+            return max(head.code_bytes for head in self.heads)
         return sum(segment.code_bytes for segment in self.segments)
 
     @cached_property
+    def meta_entries(self) -> int:
+        if self.heads:
+            return max(head.meta_entries for head in self.heads)
+        return sum(segment.meta_entries for segment in self.segments) + self.centroid
+
+    @cached_property
+    def per_page(self) -> bool:
+        """Whether metadata belong to a page and not to a token, so that a page is quantized when it is full."""
+        return any(segment.rule == "channel" for segment in self.segments)
+
+    @property
     def meta_bytes(self) -> int:
-        return sum(segment.meta_entries for segment in self.segments) * META_BYTES
+        """Of a token, or of a page where metadata belong to it."""
+        return META_BYTES * self.meta_entries
 
     @property
     def slot_bytes(self) -> int:
-        return self.code_bytes + self.meta_bytes
+        """Of a token; metadata that belong to a page are not in it."""
+        return self.code_bytes + (0 if self.per_page else self.meta_bytes)
 
     def split(self, codes: Tensor, meta: Tensor) -> Sequence[tuple[Segment, Tensor, Tensor]]:
         """Each segment with its part of uint8[..., code_bytes] codes and of float16[..., entries] metadata."""
         if len(self.segments) == 1:
-            return [(self.segments[0], codes, meta)]
+            return [(self.segments[0], codes, meta[..., :-1] if self.centroid else meta)]
         code_parts = codes.split([segment.code_bytes for segment in self.segments], -1)
-        meta_parts = meta.split([segment.meta_entries for segment in self.segments], -1)
-        return list(zip(self.segments, code_parts, meta_parts, strict=True))
+        meta_parts = meta.split([segment.meta_entries for segment in self.segments] + [1] * self.centroid, -1)
+        return list(zip(self.segments, code_parts, meta_parts, strict=False))
 
 
 def affine_slot(dims: int, bits: int, group: int | None = None) -> SlotLayout:
@@ -87,6 +130,24 @@ def affine_slot(dims: int, bits: int, group: int | None = None) -> SlotLayout:
     if group <= 0 or dims % group:
         raise ValueError(f"group={group} does not divide the head dimension {dims}")
     return SlotLayout(tuple(Segment(start, start + group, bits) for start in range(0, dims, group)))
+
+
+def codebook_slot(widths: Sequence[tuple[int, int]]) -> SlotLayout:
+    """Segments of (dims, bits), each with a norm."""
+    ends = accumulate(dims for dims, _ in widths)
+    return SlotLayout(
+        tuple(Segment(end - dims, end, bits, "codebook") for end, (dims, bits) in zip(ends, widths, strict=True))
+    )
+
+
+def mixed_slot(heads: Sequence[SlotLayout]) -> SlotLayout:
+    """A layout for each KV head, in slots of one size."""
+    return SlotLayout(heads[0].segments, heads=tuple(heads))
+
+
+def channel_slot(dims: int, bits: int, boosted: int = 0) -> SlotLayout:
+    """`dims` coordinates of `bits` bits with scales and offsets for a whole page; `boosted` of them with twice that."""
+    return SlotLayout((Segment(0, dims, bits, "channel", boosted=boosted),))
 
 
 def raw_slot(dims: int) -> SlotLayout:
@@ -105,14 +166,20 @@ class PageLayout:
     def __post_init__(self) -> None:
         if self.page_size <= 0:
             raise ValueError(f"a page holds at least one token, not {self.page_size}")
+        if self.page_size < 2 and (self.key.per_page or self.value.per_page):
+            raise ValueError(
+                f"where a page is quantized as a whole it needs at least 2 tokens, not page_size={self.page_size}"
+            )
 
     @cached_property
     def _offsets(self) -> tuple[int, ...]:
         """Where K codes, V codes, K metadata and V metadata begin, and where the page ends."""
-        offsets = [0]
-        for width in (self.key.code_bytes, self.value.code_bytes, self.key.meta_bytes, self.value.meta_bytes):
-            offsets.append(offsets[-1] + -(-self.page_size * width // ALIGNMENT) * ALIGNMENT)
-        return tuple(offsets)
+        sizes = [self.page_size * slot.code_bytes for slot in (self.key, self.value)]
+        sizes += [self._meta_rows(slot) * slot.meta_bytes for slot in (self.key, self.value)]
+        return tuple(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
+
+    def _meta_rows(self, slot: SlotLayout) -> int:
+        return 1 if slot.per_page else self.page_size
 
     @property
     def page_bytes(self) -> int:
@@ -123,30 +190,38 @@ class PageLayout:
         """Whether everything is stored in 16 bits as it is."""
         return all(segment.rule == "raw" for slot in (self.key, self.value) for segment in slot.segments)
 
+    def windows(self, windows: Windows) -> Windows:
+        """The windows of a layer with this layout: none where all is in 16 bits, and with the tokens of a page that is
+        not full, where whole pages are quantized."""
+        if self.is_raw:
+            return Windows()
+        per_page = self.key.per_page or self.value.per_page
+        return replace(windows, group=self.page_size) if per_page else windows
+
     def allocate(self, pages: int, kv_heads: int, device: torch.device | str = "cpu") -> Tensor:
         """An uninitialised pool of `pages` pages: uint8[pages, kv_heads, page_bytes]."""
         return torch.empty(pages, kv_heads, self.page_bytes, dtype=torch.uint8, device=device)
 
     def key_views(self, pages: Tensor) -> tuple[Tensor, Tensor]:
         """Pages uint8[..., page_bytes] -> views of their K codes uint8[..., page_size, code_bytes] and K metadata
-        float16[..., page_size, entries]."""
+        float16[..., page_size or 1, entries]."""
         return self._codes(pages, self.key, 0), self._meta(pages, self.key, 2)
 
     def value_views(self, pages: Tensor) -> tuple[Tensor, Tensor]:
         """The same for values."""
         return self._codes(pages, self.value, 1), self._meta(pages, self.value, 3)
 
-    def sides(self, pool: Tensor) -> list[tuple[slice, Tensor, Tensor]]:
+    def sides(self, pool: Tensor, together: bool) -> list[tuple[slice, Tensor, Tensor]]:
         """Pool uint8[pages, kv_heads, page_bytes] -> views of codes and metadata [pages, page_size, kv_heads, sides, …]
 
-        Both sides (0: keys, 1: values) together where they have the same layout, else each alone; the slice says which.
+        Both sides (0: keys, 1: values) `together`, which takes the same layout, or each alone; the slice says which.
         """
-        if self.key == self.value:
+        if together:
             middle, end = self._offsets[2], self._offsets[4]
             codes = pool[..., :middle].unflatten(-1, (2, middle // 2))
             entries = pool.view(torch.float16)[..., middle // META_BYTES :]
             meta = entries.unflatten(-1, (2, (end - middle) // META_BYTES // 2))
-            views = [(self._split(codes, self.key.code_bytes), self._split(meta, self.key.meta_bytes // META_BYTES))]
+            views = [(self._rows(codes, self.page_size, self.key.code_bytes), self._meta_view(meta, self.key))]
         else:
             apart = (self.key_views(pool), self.value_views(pool))
             views = [(codes.unsqueeze(2), meta.unsqueeze(2)) for codes, meta in apart]
@@ -157,12 +232,14 @@ class PageLayout:
         ]
 
     def _codes(self, pages: Tensor, slot: SlotLayout, array: int) -> Tensor:
-        return self._split(pages[..., self._offsets[array] :], slot.code_bytes)
+        return self._rows(pages[..., self._offsets[array] :], self.page_size, slot.code_bytes)
 
     def _meta(self, pages: Tensor, slot: SlotLayout, array: int) -> Tensor:
-        entries = pages.view(torch.float16)[..., self._offsets[array] // META_BYTES :]
-        return self._split(entries, slot.meta_bytes // META_BYTES)
+        return self._meta_view(pages.view(torch.float16)[..., self._offsets[array] // META_BYTES :], slot)
 
-    def _split(self, array: Tensor, width: int) -> Tensor:
-        """The head of an array inside a page, by token: [..., page_size, width]."""
-        return array[..., : self.page_size * width].unflatten(-1, (self.page_size, width))
+    def _meta_view(self, entries: Tensor, slot: SlotLayout) -> Tensor:
+        return self._rows(entries, self._meta_rows(slot), slot.meta_entries)
+
+    def _rows(self, array: Tensor, rows: int, width: int) -> Tensor:
+        """The head of an array inside a page: [..., rows, width]."""
+        return array[..., : rows * width].unflatten(-1, (rows, width))

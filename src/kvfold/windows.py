@@ -1,33 +1,51 @@
 """Which tokens a query reads in 16 bits."""
 
 from dataclasses import dataclass
+from typing import TypeVar
+
+from torch import Tensor
 
 ROLLBACK = 32  # tokens of a step that can be taken back with their 16-bit copies intact (speculative decoding)
+
+Position = TypeVar("Position", int, Tensor)
 
 
 @dataclass(frozen=True)
 class Windows:
-    """A query at position t reads tokens j < sink and j > t − recent in 16 bits, all others packed."""
+    """A query at position t reads tokens j < sink and j > t − recent in 16 bits, all others packed.
+
+    Where whole groups of tokens are quantized together, a group that is not full at t is read in 16 bits too.
+    """
 
     sink: int = 0
     recent: int = 0
+    group: int = 1
 
     def __post_init__(self) -> None:
         if self.sink < 0 or self.recent < 0:
             raise ValueError(f"windows cannot be negative: sink={self.sink}, recent={self.recent}")
 
     def __bool__(self) -> bool:
-        return self.sink > 0 or self.recent > 0
+        return self.sink > 0 or self.recent > 0 or self.group > 1
+
+    def exact_from(self, position: Position) -> Position:
+        """The first of the recent tokens that a query at `position` reads in 16 bits; position + 1: none."""
+        full, recent = (position + 1) // self.group * self.group, position + 1 - self.recent
+        return (full + recent - abs(full - recent)) // 2  # the smaller one
+
+    def packed_from(self, token: int) -> int:
+        """The first position whose query reads `token` packed, if it lies behind the sink."""
+        return max(token + self.recent, (token // self.group + 1) * self.group - 1)
 
     def before(self, length: int) -> range:
-        """The recent tokens that a query at position `length` finds already stored."""
-        return range(max(0, length - self.recent + 1), length if self.recent else 0)
+        """The recent tokens whose 16-bit copies the next token finds and may need: to read, or to fill its group."""
+        return range(max(0, min(length + 1 - self.recent, length // self.group * self.group)), length)
 
     def spans(self, start: int, length: int) -> tuple[range, ...]:
         """The tokens to keep in 16 bits for a step from `start` to `length` tokens, for what may follow it, and for
         taking back up to `ROLLBACK` tokens of it."""
-        after = range(self.before(max(start, length - ROLLBACK)).start, length if self.recent else 0)
-        return range(min(self.sink, length)), self.before(start), after
+        after = range(self.before(max(start, length - ROLLBACK)).start, length)
+        return range(min(self.sink, length)), self.before(start), after if self.recent or self.group > 1 else range(0)
 
     def pages(self, start: int, length: int, page_size: int) -> set[int]:
         """Which pages of a sequence `spans` reaches into."""

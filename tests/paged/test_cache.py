@@ -14,14 +14,17 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from random_layers import random_layer
 
 from kvfold.codec import Codec
-from kvfold.layout import SlotLayout, affine_slot, raw_slot
+from kvfold.layout import SlotLayout, affine_slot, channel_slot, raw_slot
 from kvfold.ops.attend import blocked, naive
 from kvfold.ops.store import store
 from kvfold.paged import PagedCache
+from kvfold.quantizers.lloyd_max import levels
 from kvfold.recipe import Recipe
 from kvfold.recipes import parse
+from kvfold.transforms import Matrix
 from kvfold.windows import Windows
 
 ROLLBACK = 32  # what the documentation promises
@@ -54,6 +57,7 @@ class Setup:
     dtype: torch.dtype = torch.float32
     wide: torch.dtype = torch.bfloat16
     value_bits: int | None = None  # where values are stored in another width than keys
+    value_by_channel: bool = False  # where values are quantized over whole pages, as keys may be
 
     @property
     def parsed(self) -> Recipe:
@@ -74,11 +78,26 @@ class Setup:
         mean = torch.randn(2, self.kv_heads, self.dims, generator=generator)
         return 4 * mean[0], mean[1]
 
+    @property
+    def by_page(self) -> bool:
+        """Whether whole pages are quantized."""
+        return self.value_by_channel or self.parsed.name.startswith(("kivi", "kitty"))
+
+    def fit(self, layer: int) -> dict[str, torch.Tensor]:
+        """Of random statistics, around the means."""
+        recipe, (key_mean, value_mean) = self.parsed, self.means(layer)
+        statistics = random_layer(self.dims, self.kv_heads, seed=layer)
+        means = (None, None) if key_mean is None or not recipe.centre else (key_mean.double(), value_mean.double())
+        fit = recipe.fit(statistics.statistics, statistics.rope, means)
+        return dict(fit) if key_mean is None else {"key_mean": key_mean, "value_mean": value_mean, **fit}
+
     def codecs(self) -> list[tuple[Codec, Codec]]:
         result = []
         for layer in range(LAYERS):
-            key, value = self.parsed.layer_codecs(layer, self.dims, self.wide, self.means(layer))
-            if self.value_bits is not None:
+            key, value = self.parsed.layer_codecs(layer, self.dims, self.fit(layer), self.wide)
+            if self.value_by_channel:
+                value = Codec(channel_slot(self.dims, 4), value.transform, self.wide)
+            elif self.value_bits is not None:
                 layout = raw_slot(self.dims) if self.value_bits == 16 else affine_slot(self.dims, self.value_bits)
                 value = Codec(layout, value.transform, self.wide)
             result.append((key, value))
@@ -112,20 +131,51 @@ def hadamard(dims: int, order: int) -> np.ndarray:
     return np.kron(np.eye(dims // order), np.array(signs))
 
 
-def decoded(slots: torch.Tensor, layout: SlotLayout) -> np.ndarray:
-    """Affine slots uint8[..., slot_bytes] of 2, 4 or 8 bits -> float64[..., d], from the bytes as documented."""
-    data = slots.numpy()
-    meta = np.ascontiguousarray(data[..., layout.code_bytes :]).view("<f2").astype(np.float64)
-    parts, byte = [], 0
-    for index, segment in enumerate(layout.segments):
-        size = (segment.stop - segment.start) * segment.bits // 8
-        packed = data[..., byte : byte + size]
-        codes = [
-            (packed >> shift) % 2**segment.bits if segment.bits < 8 else packed for shift in range(0, 8, segment.bits)
-        ]
-        parts.append(np.concatenate(codes, -1) * meta[..., 2 * index, None] + meta[..., 2 * index + 1, None])
-        byte += size
+PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
+
+
+def decoded(slots: torch.Tensor, codec: Codec) -> np.ndarray:
+    """Slots uint8[n, kv_heads, slot_bytes] -> float64[n, kv_heads, d], from the bytes as documented."""
+    data, layout = slots.numpy(), codec.layout
+    heads = [
+        decoded_head(data[:, i], layout, layout.heads[i] if layout.heads else layout) for i in range(data.shape[1])
+    ]
+    if layout.centroid:
+        numbers = np.ascontiguousarray(data[:, 0, -2:]).view("<i2")[:, 0]
+        heads = [x + centroids[numbers] for x, centroids in zip(heads, codec.centroids.double().numpy(), strict=True)]
+    return np.stack(heads, axis=1)
+
+
+def decoded_head(data: np.ndarray, slot: SlotLayout, layout: SlotLayout) -> np.ndarray:
+    """Of one KV head, whose `layout` lies in slots as large as `slot` says."""
+    entries = np.ascontiguousarray(data[:, slot.code_bytes :]).view("<f2").astype(np.float64)
+    meta, parts, byte = list(entries.T[..., None]), [], 0
+    for segment in layout.segments:
+        n = segment.stop - segment.start
+        stored, below, codes = -(-n // 8) * 8 if segment.rule == "codebook" else n, 0, 0
+        for width in PLANES[segment.bits]:
+            plane = data[:, byte : byte + stored * width // 8].astype(np.int64)
+            codes = codes + np.concatenate([(plane >> s) % 2**width for s in range(0, 8, width)], -1) * 2**below
+            byte, below = byte + stored * width // 8, below + width
+        if segment.rule == "affine":
+            parts.append(codes * meta.pop(0) + meta.pop(0))
+        else:
+            parts.append(np.array(levels(segment.bits))[codes[:, :n]] * meta.pop(0))
     return np.concatenate(parts, -1)
+
+
+def by_channel(y: np.ndarray, bits: int, boosted: int) -> np.ndarray:
+    """Full pages float64[pages, tokens, kv_heads, d] of 16-bit numbers, through the integers of each channel."""
+    y = y.astype(np.float32)
+    levels_ = np.full(y.shape[:1] + y.shape[2:], 2**bits - 1)
+    strength = np.abs(y).astype(np.float64).sum(axis=1)
+    order = np.argsort(-strength, axis=-1, kind="stable")[..., :boosted]  # ties go to the lowest channel
+    np.put_along_axis(levels_, order, 4**bits - 1, axis=-1)
+    low, high = y.min(axis=1), y.max(axis=1)
+    scale, offset = (x.astype(np.float16).astype(np.float32) for x in ((high - low) / levels_.astype(np.float32), low))
+    codes = np.rint((y - offset[:, None]) / np.maximum(scale, np.float32(2**-24))[:, None])
+    codes = np.clip(codes, 0, levels_[:, None]).astype(np.float64)
+    return codes * scale[:, None] + offset[:, None]
 
 
 @dataclass(frozen=True)
@@ -134,35 +184,64 @@ class Side:
 
     codec: Codec
     mean: np.ndarray  # [kv_heads, d]
-    matrix: np.ndarray  # signs of the rotation
+    matrix: np.ndarray  # [kv_heads or 1, d, d]; of a Hadamard rotation, its signs
+    inverse: np.ndarray
     order: int
 
     def stored(self, x: torch.Tensor) -> np.ndarray:
-        """Tokens [n, kv_heads, d] -> float64[n, 2, kv_heads, d]: as queries read them in 16 bits, and packed."""
+        """Tokens [n, kv_heads, d] -> float64[n, 2, kv_heads, d]: as queries read them in 16 bits, and packed; NaN where
+        that depends on the page."""
         centred = x.float().numpy() - self.mean.astype(np.float32)
-        y = (centred.astype(np.float64) @ self.matrix * self.order**-0.5).astype(np.float32)
+        y = (by_head(centred.astype(np.float64), self.matrix) * self.order**-0.5).astype(np.float32)
         wide = torch.from_numpy(y).to(self.codec.wide).double().numpy()
         if self.codec.layout.segments[0].rule == "raw":
             return np.stack((wide, wide), axis=1)
-        return np.stack((wide, decoded(self.codec.encode(x), self.codec.layout)), axis=1)
+        if self.codec.layout.per_page:
+            return np.stack((wide, np.full_like(wide, np.nan)), axis=1)
+        return np.stack((wide, decoded(self.codec.encode(x), self.codec)), axis=1)
 
-    def rotated(self, x: np.ndarray) -> np.ndarray:
-        return x @ self.matrix * self.order**-0.5
+    def packed(self, stored: np.ndarray, page_size: int) -> np.ndarray:
+        """All tokens of a sequence [tokens, 2, kv_heads, d] -> their packed form; NaN in a page that is not full."""
+        if not self.codec.layout.per_page:
+            return stored[:, 1]
+        (segment,), packed = self.codec.layout.segments, stored[:, 1].copy()
+        full = len(stored) // page_size * page_size
+        pages = stored[:full, 0].reshape(-1, page_size, *stored.shape[2:])
+        packed[:full] = by_channel(pages, segment.bits, segment.boosted).reshape(full, *stored.shape[2:])
+        return packed
+
+    def dual(self, q: np.ndarray) -> np.ndarray:
+        """[..., kv_heads, ratio, d]"""
+        return np.einsum("...hgd,hed->...hge", q, self._each(self.inverse)) * self.order**-0.5
+
+    def back(self, y: np.ndarray) -> np.ndarray:
+        return np.einsum("...hgd,hde->...hge", y, self._each(self.inverse)) * self.order**-0.5
+
+    def _each(self, matrix: np.ndarray) -> np.ndarray:
+        return np.broadcast_to(matrix, (len(self.mean), *matrix.shape[1:]))
+
+
+def by_head(x: np.ndarray, matrix: np.ndarray) -> np.ndarray:
+    return np.einsum("...hd,hde->...he", x, np.broadcast_to(matrix, (x.shape[-2], *matrix.shape[1:])))
 
 
 @functools.cache
 def sides(setup: Setup, layer: int) -> tuple[Side, Side]:
     recipe, result = setup.parsed, []
     raw = layer in recipe.skip or recipe.name == "bf16"
+    rotated = ("quarot-int2", "saw-int4", "kmeans-saw-int4")
     for which, codec in enumerate(setup.codecs()[layer]):
-        rotates = (
-            not raw and (recipe.name == "quarot-int2" or recipe.name == "saw-int4") and (not which or recipe.values)
-        )
+        rotates = not raw and recipe.name in rotated and (not which or recipe.values)
         order = (recipe.order or setup.dims & -setup.dims) if rotates else 1
         mean = setup.means(layer)[which] if setup.centred and recipe.centre and not raw else None
         zero = np.zeros((setup.kv_heads, setup.dims))
         mean64 = zero if mean is None else mean.double().numpy()
-        result.append(Side(codec, mean64, hadamard(setup.dims, order), order))
+        matrix = inverse = hadamard(setup.dims, order)[None]
+        rotation = codec.transform.rotation
+        if isinstance(rotation, Matrix):  # tests/methods build them from their definitions
+            matrix = rotation.matrix.double().numpy()
+            inverse = np.swapaxes(matrix, 1, 2)
+        result.append(Side(codec, mean64, matrix, inverse, order))
     return result[0], result[1]
 
 
@@ -175,11 +254,17 @@ class Token:
 def attention(setup: Setup, layer: int, tokens: Sequence[Token], q: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     """What the last n tokens of a sequence must get for queries q [n, q_heads, d], and how far float32 may be off."""
     keys, values = sides(setup, layer)
-    k, v = np.stack([token.stored[layer] for token in tokens]).transpose(1, 2, 0, 3, 4)  # [2, tokens, kv_heads, d]
+    stored = np.stack([token.stored[layer] for token in tokens])  # [tokens, 2 (K, V), 2 (16 bits, packed), …]
+    k, v = (
+        np.stack((stored[:, i, 0], np.nan_to_num(side.packed(stored[:, i], setup.page_size))))
+        for i, side in enumerate((keys, values))
+    )  # [2, tokens, kv_heads, d]
     j, t = np.arange(len(tokens)), np.arange(len(tokens) - len(q), len(tokens))[:, None]
     wide = (j < setup.windows.sink) | (j > t - setup.windows.recent)  # [n, tokens]
+    if setup.by_page:
+        wide |= j >= (t + 1) // setup.page_size * setup.page_size
     grouped = q.double().numpy().reshape(len(q), setup.kv_heads, setup.ratio, setup.dims)
-    queries = keys.rotated(grouped) * setup.scale
+    queries = keys.dual(grouped) * setup.scale
     logits = np.where(wide[:, None, None], *(np.einsum("nhgd,jhd->nhgj", queries, form) for form in k))
     logits = np.where((j <= t)[:, None, None], logits, -np.inf)
     weights = np.exp(logits - logits.max(-1, keepdims=True))
@@ -188,7 +273,7 @@ def attention(setup: Setup, layer: int, tokens: Sequence[Token], q: torch.Tensor
         np.einsum("nhgj,jhd->nhgd", weights * mask[:, None, None], form)
         for mask, form in zip((wide, ~wide), v, strict=True)
     )
-    out = values.rotated(mixed) + values.mean[:, None]
+    out = values.back(mixed) + values.mean[:, None]
     # a logit is a sum of products s·c·q and o·q, whose rounding errors are as large as the largest of them allow
     terms = np.abs(queries).sum(-1).max() * 2 * np.abs(k).max()
     size = np.abs(v).max() * setup.dims**0.5 + np.abs(values.mean).max()
@@ -202,6 +287,7 @@ class World:
         self.setup, self.generator = setup, torch.Generator().manual_seed(seed)
         self.cache = make_cache(setup, sequences, shuffled=seed)
         self.cache.extend([0] * sequences)
+        self.garbage = (-1, 0x7FFF, -0x5A5B)[seed % 3]  # NaN, or a number, which no centroid has
         self.rows: list[list[Token]] = [[] for _ in range(sequences)]
         self.starts, self.tops = [0] * sequences, [0] * sequences  # lengths before and after the last step
 
@@ -231,7 +317,8 @@ class World:
                 kv[:, :, row, column] = token.raw
         return q, kv
 
-    def step(self, counts: Sequence[int]) -> None:
+    def step(self, counts: Sequence[int], definition: bool = False) -> None:
+        """Feed random tokens; `definition`: compare with `naive`, too, however slow."""
         new = [self.tokens(count) for count in counts]
         columns = max(counts)
         q, kv = self.batch(new, columns)
@@ -247,7 +334,7 @@ class World:
             assert out.shape == q[layer].shape
             assert out.isfinite().all(), "padding must be finite, too"
             outputs = [out]
-            if columns <= 2:  # the definition is slow
+            if columns <= 2 or (definition and layer == (0 in self.setup.parsed.skip)):  # the first that is packed
                 pages = self.cache.pages(layer)
                 outputs.append(naive.attend(pages, q[layer], store(pages, *kv[layer]), self.setup.scale))
             for row, count in enumerate(counts):
@@ -277,7 +364,7 @@ class World:
     def crop(self, counts: Sequence[int]) -> bool:
         """Roll back; false where that is refused, which it may be beyond what is promised."""
         lengths = [len(tokens) - count for tokens, count in zip(self.rows, counts, strict=True)]
-        promised = not self.setup.windows.recent or all(
+        promised = not (self.setup.windows.recent or self.setup.by_page) or all(
             length >= max(start, top - ROLLBACK) or length == start or not count
             for length, start, top, count in zip(lengths, self.starts, self.tops, counts, strict=True)
         )
@@ -330,8 +417,14 @@ class World:
             dead = ~torch.cat((live, live.new_zeros(len(pool) - len(live), size)))[:, None].expand(
                 -1, pool.shape[1], -1
             )
-            for codes, meta in (layout.key_views(pool), layout.value_views(pool)):
-                codes[dead], meta[dead] = 0xFF, torch.nan
+            unfilled = dead.any(dim=2, keepdim=True)
+            for slot, (codes, meta) in (
+                (layout.key, layout.key_views(pool)),
+                (layout.value, layout.value_views(pool)),
+            ):
+                of_codes, of_meta = (unfilled.expand_as(dead), unfilled) if slot.per_page else (dead, dead)
+                codes[of_codes] = 0xFF
+                meta.view(torch.int16)[of_meta] = self.garbage
             if len(shadows):
                 more = len(shadows) - len(live_shadows)
                 kept = torch.cat((live_shadows, live.new_zeros(more, size)))[:, None, None]
@@ -357,10 +450,30 @@ RECIPES = [
     "saw-int4:order=4,skip=0",
     "quarot-int2:group=8,skip=1",
     "saw-int4:values=true,order=8,group=4",
+    "kmeans-saw-int4:centroids=5",
+    "oscar-int2:per_head=true,group=8",
+    "gtq-k3v2",
+    "kivi-2:group=8",
+    "kitty-2:boost=0.5",
+    "hessian-int4:group=8",
 ]
 WINDOWS = ["sink=0,recent=0", "sink=4,recent=0", "sink=0,recent=5", "sink=3,recent=7", "sink=20,recent=30", "recent=1"]
 PAGE_SIZES = [1, 3, 16, 64]
 HEADS = [(1, 4), (2, 3), (3, 1), (2, 4)]  # KV heads, query heads of each
+
+
+BY_PAGE = [
+    Setup("kivi-2:recent=0,group=8", 4),
+    Setup("kivi-2:recent=7,group=8", 4, dtype=torch.bfloat16),
+    Setup("kivi-4:sink=3,recent=40,group=8,skip=0", 16, wide=torch.float16, dtype=torch.float16),
+    Setup("kivi-2:sink=5,recent=1,group=16", 3, kv_heads=1, ratio=4),
+    Setup("kivi-2:recent=6,group=8", 64),
+    Setup("kitty-2:sink=0,recent=0,boost=0.5", 4),
+    Setup("kitty-2:sink=3,recent=7,boost=0.5,skip=1", 5, centred=False),
+    Setup("kitty-2:sink=18,recent=20,boost=0.25", 8, dims=32),
+    Setup("int4:sink=2,recent=3", 4, value_by_channel=True),
+    Setup("kivi-4:recent=3,group=8", 4, value_by_channel=True),  # keys and values go together
+]
 
 
 def setups() -> list[Setup]:
@@ -382,12 +495,18 @@ def setups() -> list[Setup]:
         Setup("int2:sink=3,recent=7", 3, value_bits=8),
         Setup("saw-int4:sink=3,recent=7", 4, value_bits=16),
         Setup("bf16", 4, value_bits=4),
+        Setup("hessian-int4:sink=3,recent=7", 4),
+        Setup("tq-k5v1:sink=3,recent=7,skip=0", 4),
+        Setup("gtq-k3v3:widths=all,per_head=true,recent=7", 4, dims=32),
+        Setup("kmeans-int4:centroids=9,recent=3", 4, value_bits=2),
+        *BY_PAGE,
     ]
     return result
 
 
 def describe(setup: Setup) -> str:
     values = "" if setup.value_bits is None else f"-v{setup.value_bits}"
+    values += "-v-by-channel" if setup.value_by_channel else ""
     return f"{setup.recipe}-page{setup.page_size}-{setup.kv_heads}x{setup.ratio}-d{setup.dims}{values}"
 
 
@@ -431,7 +550,15 @@ class Histories(RuleBasedStateMachine):
     def begin(self, recipe: str, sink: int, recent: int, page_size: int, sequences: int, seed: int) -> None:
         text = f"{recipe}{',' if ':' in recipe else ':'}sink={sink},recent={recent}"
         self.world = World(
-            Setup(text, page_size, kv_heads=1, ratio=2, dims=8 if "order" not in text else 16), sequences, seed
+            Setup(
+                text,
+                page_size if page_size > 1 or not recipe.startswith(("kivi", "kitty")) else 2,
+                kv_heads=1,
+                ratio=2,
+                dims=16 if "order" in text or "kitty" in text else 8,
+            ),
+            sequences,
+            seed,
         )
 
     def room(self) -> bool:
@@ -480,6 +607,87 @@ TestHistories = Histories.TestCase
 TestHistories.settings = settings(deadline=None, derandomize=True, max_examples=50, stateful_step_count=10)
 
 
+# --- pages that are quantized as a whole
+
+
+def one_shot(world: World) -> None:
+    world.step([37, 21, 8], definition=True)
+
+
+def chunked(world: World) -> None:
+    for count in (5, 11, 1, 16, 4):
+        world.step([count] * 3, definition=True)
+
+
+def token_by_token(world: World) -> None:
+    for _ in range(22):
+        world.step([1, 1, 1])
+
+
+def ragged(world: World) -> None:
+    """Full pages beside empty rows, rows that end on a page and rows that begin in one."""
+    for counts in ([16, 0, 3], [0, 7, 1], [1, 9, 0], [12, 0, 12], [3, 1, 16]):
+        world.step(counts, definition=True)
+
+
+def forked(world: World) -> None:
+    """In the middle of a page, so that each fills its own copy; and at its end."""
+    world.step([10, 16, 7], definition=True)
+    world.select([0, 0, 1, 1])
+    for counts in ([1, 1, 1, 1], [5, 9, 0, 3], [8, 1, 4, 17]):
+        world.step(counts, definition=True)
+    world.select([3, 0, 3])
+    world.step([2, 2, 2], definition=True)
+
+
+def cropped(world: World) -> None:
+    """Into pages that were full, of the same step and of an older one, with their shadows; then on."""
+    world.step([18, 16, 9], definition=True)
+    assert world.crop([3, 1, 9])
+    world.step([6, 1, 16], definition=True)
+    assert world.crop([6, 1, 15])
+    for counts, back in (([2, 5, 7], [2, 4, 0]), ([20, 1, 1], [13, 0, 1]), ([1, 9, 30], [0, 9, 29])):
+        world.step(counts, definition=True)
+        assert world.crop(back)
+    world.step([4, 4, 4], definition=True)
+
+
+def forked_and_cropped(world: World) -> None:
+    """One goes back into a page that another still reads packed."""
+    world.step([20, 3, 12], definition=True)
+    world.select([0, 0, 2])
+    assert world.crop([5, 0, 0])
+    world.step([9, 1, 1], definition=True)
+    assert world.crop([8, 0, 1])
+    world.step([2, 12, 2], definition=True)
+
+
+@pytest.mark.parametrize("history", [one_shot, chunked, token_by_token, ragged, forked, cropped, forked_and_cropped])
+@pytest.mark.parametrize("setup", BY_PAGE, ids=describe)
+def test_pages_that_are_quantized_as_a_whole(setup, history, monkeypatch):
+    """A query at t reads the sink, the recent window and a page that is not full at t in 16 bits, all else packed from
+    the 16-bit tokens of a full page: `blocked` and `naive` against float64."""
+    rng = random.Random(describe(setup) + history.__name__)
+    monkeypatch.setattr(blocked, "BLOCK_TOKENS", rng.choice((4, 4096)))
+    world = World(setup, 3, rng.randrange(2**31))
+    world.poison()
+    history(world)
+    world.check_bookkeeping()
+
+
+def test_a_page_is_quantized_when_it_fills_and_not_before():
+    setup = Setup("kivi-2:recent=0,group=8", 4)
+    cache = make_cache(setup, 1)
+    tokens = torch.randn(12, LAYERS, 2, setup.kv_heads, setup.dims, generator=torch.Generator().manual_seed(0))
+    for count, (token,) in enumerate(tokens.split(1), start=1):
+        feed(setup, cache, token[None])
+        for layer in range(LAYERS):
+            codes, meta = cache.layouts[layer].key_views(cache.pools[layer])
+            for number, page in enumerate(cache.tables.pages[0]):
+                untouched = (codes[page] == 0xFF).all() and (meta[page].view(torch.int16) == -1).all()
+                assert untouched == (count < 4 * (number + 1))
+
+
 # --- how tokens were fed does not matter
 
 
@@ -494,12 +702,18 @@ def feed(setup: Setup, cache: PagedCache, tokens: torch.Tensor, row: int = 0) ->
 
 
 def live_bytes(cache: PagedCache, layer: int, row: int) -> list[bytes]:
-    """Codes and metadata of each token of a sequence."""
+    """Codes and metadata of each token of a sequence; none where the page has yet to be quantized as a whole."""
     layout, size, result = cache.layouts[layer], cache.tables.page_size, []
-    views = (*layout.key_views(cache.pools[layer]), *layout.value_views(cache.pools[layer]))
-    for token in range(cache.lengths[row]):
+    pool, length = cache.pools[layer], cache.lengths[row]
+    for token in range(length):
         page = cache.tables.pages[row][token // size]
-        result.append(b"".join(view[page, :, token % size].contiguous().numpy().tobytes() for view in views))
+        views = [
+            view
+            for slot, both in ((layout.key, layout.key_views(pool)), (layout.value, layout.value_views(pool)))
+            for view in both
+            if not slot.per_page or token < length // size * size
+        ]
+        result.append(b"".join(view[page, :, token % view.shape[2]].contiguous().numpy().tobytes() for view in views))
     return result
 
 
@@ -576,6 +790,11 @@ FEEDINGS = [
     Setup("quarot-int2:recent=40", 1, centred=False),
     Setup("bf16", 5),
     Setup("saw-int4:sink=4,recent=20", 4, value_bits=2),
+    Setup("kmeans-saw-int4:centroids=20,sink=4", 16),
+    Setup("oscar-int2:sink=3,recent=7", 16),
+    Setup("gtq-k3v4:sink=3,recent=7", 16, dtype=torch.bfloat16),
+    Setup("gtq-k3v4:widths=all,per_head=true,recent=7", 16),
+    *BY_PAGE,
 ]
 
 
@@ -595,9 +814,13 @@ def test_what_the_last_position_reads(setup):
     tokens, _, reads = fed_at_once(setup)
     for layer, which in itertools.product(range(LAYERS), range(2)):
         side = sides(setup, layer)[which]
+        stored = side.stored(tokens[:, layer, which])
+        all_packed = side.packed(stored, setup.page_size)
+        full = TOKENS // setup.page_size * setup.page_size if setup.by_page else TOKENS
         for j in range(TOKENS):
-            wide, packed = side.stored(tokens[j : j + 1, layer, which])[0]
-            expected = wide if j < setup.windows.sink or j > TOKENS - 1 - setup.windows.recent else packed
+            wide, packed = stored[j, 0], all_packed[j]
+            exact = j < setup.windows.sink or j > TOKENS - 1 - setup.windows.recent or j >= full
+            expected = wide if exact else packed
             error = np.abs(reads[layer][which][j].numpy() - expected).max()
             assert error <= 2**-22 * np.abs(expected).max()
 
@@ -628,6 +851,9 @@ def test_chunks_change_no_byte_and_no_read(setup, way):
         Setup("int4:recent=300", 16, 2, 1),
         Setup("int8:sink=300", 3, 2, 2),
         Setup("bf16", 7, 2, 2),
+        Setup("kivi-2:sink=5,recent=11,group=8", 4),
+        Setup("kitty-2:sink=0,recent=2,boost=0.5", 16),
+        Setup("kmeans-int4:centroids=9,recent=3", 4),
     ],
     ids=describe,
 )
@@ -643,7 +869,7 @@ def test_blocks_of_any_size_give_the_same(setup, block_tokens, block_logits, mon
         pages = cache.pages(1)
         new = store(pages, *kv)
     monkeypatch.setattr(blocked, "BLOCK_TOKENS", block_tokens)
-    monkeypatch.setattr(blocked, "BLOCK_LOGITS", block_logits)
+    monkeypatch.setitem(blocked.BLOCK_LOGITS, "cpu", block_logits)
     expected = naive.attend(pages, q, new, setup.scale)
     got = blocked.attend(pages, q, new, setup.scale)
     for row, count in enumerate(counts):
@@ -741,6 +967,77 @@ def test_what_only_the_window_cannot_hold_is_refused_before_anything_is_written(
     assert cache.shadows[0].isnan().all()
 
 
+@pytest.mark.parametrize(
+    ("setup", "side"),
+    [
+        (Setup("kivi-2:recent=0,group=8", centred=False), 0),
+        (Setup("kitty-2:sink=2,recent=3,boost=0.5", centred=False), 0),
+        (Setup("int4", centred=False, value_by_channel=True), 1),
+        (Setup("kivi-4:group=8", centred=False, value_by_channel=True), 1),
+    ],
+    ids=lambda part: describe(part) if isinstance(part, Setup) else str(part),
+)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_what_a_full_page_could_not_hold_is_refused_when_it_arrives(setup, side, sign):
+    """65536 is a bfloat16, but neither a 16-bit scale nor an offset can be one; 65280 is the largest below."""
+    cache = make_cache(setup)
+    kv = torch.rand(2, 1, 3, setup.kv_heads, setup.dims)
+    q = torch.rand(1, 3, setup.kv_heads * setup.ratio, setup.dims)
+    cache.extend([2])  # of the 4 tokens of a page
+    cache.attend(0, q[:, :2], *kv[:, :, :2], setup.scale)
+    before = [tensor.clone() for tensor in (*cache.pools, *cache.shadows)]
+    cache.extend([1])
+    kv[side, 0, 2, 1, 3] = sign * 65536
+    with pytest.raises(ValueError, match="cannot quantize NaN, Inf or numbers beyond ±65504, the range of 16-bit meta"):
+        cache.attend(0, q[:, 2:], *kv[:, :, 2:], setup.scale)
+    assert all(same_bits(*pair) for pair in zip(before, (*cache.pools, *cache.shadows), strict=True))
+    kv[side, 0, 2, 1, 3] = sign * 65280
+    cache.attend(0, q[:, 2:], *kv[:, :, 2:], setup.scale)
+    cache.extend([2])  # with the opposite one the page is full: the widest range that there is
+    kv[side, 0, 0, 1, 3] = -sign * 65280
+    assert cache.attend(0, q[:, :2], *kv[:, :, :2], setup.scale).isfinite().all()
+
+
+def test_a_single_bit_by_channel_spans_half_the_range():
+    """Its scale is the whole difference of two numbers."""
+    codec = Codec(channel_slot(16, 1))
+    cache = PagedCache([(codec, codec)], 1, 1, page_size=2)
+    kv = torch.zeros(2, 1, 1, 1, 16)
+    kv[0, ..., 3] = 40000
+    cache.extend([1])
+    with pytest.raises(ValueError, match="beyond ±32752"):
+        cache.attend(0, torch.zeros(1, 1, 1, 16), *kv, 1)
+
+
+def test_a_page_that_is_quantized_as_a_whole_has_two_tokens_at_least():
+    for recipe in ("kivi-2:recent=0,group=8", "kivi-2:group=8", "kitty-2:boost=0.5"):
+        with pytest.raises(ValueError, match=r"at least 2 tokens, not page_size=1"):
+            make_cache(Setup(recipe, page_size=1))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "reason", "advice"),
+    [
+        ("int4:recent=6", "with recent=6 at most", "or use a recipe with recent=0"),
+        (
+            "kivi-2:recent=0,group=8",
+            "with recent=0 and pages of 4 quantized as a whole at most",
+            "or use a recipe with recent=0 and no such pages",
+        ),
+    ],
+)
+def test_a_refused_crop_says_what_would_allow_it(recipe, reason, advice):
+    setup = Setup(recipe)
+    cache = make_cache(setup)
+    for count in (10, 100):
+        cache.extend([count])
+    with pytest.raises(ValueError, match="cannot roll back to 50 tokens") as caught:
+        cache.crop([60])
+    assert reason in str(caught.value)
+    assert str(caught.value).endswith(advice)
+    assert cache.lengths == [110]
+
+
 def test_what_may_be_rolled_back_with_a_recent_window():
     world = World(Setup("int4:sink=2,recent=6", page_size=4), 2, seed=5)
     world.step([20, 20])
@@ -812,11 +1109,15 @@ def pages_of_a_row(setup: Setup, length: int) -> int:
     """Shadow pages that one sequence can need at once: sink, recent, what can be taken back, and a page at each end."""
     windows, size = setup.windows, setup.page_size
     sink = -(-min(windows.sink, length) // size)
-    recent = (windows.recent + ROLLBACK) // size + 2 if windows.recent else 0
+    recent = (windows.recent + ROLLBACK) // size + 2 if windows.recent or setup.by_page else 0
     return min(sink + recent, -(-length // size))
 
 
-@pytest.mark.parametrize("setup", [Setup(), Setup("int4", 16), Setup("int2:sink=4,recent=16", 1)], ids=describe)
+@pytest.mark.parametrize(
+    "setup",
+    [Setup(), Setup("int4", 16), Setup("int2:sink=4,recent=16", 1), Setup("kivi-2:recent=0,group=8", 16)],
+    ids=describe,
+)
 def test_token_by_token_growth_takes_a_sixteenth_more_than_is_needed(setup):
     cache = make_cache(setup, 2)
     for length in range(1, 400):
@@ -825,7 +1126,7 @@ def test_token_by_token_growth_takes_a_sixteenth_more_than_is_needed(setup):
         shadows = 2 * pages_of_a_row(setup, length)
         for layer in range(LAYERS):
             assert len(cache.pools[layer]) <= pages * 17 / 16 + 1
-            assert len(cache.shadows[layer]) <= (shadows * 17 / 16 + 1 if setup.windows else 0)
+            assert len(cache.shadows[layer]) <= (shadows * 17 / 16 + 1 if setup.windows or setup.by_page else 0)
     assert cache.allocated_bytes == sum(tensor.nbytes for tensor in (*cache.pools, *cache.shadows))
 
 

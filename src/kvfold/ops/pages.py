@@ -56,6 +56,21 @@ class Step:
         index = (self._new[0], position // self.page_size)
         return self.table[index], self.shadow_table[index], position % self.page_size
 
+    @cached_property
+    def filled(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Row and page of the row of every page that this step fills, and the column [pages, page_size] of each of its
+        tokens, negative for those that are older than the step."""
+        places = [
+            (row, page)
+            for row, (start, length) in enumerate(zip(self.starts, self.lengths, strict=True))
+            for page in range(start // self.page_size, length // self.page_size)
+        ]
+        row, page = torch.tensor(places, dtype=torch.int64).view(-1, 2).unbind(dim=1)
+        token = page.unsqueeze(1) * self.page_size + torch.arange(self.page_size)
+        column = token - torch.tensor(self.lengths)[row].unsqueeze(1) + self.n
+        column[token < torch.tensor(self.starts)[row].unsqueeze(1)] = -1
+        return row.to(self.table.device), page.to(self.table.device), column.to(self.table.device)
+
     def gather(self, batch: Tensor) -> Tensor:
         """The new tokens [tokens, heads, d] of a padded batch."""
         return batch.flatten(0, 1) if self._dense else batch[self._new]

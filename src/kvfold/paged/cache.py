@@ -38,13 +38,12 @@ class PagedCache:
         self.device = torch.device(device)
         self.layouts = [PageLayout(key.layout, value.layout, page_size) for key, value in self.codecs]
         windows = windows or Windows()
-        # a layer that is stored in 16 bits needs no 16-bit copies
-        self.windows = [Windows() if layout.is_raw else windows for layout in self.layouts]
+        self.windows = [layout.windows(windows) for layout in self.layouts]
         self.tables = PageTables(page_size, sequences)
-        self.shadow_map = Shadows(windows)
+        self.shadow_map = Shadows(max(self.windows, key=lambda windows: (windows.group, windows.recent, windows.sink)))
         self.step = self._describe(self.lengths, 0)
         self.pools = [layout.allocate(0, kv_heads, self.device) for layout in self.layouts]
-        self._sides = [layout.sides(pool) for layout, pool in zip(self.layouts, self.pools, strict=True)]
+        self._sides = self._views()
         self.shadows = [
             torch.empty(0, kv_heads, 2, page_size, layout.key.dims, dtype=wide, device=self.device)
             for layout in self.layouts
@@ -68,7 +67,7 @@ class PagedCache:
         self.shadow_map.update(self.tables, starts)
         if self.tables.capacity > len(self.pools[0]):
             self.pools = [_grown(pool, self.tables.capacity) for pool in self.pools]
-            self._sides = [layout.sides(pool) for layout, pool in zip(self.layouts, self.pools, strict=True)]
+            self._sides = self._views()
         self.shadows = [
             _grown(shadows, self.shadow_map.capacity) if windows else shadows
             for shadows, windows in zip(self.shadows, self.windows, strict=True)
@@ -78,6 +77,12 @@ class PagedCache:
                 for source, target in pairs if len(tensor) else ():
                     tensor[target] = tensor[source]
         self.step = self._describe(starts, max(counts, default=0))
+
+    def _views(self) -> list[list[tuple[slice, Tensor, Tensor]]]:
+        return [
+            layout.sides(pool, together=key.quantizes_like(value))
+            for layout, pool, (key, value) in zip(self.layouts, self.pools, self.codecs, strict=True)
+        ]
 
     def _describe(self, starts: list[int], n: int) -> Step:
         width = max(map(len, self.tables.pages), default=0)

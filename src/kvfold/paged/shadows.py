@@ -43,10 +43,16 @@ class Shadows:
         """Refuse to roll back to `lengths` where 16-bit copies that would be read again are gone."""
         for pages, length in zip(tables.pages, lengths, strict=True):
             if any(pages[token // tables.page_size] not in self.of for token in self.windows.before(length)):
+                recent, group = self.windows.recent, self.windows.group
+                reason, other = (
+                    (f"recent={recent}", "recent=0")
+                    if group == 1
+                    else (f"recent={recent} and pages of {group} quantized as a whole", "recent=0 and no such pages")
+                )
                 raise ValueError(
-                    f"cannot roll back to {length} tokens: with recent={self.windows.recent} at most the last "
-                    f"{ROLLBACK} tokens of the last step can be removed, since older 16-bit copies are gone. "
-                    "Feed the prefix again, or use a recipe with recent=0"
+                    f"cannot roll back to {length} tokens: with {reason} at most the last {ROLLBACK} tokens of the "
+                    "last step can be removed, since older 16-bit copies are gone. Feed the prefix again, or use a "
+                    f"recipe with {other}"
                 )
 
     def _take(self) -> int:

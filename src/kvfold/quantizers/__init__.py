@@ -1,1 +1,1 @@
-"""Decode rules: how numbers become codes and metadata, and back. One module per rule of `layout.Rule`."""
+"""How numbers become codes: a module for each decode rule, and the optimal levels and centroids they use."""

@@ -1,6 +1,7 @@
 """Invertible maps of the head dimension, applied before a vector is quantized."""
 
-from kvfold.transforms.base import Transform
+from kvfold.transforms.base import Rotation, Transform
 from kvfold.transforms.hadamard import Hadamard, default_order
+from kvfold.transforms.matrix import Matrix, random_rotation
 
-__all__ = ["Hadamard", "Transform", "default_order"]
+__all__ = ["Hadamard", "Matrix", "Rotation", "Transform", "default_order", "random_rotation"]

@@ -1,8 +1,9 @@
 """Centring and rotation of keys, values and queries."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
+import torch
 from torch import Tensor
 
 
@@ -14,6 +15,8 @@ class Rotation(Protocol):
     def dual(self, q: Tensor) -> Tensor:
         """The map of queries under which dual(q)·apply(k) = q·k."""
         ...
+
+    def to(self, device: torch.device | str) -> Self: ...
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,12 @@ class Transform:
 
     mean: Tensor | None = None  # [kv_heads, d]
     rotation: Rotation | None = None
+
+    def to(self, device: torch.device | str) -> "Transform":
+        mean, rotation = self.mean, self.rotation
+        return Transform(
+            mean if mean is None else mean.to(device), rotation if rotation is None else rotation.to(device)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = x.float()

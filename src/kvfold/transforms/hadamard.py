@@ -42,6 +42,9 @@ class Hadamard:
 
     dual = invert
 
+    def to(self, device: torch.device | str) -> "Hadamard":
+        return self
+
     def _matrices(self, x: Tensor) -> tuple[Tensor, Tensor]:
         dims = x.shape[-1]
         if dims % self.order:

@@ -11,7 +11,7 @@ from kvfold.ops.pages import LayerPages, Step
 from kvfold.windows import Windows
 
 BLOCK_TOKENS = 4096  # tokens of a block, at most
-BLOCK_LOGITS = 2**23  # query-token pairs of a block, at most
+BLOCK_LOGITS = {"cpu": 2**23, "cuda": 2**27}  # query-token pairs of a block, at most
 UNSEEN = -1e30  # added to logits of tokens that a query does not read; finite, so that a row without tokens is no NaN
 
 
@@ -24,7 +24,7 @@ def attend(pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scal
     if not n:  # a step without tokens
         return q.float()
     parts = _Parts(pages.key.transform.dual(q).transpose(1, 2), scale)
-    tokens = min(BLOCK_TOKENS, max(1, BLOCK_LOGITS // (sequences * q_heads * n)))
+    tokens = min(BLOCK_TOKENS, max(1, BLOCK_LOGITS[q.device.type] // (sequences * q_heads * n)))
     for block in pages.step.once(_packed_blocks, pages.windows, tokens):
         parts.add(block.columns, block.mask, *_unpack(pages, block))
     if new is not None:
@@ -38,12 +38,11 @@ def _unpack(pages: LayerPages, block: "_PackedBlock") -> tuple[Tensor, Tensor]:
     sequences, parts = len(pages.step.lengths), []
     tokens = len(block.pages) // sequences * pages.step.page_size
     for sides, *views in pages.sides:
-        gathered = []
-        for view in views:  # [pages, page_size, kv_heads, sides, …] -> [kv_heads, sides, sequences, tokens, …]
-            by_page = view.permute(2, 3, 0, 1, 4).index_select(2, block.pages)
-            gathered.append(by_page.view(*by_page.shape[:2], sequences, tokens, view.shape[-1]))
-        parts.append(pages.codec(sides).dequantize(*gathered))
-    x = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).narrow(3, 0, block.tokens)
+        # [pages, page_size, kv_heads, sides, …] -> [kv_heads, sides, pages, page_size, …]
+        codes, meta = (view.permute(2, 3, 0, 1, 4).index_select(2, block.pages) for view in views)
+        parts.append(pages.codec(sides).dequantize(codes, meta, heads=-5))
+    x = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    x = x.view(*x.shape[:2], sequences, tokens, x.shape[-1]).narrow(3, 0, block.tokens)
     if block.unwritten is not None:
         x = x.masked_fill_(block.unwritten, 0)
     k, v = x.transpose(0, 2).unbind(1)
@@ -97,26 +96,27 @@ class _PackedBlock:
     tokens: int  # of them, from the first: the rest is seen by no query
     columns: slice  # the queries that see anything of it
     mask: Tensor | None  # float[sequences, 1, columns, tokens]: 0 or UNSEEN; None: they see all of it
-    unwritten: Tensor | None  # bool[sequences, tokens, 1]: beyond the end of a shorter sequence
+    unwritten: Tensor | None  # bool[sequences, tokens, 1]: beyond what is packed of a shorter sequence
 
 
 def _packed_blocks(step: Step, windows: Windows, block_tokens: int) -> list[_PackedBlock]:
     """Every token between the windows, in blocks of whole pages."""
     device, longest, shortest = step.table.device, max(step.lengths), min(step.lengths)
-    end = max(0, longest - windows.recent)
+    end = max(0, windows.exact_from(longest - 1))
     block_pages = max(1, block_tokens // step.page_size)
     blocks = []
     for page in range(windows.sink // step.page_size, -(-end // step.page_size), block_pages):
         table = step.table[:, page : page + block_pages]
         start, stop = page * step.page_size, min((page + block_pages) * step.page_size, end)
-        columns = slice(max(0, start + windows.recent - (longest - step.n)), step.n)
+        columns = slice(max(0, windows.packed_from(start) - (longest - step.n)), step.n)
         mask = unwritten = None
-        if start < windows.sink or stop > shortest - step.n + columns.start + 1 - windows.recent:
+        if start < windows.sink or stop > windows.exact_from(shortest - step.n + columns.start):
             tokens = torch.arange(start, stop)
             position = step.positions[:, columns].unsqueeze(-1)
-            mask = _additive((tokens >= windows.sink) & (tokens <= position - windows.recent)).to(device)
-        if stop > shortest:
-            unwritten = (torch.arange(start, stop) >= torch.tensor(step.lengths).unsqueeze(1)).to(device)[..., None]
+            mask = _additive((tokens >= windows.sink) & (tokens < windows.exact_from(position))).to(device)
+        written = torch.tensor(step.lengths) // windows.group * windows.group  # tokens of each sequence
+        if stop > written.min():
+            unwritten = (torch.arange(start, stop) >= written.unsqueeze(1)).to(device)[..., None]
         blocks.append(_PackedBlock(table.flatten(), stop - start, columns, mask, unwritten))
     return blocks
 
@@ -140,30 +140,33 @@ class _WindowBlock:
 
 def _window_blocks(step: Step, windows: Windows, block_tokens: int) -> list[_WindowBlock]:
     """The tokens that some query of the step reads in 16 bits: of the sink, and of the recent windows."""
-    sink = [range(min(windows.sink, length)) for length in step.lengths]
     recent = [
-        range(max(windows.sink, windows.before(start).start), length if windows.recent else 0)
+        range(max(windows.sink, windows.exact_from(start)), length if windows.recent or windows.group > 1 else 0)
         for start, length in zip(step.starts, step.lengths, strict=True)
     ]
+    sink = [range(min(windows.sink, length)) for length in step.lengths]
     blocks = []
-    for rows, seen_for in ((sink, max(step.lengths)), (recent, windows.recent)):
+    for rows, spell in ((sink, None), (recent, windows)):
         tokens = pad_sequence(
             [torch.tensor(row, dtype=torch.int64) for row in rows], batch_first=True, padding_value=-1
         )
         for block in tokens.split(block_tokens, dim=1):
             if (block >= 0).any():
-                blocks.append(_window_block(step, block, seen_for))
+                blocks.append(_window_block(step, block, spell))
     return blocks
 
 
-def _window_block(step: Step, tokens: Tensor, seen_for: int) -> _WindowBlock:
-    """Tokens by position [sequences, width] (-1: none), each seen by `seen_for` queries from its own position on."""
+def _window_block(step: Step, tokens: Tensor, windows: Windows | None) -> _WindowBlock:
+    """Tokens by position [sequences, width] (-1: none), each seen from its own position on, until it is read packed or,
+    without `windows`, for ever."""
     device, lengths = step.table.device, torch.tensor(step.lengths).unsqueeze(1)
     first = int(tokens[tokens >= 0].min()) - (max(step.lengths) - step.n)
-    last = int(tokens.max()) + seen_for - (min(step.lengths) - step.n)
+    last = step.n if windows is None else windows.packed_from(int(tokens.max())) - (min(step.lengths) - step.n)
     columns = slice(max(0, first), max(0, min(step.n, last)))
     position, token = step.positions[:, columns].unsqueeze(-1), tokens.unsqueeze(1)
-    mask = (token >= 0) & (token <= position) & (token > position - seen_for)
+    mask = (token >= 0) & (token <= position)
+    if windows is not None:
+        mask &= token >= windows.exact_from(position)
     old = (tokens >= 0) & (tokens < torch.tensor(step.starts).unsqueeze(1))
     row, place = (index.to(device) for index in torch.nonzero(old, as_tuple=True))
     old_tokens = tokens[old].to(device)

@@ -9,18 +9,21 @@ from kvfold.ops.pages import LayerPages
 def read(pages: LayerPages, row: int, position: int, new: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
     """The transformed keys and values [position + 1, kv_heads, d] that the query at `position` of sequence `row` sees.
 
-    It depends on the position alone: tokens j < sink and j > position − recent in 16 bits, all others through their
-    packed form, tokens of its own step included. `new` is what `store` returned for the step.
+    It depends on the position alone: tokens j < sink, j > position − recent and of a page that is not full yet but is
+    quantized as a whole in 16 bits, all others through their packed form, tokens of its own step included. `new` is
+    what `store` returned for the step.
     """
     step, windows = pages.step, pages.windows
     tokens = torch.arange(position + 1, device=pages.pool.device)
     page, offset = step.table[row, tokens // step.page_size], tokens % step.page_size
     parts = [
-        pages.codec(sides).dequantize(codes[page, offset], meta[page, offset]) for sides, codes, meta in pages.sides
+        pages.codec(sides).dequantize(codes[page, offset], meta[page, offset % meta.shape[1]])
+        for sides, codes, meta in pages.sides
     ]
     x = torch.cat(parts, dim=2)  # [tokens, kv_heads, 2, d]
     for j in range(position + 1):
-        if new is not None and (j < windows.sink or j > position - windows.recent):
+        unfilled = j >= (position + 1) // windows.group * windows.group
+        if new is not None and (j < windows.sink or j > position - windows.recent or unfilled):
             if j >= step.starts[row]:
                 x[j] = torch.stack([side[row, j - step.lengths[row]] for side in new], dim=1)
             else:

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from kvfold.codec import to_wide
 from kvfold.ops.pages import LayerPages
+from kvfold.quantizers import channelwise
 
 
 def store(pages: LayerPages, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -17,14 +18,34 @@ def store(pages: LayerPages, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | No
     page, shadow, offset = step.slots
     transformed = (pages.key.transform.forward(step.gather(k)), pages.value.transform.forward(step.gather(v)))
     y = torch.stack(transformed, dim=2)  # [tokens, kv_heads, 2, d]
-    packed = [pages.codec(sides).quantize(y[:, :, sides]) for sides, _, _ in pages.sides]
     wide = to_wide(y, pages.shadows.dtype) if pages.windows else None
+    packed: list[tuple[list[Tensor], tuple[Tensor, ...], tuple[Tensor, Tensor]]] = []
+    for sides, *views in pages.sides:
+        codec = pages.codec(sides)
+        if codec.layout.per_page:
+            assert wide is not None
+            # what the page could not hold when it is full is refused now, and not with some later token
+            channelwise.check(wide[:, :, sides], codec.layout.segments[0].bits)
+            filled, tokens = _filled(pages, step.scatter(wide[:, :, sides]), sides)
+            packed.append((views, (filled,), codec.quantize(tokens.float())))
+        else:
+            packed.append((views, (page, offset), codec.quantize(y[:, :, sides])))
 
-    for (_, code_view, meta_view), (codes, meta) in zip(pages.sides, packed, strict=True):
-        code_view[page, offset] = codes
-        meta_view[page, offset] = meta
+    for views, index, arrays in packed:
+        for view, array in zip(views, arrays, strict=True):
+            view[index] = array
     if wide is None:
         return None
     kept = shadow >= 0
     pages.shadows[shadow[kept], :, :, offset[kept]] = wide[kept]
     return step.scatter(wide[:, :, 0]), step.scatter(wide[:, :, 1])
+
+
+def _filled(pages: LayerPages, new: Tensor, sides: slice) -> tuple[Tensor, Tensor]:
+    """The pages that this step fills, and their tokens [pages, page_size, kv_heads, sides, d] in 16 bits: out of the
+    step's own `new` [sequences, n, kv_heads, sides, d], the older ones out of shadows."""
+    step = pages.step
+    row, page, column = step.filled
+    old = pages.shadows[step.shadow_table[row, page]][:, :, sides].permute(0, 3, 1, 2, 4)
+    full = torch.where((column >= 0)[..., None, None, None], new[row.unsqueeze(1), column], old)
+    return step.table[row, page], full

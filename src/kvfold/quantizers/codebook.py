@@ -1,0 +1,29 @@
+"""Norm and direction: x̂ = norm·level[code], with Lloyd–Max levels for normal coordinates (TurboQuant-MSE)."""
+
+import torch
+from torch import Tensor
+
+from kvfold.quantizers import lloyd_max
+
+
+def quantize(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """float32[..., n] -> uint8[..., n] codes, float16[..., 1] norm.
+
+    Coordinates are scaled to a mean square of 1 and go to the nearest level. The norm as stored is that of the vector
+    over that of its levels, so that decoding keeps the length.
+    """
+    norm = _norm(x)
+    codes = lloyd_max.quantize(x * (x.shape[-1] ** 0.5 / norm.clamp_min(torch.finfo(torch.float32).tiny)), bits)
+    meta = (norm / _norm(lloyd_max.dequantize(codes, bits))).half()
+    if not torch.isfinite(meta).all():
+        raise ValueError("cannot quantize NaN, Inf or vectors beyond ±65504, the range of 16-bit metadata")
+    return codes, meta
+
+
+def dequantize(codes: Tensor, bits: int, norm: Tensor) -> Tensor:
+    return lloyd_max.dequantize(codes, bits).mul_(norm.float())
+
+
+def _norm(x: Tensor) -> Tensor:
+    """In float64, so that it does not depend on the shape of the batch."""
+    return x.double().square().sum(dim=-1, keepdim=True).sqrt().float()

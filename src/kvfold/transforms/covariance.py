@@ -1,0 +1,22 @@
+"""Rotations out of second moments."""
+
+import torch
+from torch import Tensor
+
+
+def eigenvectors(moments: Tensor) -> Tensor:
+    """Symmetric float64[..., d, d] -> eigenvectors in columns, by descending eigenvalue, largest entries positive."""
+    vectors = torch.linalg.eigh(moments).eigenvectors.flip(-1)
+    largest = vectors.gather(-2, vectors.abs().argmax(dim=-2, keepdim=True))
+    return vectors * largest.sign()
+
+
+def spectrum(moments: Tensor) -> Tensor:
+    """Symmetric float64[..., d, d] -> its eigenvalues in descending order, float32[..., d]."""
+    return torch.linalg.eigvalsh(moments).flip(-1).clamp_min(0).float()
+
+
+def bit_reversal(dims: int) -> Tensor:
+    """int64[dims]: the numbers below `dims` in the order of their reversed bits, which spreads neighbours far apart."""
+    bits = max(1, (dims - 1).bit_length())
+    return torch.tensor(sorted(range(dims), key=lambda i: int(f"{i:0{bits}b}"[::-1], 2)))

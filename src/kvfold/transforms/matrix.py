@@ -1,0 +1,53 @@
+"""Dense rotations of the head dimension, one for all KV heads or one for each."""
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+import torch
+from scipy.linalg import hadamard
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """y = x·A with an orthogonal A, float32[kv_heads or 1, d, d]."""
+
+    matrix: Tensor
+
+    def apply(self, x: Tensor) -> Tensor:
+        """In float64, so that what is stored of a token does not depend on how many tokens come along."""
+        return _by_head(x.double(), self._doubled).float()
+
+    @cached_property
+    def _doubled(self) -> Tensor:
+        return self.matrix.double()
+
+    def invert(self, y: Tensor) -> Tensor:
+        return _by_head(y, self.matrix.mT)
+
+    def dual(self, q: Tensor) -> Tensor:
+        return _by_head(q, self.matrix)
+
+    def to(self, device: torch.device | str) -> "Matrix":
+        return Matrix(self.matrix.to(device))
+
+
+def _by_head(x: Tensor, matrices: Tensor) -> Tensor:
+    """x [..., heads, d] times the matrix of each head's KV head."""
+    if len(matrices) == 1:
+        return x @ matrices[0]
+    grouped = x.unflatten(-2, (len(matrices), -1))
+    return torch.einsum("...hgd,hde->...hge", grouped, matrices).flatten(-3, -2)
+
+
+@lru_cache(maxsize=256)
+def random_rotation(dims: int, seed: int) -> Tensor:
+    """A rotation float64[dims, dims] drawn from `seed`, the same on every machine: random signs and a Hadamard matrix
+    where dims is a power of two, else uniform over all rotations."""
+    generator = np.random.RandomState(seed)  # its stream is frozen, unlike that of newer generators
+    if dims & (dims - 1) == 0:
+        signs = generator.randint(0, 2, dims) * 2 - 1
+        return torch.from_numpy(signs[:, None] * hadamard(dims) * dims**-0.5)
+    q, r = np.linalg.qr(generator.standard_normal((dims, dims)))
+    return torch.from_numpy(q * np.sign(np.diag(r)))
