@@ -1,0 +1,120 @@
+"""Capture: run a text through a model once, and keep statistics of what its attention layers see."""
+
+import hashlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvfold.calibration.rope import probe
+from kvfold.calibration.statistics import FIRST_TOKENS, LayerStatistics, Statistics
+from kvfold.calibration.tap import Seen, tapped
+from kvfold.geometry import UnsupportedModel
+
+SAMPLES = 4096  # tokens at most whose keys and values are kept
+
+
+@torch.no_grad()
+def capture(
+    model: PreTrainedModel,
+    tokens: Tensor,
+    context: int = 2048,
+    *,
+    checkpoint: Path | None = None,
+    checkpoint_seconds: float = 30,
+    progress: Callable[[float], None] = lambda share: None,
+) -> Statistics:
+    """Run `tokens` (1-D) through the model in windows of `context`, each alone. `progress` gets shares of 1.
+
+    With a `checkpoint`, what is known is saved there after a window if the last save is `checkpoint_seconds` old, and a
+    run that was broken off goes on from there, to exactly the same result. The file is removed at the end.
+    """
+    if len(tokens) <= FIRST_TOKENS:
+        raise ValueError(f"calibration needs more than {FIRST_TOKENS} tokens")
+    statistics = _begin(model, tokens, context, checkpoint)
+    sampled = _spread(len(tokens), context)
+    saved = time.monotonic()
+    for index, window in enumerate(tokens.split(context)):
+        if index >= statistics.windows and len(window) > FIRST_TOKENS:
+            _add_window(statistics.layers, model, window, sampled, index * context)
+            statistics.windows = index + 1
+            if checkpoint and time.monotonic() - saved >= checkpoint_seconds:
+                statistics.save(checkpoint)
+                saved = time.monotonic()
+        progress(len(window) / len(tokens))
+    for layer in statistics.layers:
+        layer.to_host()
+    if checkpoint:
+        checkpoint.unlink(missing_ok=True)
+    return statistics
+
+
+@torch.no_grad()
+def collect(model: PreTrainedModel, tokens: Tensor) -> list[tuple[Tensor, Tensor, Tensor, float]]:
+    """For each layer q [q_heads, n, d], k and v [kv_heads, n, d] (float32, in host memory) and the scale of its logits,
+    for `tokens` (1-D) as one window."""
+    layers: list[tuple[Tensor, Tensor, Tensor, float]] = []
+
+    def keep(seen: Seen) -> None:
+        q, k, v = (states.transpose(0, 1).float().cpu() for states in (seen.q, seen.k, seen.v))
+        layers.append((q, k, v, seen.scale))
+
+    _run(model, tokens, keep)
+    return layers
+
+
+def _begin(model: PreTrainedModel, tokens: Tensor, context: int, checkpoint: Path | None) -> Statistics:
+    """The statistics of the checkpoint, or empty ones."""
+    digest = hashlib.sha256(f"{model.config.to_json_string()} {context} ".encode())
+    digest.update(tokens.to("cpu", torch.int64).numpy().tobytes())
+    if not checkpoint or not checkpoint.exists():
+        return Statistics([], probe(model), digest.hexdigest())
+    statistics = Statistics.load(checkpoint)
+    if statistics.source != digest.hexdigest():
+        raise ValueError(
+            f"{checkpoint} was saved by a run with another model, text or context; delete it to begin anew"
+        )
+    return statistics
+
+
+def _spread(tokens: int, context: int) -> Tensor:
+    """int64[m]: indices of the sampled tokens, ascending, none of them among the first of a window."""
+    index = torch.arange(tokens)
+    index = index[index % context >= FIRST_TOKENS]
+    m = min(SAMPLES, len(index))
+    return index[torch.arange(m) * len(index) // m]
+
+
+def _add_window(
+    layers: list[LayerStatistics], model: PreTrainedModel, window: Tensor, sampled: Tensor, start: int
+) -> None:
+    """Run the window that begins at token `start` of the text, and add it to the statistics of every layer."""
+    first, end = torch.searchsorted(sampled, torch.tensor([start, start + len(window)])).tolist()
+
+    def add(seen: Seen) -> None:
+        if seen.layer == len(layers):
+            layers.append(LayerStatistics.begin(seen, len(sampled)))
+        layers[seen.layer].add(seen, sampled[first:end] - start, first)
+
+    _run(model, window, add)
+
+
+def _run(model: PreTrainedModel, window: Tensor, tap: Callable[[Seen], None]) -> None:
+    """One forward pass of the decoder; `tap` sees layers 0, 1, 2, … in order."""
+    expected = iter(range(model.get_decoder().config.num_hidden_layers))
+
+    def check(seen: Seen) -> None:
+        if seen.layer != next(expected, None):
+            raise UnsupportedModel(f"{type(model).__name__}: its layers do not each call attention once, in order")
+        for name in ("q", "k", "v", "out"):
+            if not torch.isfinite(getattr(seen, name)).all():
+                raise ValueError(f"layer {seen.layer}: {name} holds NaN or infinity")
+        tap(seen)
+
+    with tapped(model, check) as decoder:
+        decoder(window.unsqueeze(0).to(model.device), use_cache=False)
+    if (missing := next(expected, None)) is not None:
+        raise UnsupportedModel(f"{type(model).__name__}: its layer {missing} did not call the attention function")

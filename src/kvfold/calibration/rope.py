@@ -1,0 +1,111 @@
+"""The RoPE of a model, measured on the model itself."""
+
+import math
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvfold.calibration.tap import Seen, tapped
+from kvfold.geometry import UnsupportedModel
+from kvfold.rope import Rope
+
+PROBES = 64  # random vectors sent to each position
+RUNG = 4  # each position of the ladder is that many times the one before
+STILL = 1e-12  # share of a coordinate's energy; what changes by less does not turn
+
+
+@torch.no_grad()
+def probe(model: PreTrainedModel) -> Rope:
+    """The RoPE of the first attention layer, from its keys of the same random vectors at several positions.
+
+    The input of that layer does not depend on position, so whatever changes its keys is RoPE. A factor on cos and sin
+    (YaRN) is in the keys at position 0 too, and cancels.
+    """
+    limit = _position_limit(model)
+    positions = [RUNG**n for n in range(32) if RUNG**n < limit - 1] + [limit - 1]
+    keys = [_first_keys(model, position) for position in (0, *positions)]
+    start, head_dim = keys[0], keys[0].shape[-1]
+    turning = torch.zeros(head_dim, dtype=torch.bool)
+    for key in keys[1:]:
+        turning |= (key - start).square().sum(0) > STILL * start.square().sum(0)
+    if not turning.any():
+        return Rope(head_dim, (), ())
+
+    angles, misfits = zip(*(_turn(start[:, turning], key[:, turning]) for key in keys[1:]), strict=True)
+    first, second = _pair(model, torch.stack(misfits).amax(0))  # a pair must fit at every position
+    frequency = torch.zeros(len(first), dtype=torch.float64)
+    for position, angle in zip(positions, angles, strict=True):  # whole turns as the positions before foretell
+        turns = ((frequency * position - angle[first, second]) / math.tau).round()
+        frequency = (angle[first, second] + math.tau * turns) / position
+    names = turning.nonzero().flatten()  # back to coordinates of the head
+    pairs = zip(names[first].tolist(), names[second].tolist(), strict=True)
+    return Rope(head_dim, tuple(pairs), tuple(frequency.tolist()))
+
+
+def _position_limit(model: PreTrainedModel) -> int:
+    """How many positions have the same frequencies."""
+    config = model.get_decoder().config
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":  # beyond, it changes to other frequencies
+        return rope["original_max_position_embeddings"]
+    return config.max_position_embeddings
+
+
+class _Enough(Exception):
+    """Leaves the model after its first attention layer."""
+
+
+def _first_keys(model: PreTrainedModel, position: int) -> Tensor:
+    """float64[PROBES * kv_heads, d]: keys of the first attention layer for fixed random inputs at a position."""
+    keys: list[Tensor] = []
+
+    def keep(seen: Seen) -> None:
+        keys.append(seen.k.flatten(0, 1).double().cpu())
+        raise _Enough
+
+    with suppress(_Enough), tapped(model, keep) as decoder:
+        inputs = torch.randn(PROBES, 1, decoder.config.hidden_size, generator=torch.Generator().manual_seed(0))
+        position_ids = torch.full((PROBES, 1), position, device=model.device)
+        decoder(inputs_embeds=inputs.to(model.device, model.dtype), position_ids=position_ids, use_cache=False)
+    if not keys:
+        raise UnsupportedModel(f"{type(model).__name__}: none of its layers called the attention function")
+    return keys[0]
+
+
+def _turn(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+    """For any two coordinates i and j, the angle that best turns (before_i, before_j) into (after_i, after_j), and the
+    share of a coordinate's energy that this misses: float64[n, d] twice -> float64[d, d] twice.
+
+    A least-squares fit of a whole d × d matrix would need keys of full rank, and would magnify the rounding of bfloat16
+    where they hardly vary. Two coordinates have one unknown.
+    """
+    gram, cross = before.T @ before, before.T @ after
+    cosine, sine = cross.diag()[:, None] + cross.diag(), cross - cross.T
+    angle = torch.atan2(sine, cosine)
+    cos, sin = angle.cos(), angle.sin()
+    # |after_i − cos·before_i + sin·before_j|², multiplied out
+    own, other, target = gram.diag()[:, None], gram.diag(), after.square().sum(0)[:, None]
+    missed = target + cos**2 * own + sin**2 * other - 2 * cos * (cross.diag()[:, None] + sin * gram) + 2 * sin * cross.T
+    misfit = missed / (own + target)
+    return angle, torch.maximum(misfit, misfit.T)
+
+
+def _pair(model: PreTrainedModel, misfit: Tensor) -> tuple[Tensor, Tensor]:
+    """Pairs that fit, i < j: the usual ones where they do, else each coordinate with the one that fits it best.
+
+    The order matters in bfloat16 only: slow pairs with large biases may fit others as well, within rounding.
+    """
+    misfit = misfit.fill_diagonal_(torch.inf)
+    n = len(misfit)
+    i = torch.arange(n)
+    # Rounding of keys, cos and sin; transformers computes the latter two in float32.
+    tolerance = (4 * max(torch.finfo(dtype).eps for dtype in (model.dtype, torch.float32))) ** 2
+    for partner in ((i + n // 2) % n, (i ^ 1).clamp(max=n - 1), misfit.argmin(1)):
+        if torch.equal(partner[partner], i) and misfit[i, partner].max() < tolerance:
+            return i[i < partner], partner[i < partner]
+    raise UnsupportedModel(
+        f"{type(model).__name__}: its keys change with position in another way than by rotations of two coordinates, "
+        f"or too little to tell in {model.dtype}"
+    )

@@ -1,0 +1,153 @@
+"""Statistics of the queries, keys, values and outputs of every layer, of a size that does not grow with the text."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+from pydantic import TypeAdapter
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from kvfold.calibration.tap import Seen
+from kvfold.rope import Rope
+
+FIRST_TOKENS = 4  # attention sinks: their keys are unlike all others, so they stay out of moments and samples
+PROMPT = 512  # tokens of the first window that are kept whole
+
+
+@dataclass
+class Moments:
+    """Sums over vectors, for each KV head. The query heads of a KV head count as more vectors of it."""
+
+    count: int  # vectors of each KV head
+    total: Tensor  # float64[kv_heads, d]
+    outer: Tensor  # float64[kv_heads, d, d], sum of x xᵀ
+
+    @classmethod
+    def zeros(cls, kv_heads: int, d: int) -> Self:
+        return cls(0, torch.zeros(kv_heads, d, dtype=torch.float64), torch.zeros(kv_heads, d, d, dtype=torch.float64))
+
+    def add(self, x: Tensor) -> None:
+        """Add vectors [tokens, heads, d], heads a multiple of kv_heads; the sums move to the device of x."""
+        x = x.double().unflatten(1, (len(self.total), -1)).transpose(0, 1).flatten(1, 2)  # [kv_heads, vectors, d]
+        self.count += x.shape[1]
+        self.total = self.total.to(x.device) + x.sum(1)
+        self.outer = self.outer.to(x.device) + x.mT @ x
+
+    @property
+    def mean(self) -> Tensor:
+        """float64[kv_heads, d]"""
+        return self.total / self.count
+
+    def second(self, centre: Tensor | None = None) -> Tensor:
+        """E[(x − c)(x − c)ᵀ], float64[kv_heads, d, d]; c is `centre` [kv_heads, d], or 0."""
+        raw = self.outer / self.count
+        if centre is None:
+            return raw
+        c = centre.to(raw)
+        cross = self.mean.unsqueeze(-1) * c.unsqueeze(-2)
+        return raw - cross - cross.mT + c.unsqueeze(-1) * c.unsqueeze(-2)
+
+
+@dataclass
+class LayerStatistics:
+    """What is kept of one attention layer, of `Seen`. Moments and samples leave out the first tokens of each window.
+
+    The second moment of `out` is (SV)ᵀ(SV) / N, S the causal softmax: S itself is never held.
+    """
+
+    q: Moments
+    k: Moments
+    v: Moments
+    out: Moments
+    prompt: tuple[Tensor, Tensor, Tensor]  # float32: q [q_heads, n, d], k and v [kv_heads, n, d] of the first window
+    samples: tuple[Tensor, Tensor]  # float32: k and v [m, kv_heads, d] of tokens spread evenly over the text
+    scale: float  # of the logits
+
+    @classmethod
+    def begin(cls, first: Seen, samples: int) -> Self:
+        """Nothing counted yet, room for `samples` tokens, and the prompt from the first window."""
+        prompt = [states[:PROMPT].transpose(0, 1).float().cpu().contiguous() for states in (first.q, first.k, first.v)]
+        room = [torch.zeros(samples, *states.shape[1:]) for states in (first.k, first.v)]
+        return cls(
+            q=Moments.zeros(first.k.shape[1], first.q.shape[2]),
+            k=Moments.zeros(*first.k.shape[1:]),
+            v=Moments.zeros(*first.v.shape[1:]),
+            out=Moments.zeros(*first.v.shape[1:]),
+            prompt=(prompt[0], prompt[1], prompt[2]),
+            samples=(room[0], room[1]),
+            scale=first.scale,
+        )
+
+    def add(self, seen: Seen, sampled: Tensor, row: int) -> None:
+        """Count one window, and keep its tokens `sampled` (indices) from `row` of the samples on."""
+        for name, moments in self.moments.items():
+            moments.add(getattr(seen, name)[FIRST_TOKENS:])
+        for kept, states in zip(self.samples, (seen.k, seen.v), strict=True):
+            kept[row : row + len(sampled)] = states[sampled.to(states.device)].float().cpu()
+
+    @property
+    def moments(self) -> dict[str, Moments]:
+        return {"q": self.q, "k": self.k, "v": self.v, "out": self.out}
+
+    def to_host(self) -> None:
+        for moments in self.moments.values():
+            moments.total, moments.outer = moments.total.cpu(), moments.outer.cpu()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of it, by name."""
+        named = {"scale": torch.tensor(self.scale, dtype=torch.float64)}
+        for name, moments in self.moments.items():
+            named |= {f"{name}.count": torch.tensor(moments.count)}
+            named |= {f"{name}.total": moments.total, f"{name}.outer": moments.outer}
+        named |= {f"prompt.{name}": states for name, states in zip("qkv", self.prompt, strict=True)}
+        return named | {f"samples.{name}": states for name, states in zip("kv", self.samples, strict=True)}
+
+    @classmethod
+    def from_tensors(cls, named: dict[str, Tensor]) -> Self:
+        q, k, v, out = (
+            Moments(int(named[f"{name}.count"]), named[f"{name}.total"], named[f"{name}.outer"])
+            for name in ("q", "k", "v", "out")
+        )
+        prompt = (named["prompt.q"], named["prompt.k"], named["prompt.v"])
+        return cls(q, k, v, out, prompt, (named["samples.k"], named["samples.v"]), float(named["scale"]))
+
+
+@dataclass
+class Statistics:
+    layers: list[LayerStatistics]
+    rope: Rope
+    source: str = ""  # sha256 of the model's configuration, the tokens and the context
+    windows: int = 0  # how many windows of the text are in it
+
+    def save(self, path: Path) -> None:
+        """One safetensors file; an older one stays whole until the new one is."""
+        tensors = {
+            f"{i}.{name}": tensor for i, layer in enumerate(self.layers) for name, tensor in layer.tensors().items()
+        }
+        header = {
+            "layers": str(len(self.layers)),
+            "rope": TypeAdapter(Rope).dump_json(self.rope).decode(),
+            "source": self.source,
+            "windows": str(self.windows),
+        }
+        partial = path.with_name(path.name + ".partial")
+        save_file(tensors, partial, header)
+        partial.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        try:
+            with safe_open(path, "pt") as file:
+                header = file.metadata() or {}
+                named: list[dict[str, Tensor]] = [{} for _ in range(int(header["layers"]))]
+                for key in file.keys():  # noqa: SIM118, it is no dict
+                    layer, _, name = key.partition(".")
+                    named[int(layer)][name] = file.get_tensor(key)
+            rope = TypeAdapter(Rope).validate_json(header["rope"])
+            layers = [LayerStatistics.from_tensors(layer) for layer in named]
+            return cls(layers, rope, header["source"], int(header["windows"]))
+        except (SafetensorError, KeyError, IndexError, ValueError) as error:
+            raise ValueError(f"{path} holds no calibration statistics: {error}") from None

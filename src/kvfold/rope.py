@@ -1,0 +1,45 @@
+"""Rope: which coordinates of a head RoPE turns together, and how fast."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rope:
+    head_dim: int
+    # (i, j), i < j: by an angle a, (x_i, x_j) becomes (x_i cos a − x_j sin a, x_i sin a + x_j cos a). Ordered by i.
+    pairs: tuple[tuple[int, int], ...]
+    frequencies: tuple[float, ...]  # of each pair, in radians for each position
+
+    @property
+    def rotary_dim(self) -> int:
+        return 2 * len(self.pairs)
+
+    @property
+    def layout(self) -> Literal["half", "interleaved", "other"]:
+        half = len(self.pairs)
+        if half and self.pairs == tuple((i, i + half) for i in range(half)):
+            return "half"
+        if half and self.pairs == tuple((2 * i, 2 * i + 1) for i in range(half)):
+            return "interleaved"
+        return "other"
+
+    def blocks(self) -> list[tuple[int, int]]:
+        """The pairs, then the coordinates that do not turn, by twos."""
+        turning = {i for pair in self.pairs for i in pair}
+        rest = [i for i in range(self.head_dim) if i not in turning]
+        return [*self.pairs, *zip(rest[::2], rest[1::2], strict=True)]
+
+    def rotate(self, x: Tensor, offset: Tensor) -> Tensor:
+        """x[..., d] turned by `offset` positions, which broadcasts with x[..., 0]."""
+        first, second = torch.tensor(self.pairs, dtype=torch.int64, device=x.device).reshape(-1, 2).T
+        frequencies = torch.tensor(self.frequencies, dtype=torch.float64, device=x.device)
+        angles = offset.to(x.device).unsqueeze(-1) * frequencies  # [..., pairs]; float64 for far positions
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        turned = x.expand(*torch.broadcast_shapes(x.shape[:-1], offset.shape), x.shape[-1]).clone()
+        turned[..., first] = x[..., first] * cos - x[..., second] * sin
+        turned[..., second] = x[..., first] * sin + x[..., second] * cos
+        return turned

@@ -1,0 +1,202 @@
+"""Capture on tiny models of each class, against dense float64 attention and plain forward hooks."""
+
+import math
+
+import pytest
+import torch
+
+from kvfold.calibration.capture import SAMPLES, _spread, capture, collect
+from kvfold.calibration.rope import probe
+from kvfold.calibration.statistics import FIRST_TOKENS, PROMPT
+from kvfold.geometry import UnsupportedModel
+
+
+def attention(q, k, v, scale):
+    """Causal softmax attention in float64: [heads, n, d] -> [q_heads, n, d]."""
+    q, k, v = q.double(), k.double(), v.double()
+    out = torch.empty(*q.shape[:2], v.shape[2], dtype=torch.float64)
+    for head in range(len(q)):
+        logits = scale * q[head] @ k[head * len(k) // len(q)].T
+        later = torch.ones(logits.shape, dtype=torch.bool).triu(1)
+        out[head] = logits.masked_fill(later, -math.inf).softmax(1) @ v[head * len(v) // len(q)]
+    return out
+
+
+@torch.no_grad()
+def output_projection_inputs(model, tokens):
+    """What a plain forward pass hands to each layer's output projection, [q_heads, n, d] for each layer."""
+    inputs = []
+    hooks = [
+        layer.self_attn.o_proj.register_forward_pre_hook(lambda module, args: inputs.append(args[0][0]))
+        for layer in model.model.layers
+    ]
+    model.model(tokens.unsqueeze(0))
+    for hook in hooks:
+        hook.remove()
+    heads = model.config.num_attention_heads
+    return [x.unflatten(1, (heads, -1)).transpose(0, 1) for x in inputs]
+
+
+def second_moment(x, kv_heads):
+    """[q_heads, n, d] -> float64[kv_heads, d, d]: mean of x xᵀ over the tokens after the first, and the query heads."""
+    groups = x[:, FIRST_TOKENS:].double().chunk(kv_heads)
+    return torch.stack([torch.einsum("gnd,gne->de", group, group) / group[..., 0].numel() for group in groups])
+
+
+def equal(one, other):
+    tensors = other.tensors()
+    return all(torch.equal(tensor, tensors[name]) for name, tensor in one.tensors().items())
+
+
+def test_each_class_of_models(tiny, architecture, text):
+    name, layout, rotary_dim = architecture
+    model, tokens = tiny(name), text(40)
+    plain = output_projection_inputs(model, tokens)
+    statistics = capture(model, tokens, context=40)
+    assert model.config._attn_implementation == "sdpa"
+    assert (statistics.rope.layout, statistics.rope.rotary_dim) == (layout, rotary_dim)
+    assert len(statistics.layers) == model.config.num_hidden_layers == 2
+    for layer, expected in zip(statistics.layers, plain, strict=True):
+        q, k, v = layer.prompt
+        if name != "DeepseekV2":  # of which only the RoPE part of queries and keys is kept
+            assert torch.allclose(attention(q, k, v, layer.scale), expected.double(), atol=1e-4, rtol=1e-4)
+        # C_S = (SV)ᵀ(SV) / N, and C_Q
+        assert torch.allclose(layer.out.second(), second_moment(expected, len(v)), atol=1e-4, rtol=1e-4)
+        assert torch.allclose(layer.q.second(), second_moment(q, len(k)))
+        assert torch.allclose(layer.k.second(), second_moment(k, len(k)))
+        assert torch.allclose(layer.v.mean, v[:, FIRST_TOKENS:].double().mean(1))
+        assert torch.equal(layer.samples[0], k[:, FIRST_TOKENS:].transpose(0, 1))
+        assert torch.equal(layer.samples[1], v[:, FIRST_TOKENS:].transpose(0, 1))
+
+
+@torch.no_grad()
+def test_latent_attention_keeps_the_shared_rope_key(tiny, text):
+    model, tokens = tiny("DeepseekV2"), text(24)
+    attention_layer = model.model.layers[0].self_attn
+    states = model.model.layers[0].input_layernorm(model.model.embed_tokens(tokens))
+    unturned = attention_layer.kv_a_proj_with_mqa(states)[:, -16:]
+    q, k, v, scale = collect(model, tokens)[0]
+    assert (q.shape, k.shape, v.shape) == ((4, 24, 16), (1, 24, 16), (4, 24, 20))
+    assert torch.allclose(probe(model).rotate(unturned, torch.arange(24)), k[0], atol=1e-5)
+    assert scale == pytest.approx(40**-0.5)
+
+
+def test_windows_are_read_alone(tiny, text):
+    model, tokens = tiny(), text(103)
+    shares = []
+    layer = capture(model, tokens, context=50, progress=shares.append).layers[1]
+    assert sum(shares) == pytest.approx(1)
+    parts = [collect(model, tokens[:50])[1], collect(model, tokens[50:100])[1]]  # the last 3 tokens are no window
+    keys = torch.cat([k[:, FIRST_TOKENS:] for _, k, _, _ in parts], dim=1).double()
+    assert layer.k.count == 92
+    assert torch.allclose(layer.k.mean, keys.mean(1))
+    assert torch.equal(layer.samples[0], keys.transpose(0, 1).float())
+    assert all(torch.equal(kept, part) for kept, part in zip(layer.prompt, parts[0][:3], strict=True))
+    assert layer.scale == parts[0][3] == 32**-0.5
+
+
+def test_samples_are_spread_over_the_text():
+    short, long = _spread(100, 20), _spread(100_000, 2048)
+    assert short.tolist() == [i for i in range(100) if i % 20 >= FIRST_TOKENS]
+    assert len(long) == SAMPLES
+    assert (long % 2048).min() >= FIRST_TOKENS
+    assert (long[1:] - long[:-1]).min() >= 24
+    assert (long[1:] - long[:-1]).max() <= 25 + FIRST_TOKENS
+    assert long[0] < 30
+    assert long[-1] > 100_000 - 30
+
+
+def test_size_does_not_grow_with_the_text(tiny, text):
+    model = tiny(num_hidden_layers=1)
+    sizes = {
+        sum(tensor.nbytes for tensor in capture(model, text(n), context=1024).layers[0].tensors().values())
+        for n in (5 * 1024, 8 * 1024)
+    }
+    heads, d = 2, 32
+    moments = 4 * 8 * (heads * d + heads * d * d + 1)
+    assert sizes == {moments + 4 * PROMPT * d * (4 + 2 + 2) + 2 * 4 * SAMPLES * heads * d + 8}
+
+
+def test_broken_off_and_resumed_is_the_same(tiny, text, tmp_path):
+    model, tokens, path = tiny(), text(200), tmp_path / "checkpoint"
+    whole = capture(model, tokens, context=50)
+
+    def fail_in_third_window(share, calls=[]):  # noqa: B006, it counts
+        calls.append(share)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        capture(model, tokens, context=50, checkpoint=path, checkpoint_seconds=0, progress=fail_in_third_window)
+    assert path.exists()
+    runs = []
+    hook = model.model.register_forward_pre_hook(lambda *_: runs.append(1))
+    shares = []
+    resumed = capture(model, tokens, context=50, checkpoint=path, progress=shares.append)
+    hook.remove()
+    assert len(runs) == 1  # one window was left, and RoPE is not measured again
+    assert sum(shares) == pytest.approx(1)
+    assert not path.exists()
+    assert (resumed.rope, resumed.source, resumed.windows) == (whole.rope, whole.source, whole.windows)
+    assert all(equal(one, other) for one, other in zip(whole.layers, resumed.layers, strict=True))
+
+
+def test_checkpoints_are_saved_now_and_then(tiny, text, tmp_path, monkeypatch):
+    saves = []
+    monkeypatch.setattr("kvfold.calibration.statistics.Statistics.save", lambda self, path: saves.append(self.windows))
+    clock = iter(range(0, 1000, 20))
+    monkeypatch.setattr("kvfold.calibration.capture.time.monotonic", lambda: next(clock))
+    capture(tiny(), text(60), context=10, checkpoint=tmp_path / "checkpoint")
+    assert saves == [2, 4, 6]  # at 40 s, then the clock is read once more at each save
+
+
+@pytest.mark.parametrize("other", ["text", "context", "model"])
+def test_checkpoint_of_another_run_is_refused(tiny, text, tmp_path, other):
+    path = tmp_path / "checkpoint"
+    with pytest.raises(KeyboardInterrupt):
+        capture(tiny(), text(100), context=50, checkpoint=path, checkpoint_seconds=0, progress=interrupt)
+    with pytest.raises(ValueError, match="delete it"):
+        capture(
+            tiny(intermediate_size=48) if other == "model" else tiny(),
+            text(100, seed=2 if other == "text" else 1),
+            context=49 if other == "context" else 50,
+            checkpoint=path,
+        )
+
+
+def interrupt(share):
+    raise KeyboardInterrupt
+
+
+def test_nan_is_reported_with_its_layer(tiny, text):
+    model = tiny()
+    model.model.layers[1].self_attn.v_proj.weight.data[0, 0] = math.nan
+    with pytest.raises(ValueError, match="layer 1: v holds NaN"):
+        capture(model, text(20))
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_previous_attention_is_restored(tiny, text):
+    model = tiny()
+    model.set_attn_implementation("eager")
+    collect(model, text(10))
+    assert model.config._attn_implementation == "eager"
+
+
+def test_attention_that_cannot_be_replaced_is_refused(tiny, text, monkeypatch):
+    model = tiny()
+    monkeypatch.setattr(type(model.model), "_can_set_attn_implementation", classmethod(lambda cls: False))
+    with pytest.raises(UnsupportedModel, match="does not let its attention be replaced"):
+        capture(model, text(20))
+
+
+def test_layer_without_attention_is_refused(tiny, text):
+    model = tiny()
+    model.model.layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+    with pytest.raises(UnsupportedModel, match="layer 1 did not call"):
+        capture(model, text(20))
+
+
+def test_short_text_is_refused(tiny, text):
+    with pytest.raises(ValueError, match="more than 4 tokens"):
+        capture(tiny(), text(4))

@@ -1,0 +1,259 @@
+"""Calibration as a whole: one pass over a text, and an artifact with what every recipe asked for."""
+
+import hashlib
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+import torch
+from tiny_models import random_tokens, tiny
+
+import kvfold
+from kvfold.artifact import Artifact
+from kvfold.calibration import calibrate
+from kvfold.calibration.capture import collect
+from kvfold.calibration.describe import describe, draw
+from kvfold.engines.transformers import cache
+from kvfold.recipes import parse
+
+LAYERS, KV_HEADS, D = 2, 2, 32
+CONTEXT = 50
+TOKENS = 180  # three whole windows and part of one
+PANEL = {  # with the shape of every tensor behind [layers]
+    "oscar-int2": {
+        "key_rotation": (1, D, D),
+        "key_spectrum": (1, D),
+        "key_clip": (1,),
+        "value_rotation": (1, D, D),
+        "value_spectrum": (1, D),
+        "value_clip": (1,),
+    },
+    "oscar-int2:per_head=true,clip=false": {
+        "key_rotation": (KV_HEADS, D, D),
+        "key_spectrum": (KV_HEADS, D),
+        "value_rotation": (KV_HEADS, D, D),
+        "value_spectrum": (KV_HEADS, D),
+    },
+    "kmeans-int4:centroids=6": {"key_centroids": (KV_HEADS, 6, D), "value_centroids": (KV_HEADS, 6, D)},
+    "hessian-int4": None,
+    "gtq-k3v3": None,
+    "gtq-k3v2:widths=all,per_head=true": None,
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny()
+
+
+@pytest.fixture(scope="module")
+def tokens() -> torch.Tensor:
+    return random_tokens(TOKENS)
+
+
+@pytest.fixture(scope="module")
+def artifact(model, tokens) -> Artifact:
+    return calibrate(model, tokens, CONTEXT, [parse(name) for name in PANEL])
+
+
+def same(one: Artifact, other: Artifact) -> bool:
+    return (
+        one.metadata == other.metadata
+        and one.tensors.keys() == other.tensors.keys()
+        and all(torch.equal(tensor, other.tensors[name]) for name, tensor in one.tensors.items())
+    )
+
+
+def test_means_are_those_of_all_but_the_first_tokens_of_each_window(model, tokens, artifact):
+    windows = [collect(model, window) for window in tokens.split(CONTEXT)]
+    for layer in range(LAYERS):
+        for name, side in (("key_mean", 1), ("value_mean", 2)):
+            states = torch.cat([window[layer][side][:, 4:] for window in windows], dim=1).double()
+            assert states.shape[1] == TOKENS - 4 * 4
+            mean = artifact.tensors[name][layer]
+            assert mean.shape == (KV_HEADS, D)
+            assert torch.allclose(mean.double(), states.mean(dim=1), atol=1e-5)
+            everything = torch.cat([window[layer][side] for window in windows], dim=1).double().mean(dim=1)
+            assert (mean - everything).abs().max() > 1e-4, "the first tokens make a difference"
+
+
+def test_names_and_shapes_of_the_tensors(artifact):
+    assert artifact.metadata.recipes == tuple(PANEL)
+    found: dict[str, dict[str, tuple]] = {}
+    for name, tensor in artifact.tensors.items():
+        recipe, _, own = name.rpartition("/")
+        assert tensor.isfinite().all()
+        if recipe:
+            assert tensor.dtype == (torch.float32 if tensor.is_floating_point() else tensor.dtype)
+            assert len(tensor) == LAYERS
+            found.setdefault(recipe, {})[own] = tuple(tensor.shape[1:])
+    assert list(found) == list(PANEL)
+    for recipe, shapes in PANEL.items():
+        assert found[recipe]
+        assert shapes in (None, found[recipe])
+    assert artifact.tensors["text"].shape == (TOKENS // 32,)  # a hash of every whole block of 32
+
+
+def test_what_is_recorded(model, tokens, artifact):
+    made = artifact.metadata.calibration
+    assert made.tokens_sha256 == hashlib.sha256(np.array(tokens.tolist(), dtype="<i8").tobytes()).hexdigest()
+    assert (made.tokens, made.context, made.seed) == (TOKENS, CONTEXT, None)
+    assert made.versions["kvfold"] == kvfold.__version__
+    assert set(made.versions) == {"kvfold", "torch", "transformers"}
+    assert (artifact.metadata.rope.layout, artifact.metadata.rope.rotary_dim) == ("half", D)
+    artifact.metadata.model.check(model)
+    assert calibrate(model, tokens, CONTEXT, seed=7).metadata.calibration.seed == 7
+
+
+@pytest.mark.parametrize("name", PANEL)
+def test_fitted_together_or_alone_is_the_same(model, tokens, artifact, name):
+    alone = calibrate(model, tokens, CONTEXT, [parse(name)])
+    assert alone.metadata.recipes == (name,)
+    for tensor, found in alone.tensors.items():
+        assert torch.equal(found, artifact.tensors[tensor])
+
+
+def test_windows_and_skipped_layers_are_not_fitted(model, tokens, artifact):
+    """One fit serves all of them; and what learns nothing has none."""
+    panel = ["oscar-int2:sink=0,recent=8", "oscar-int2:skip=1", "oscar-int2", "saw-int4", "bf16"]
+    found = calibrate(model, tokens, CONTEXT, [parse(name) for name in panel])
+    assert found.metadata.recipes == ("oscar-int2",)
+    assert {name for name in found.tensors if "/" in name} == {f"oscar-int2/{name}" for name in PANEL["oscar-int2"]}
+    assert torch.equal(found.tensors["oscar-int2/key_rotation"], artifact.tensors["oscar-int2/key_rotation"])
+    means = calibrate(model, tokens, CONTEXT)
+    assert set(means.tensors) == {"key_mean", "value_mean", "text"}
+
+
+def test_without_centring_the_fit_is_another(model, tokens, artifact):
+    """The mean of values is in the second moment of the output then, and no mean in its codecs."""
+    recipe = parse("oscar-int2:centre=false")
+    found = calibrate(model, tokens, CONTEXT, [recipe])
+    assert not torch.allclose(
+        found.tensors["oscar-int2:centre=false/value_spectrum"], artifact.tensors["oscar-int2/value_spectrum"]
+    )
+    assert torch.equal(found.tensors["value_mean"], artifact.tensors["value_mean"])
+    assert all(codec.transform.mean is None for codecs in cache(model, recipe, found).codecs for codec in codecs)
+
+
+def test_progress_is_shares_of_one(model, tokens):
+    shares: list[float] = []
+    calibrate(model, tokens, CONTEXT, [parse(name) for name in list(PANEL)[:2]], progress=shares.append)
+    assert sum(shares) == pytest.approx(1)
+    assert min(shares) > 0
+
+
+def test_a_run_that_was_broken_off_goes_on(model, tokens, artifact, tmp_path, monkeypatch):
+    checkpoint, clock = tmp_path / "unfinished.safetensors", iter(range(0, 10_000, 60))
+    monkeypatch.setattr("kvfold.calibration.capture.time.monotonic", lambda: next(clock))  # every save is due
+    panel = [parse(name) for name in PANEL]
+
+    def stop(share: float, calls: list[float] = []) -> None:  # noqa: B006, it counts
+        calls.append(share)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(model, tokens, CONTEXT, panel, checkpoint=checkpoint, progress=stop)
+    assert checkpoint.exists()
+    windows = []
+    hook = model.model.register_forward_pre_hook(lambda *_: windows.append(1))
+    resumed = calibrate(model, tokens, CONTEXT, panel, checkpoint=checkpoint)
+    hook.remove()
+    assert len(windows) == 1, "only the last window was left"
+    assert not checkpoint.exists()
+    assert same(resumed, artifact)
+
+
+def test_a_checkpoint_of_another_text_is_refused(model, tokens, tmp_path, monkeypatch):
+    checkpoint, clock = tmp_path / "unfinished.safetensors", iter(range(0, 10_000, 60))
+    monkeypatch.setattr("kvfold.calibration.capture.time.monotonic", lambda: next(clock))
+
+    def stop(share: float) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(model, tokens, CONTEXT, checkpoint=checkpoint, progress=stop)
+    for text, context in ((random_tokens(TOKENS, seed=5), CONTEXT), (tokens, CONTEXT + 1)):
+        with pytest.raises(ValueError, match="another model, text or context"):
+            calibrate(model, text, context, checkpoint=checkpoint)
+
+
+@torch.no_grad()
+def test_saved_and_loaded_it_runs_the_same(model, artifact, tmp_path):
+    artifact.save(tmp_path)
+    loaded = Artifact.load(tmp_path)
+    assert same(loaded, artifact)
+    ids = random_tokens(40, seed=3).unsqueeze(0)
+    exact = model(ids).logits
+    for name in [*PANEL, "saw-int4"]:
+        recipe = parse(name).model_copy(update={"sink": 0, "recent": 0})
+        first, second = (model(ids, past_key_values=cache(model, recipe, a)).logits for a in (artifact, loaded))
+        assert torch.equal(first, second)
+        assert first.isfinite().all()
+        assert 0 < (first - exact).norm() < exact.norm(), name
+
+
+def test_a_recipe_that_was_not_calibrated_for_names_the_command(model, tokens, artifact):
+    for other, holds in ((artifact, "oscar-int2, "), (calibrate(model, tokens, CONTEXT), "means alone")):
+        with pytest.raises(ValueError, match="was not calibrated for gtq-k2v2") as caught:
+            cache(model, "gtq-k2v2:recent=9", other)
+        assert f"it holds {holds}" in str(caught.value)
+        assert "`kvfold calibrate MODEL --recipe gtq-k2v2 --out DIR`" in str(caught.value)
+
+
+# What an artifact holds
+
+
+def test_a_row_for_each_recipe_and_layer(artifact):
+    rows = describe(artifact)
+    assert [(row["recipe"], row["layer"]) for row in rows] == [(name, layer) for name in PANEL for layer in range(2)]
+    by_name = {(row["recipe"], row["layer"]): row for row in rows}
+    for layer in range(LAYERS):
+        oscar = by_name["oscar-int2", layer]
+        assert (oscar["key dims×bits"], oscar["value dims×bits"]) == ("32×2", "32×2")
+        for side in ("key", "value"):
+            assert oscar[f"{side} clip"] == pytest.approx(float(artifact.tensors[f"oscar-int2/{side}_clip"][layer]))
+            spectrum = sorted(artifact.tensors[f"oscar-int2/{side}_spectrum"][layer, 0].tolist())
+            assert oscar[f"{side} top 8"] == f"{100 * sum(spectrum[-8:]) / sum(spectrum):.0f}%"
+        assert "key clip" not in by_name["oscar-int2:per_head=true,clip=false", layer]
+        kmeans = by_name["kmeans-int4:centroids=6", layer]
+        assert (kmeans["key centroids"], kmeans["value centroids"]) == (6, 6)
+        assert kmeans["key dims×bits"] == "32×4"
+        widths = [tuple(map(int, part.split("×"))) for part in by_name["gtq-k3v3", layer]["key dims×bits"].split()]
+        assert sum(dims for dims, _ in widths) == D
+        assert sum(dims * bits for dims, bits in widths) == 3 * D, "3 bits on average"
+        assert widths == sorted(widths, key=lambda width: width[1])
+        assert by_name["gtq-k3v3", layer]["value dims×bits"] == "32×3"
+        own = by_name["gtq-k3v2:widths=all,per_head=true", layer]["key dims×bits"]
+        widths = [tuple(map(int, part.split("×"))) for part in own.split()]
+        assert sum(dims for dims, _ in widths) == KV_HEADS * D, "each head has its own, and all are counted"
+        assert sum(dims * bits for dims, bits in widths) == 3 * KV_HEADS * D
+
+
+def test_means_alone_have_no_rows_and_no_picture(model, tokens, tmp_path):
+    means = calibrate(model, tokens, CONTEXT)
+    assert describe(means) == []
+    with pytest.raises(ValueError, match="nothing to draw: the artifact holds means alone"):
+        draw(means, tmp_path / "means.png")
+
+
+def test_the_picture_has_a_row_for_each_recipe(model, tokens, tmp_path):
+    panel = [parse("oscar-int2"), parse("gtq-k3v3")]
+    heights = []
+    for recipes in (panel[:1], panel):
+        draw(calibrate(model, tokens, CONTEXT, recipes), tmp_path / "it.png")
+        picture = pixels(tmp_path / "it.png")
+        numbers, counts = np.unique(picture @ (1, 256, 256**2), return_counts=True)
+        colours = numbers[:, None] // (1, 256, 256**2) % 256
+        assert colours[counts.argmax()].tolist() == [255, 255, 255]
+        lively = colours[(counts > 50) & (np.ptp(colours, axis=1) > 80)]
+        assert len(lively) >= 2, "bars and lines of several colours"
+        heights.append(len(picture))
+    assert heights[1] == pytest.approx(2 * heights[0], rel=0.01)
+
+
+def pixels(path: Path) -> np.ndarray:
+    """int[height, width, 3]"""
+    assert path.read_bytes().startswith(b"\x89PNG")
+    return (255 * matplotlib.image.imread(path)[..., :3]).round().astype(int)

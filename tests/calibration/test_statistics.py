@@ -1,0 +1,83 @@
+"""Moments against dense float64 formulas, and statistics in a file."""
+
+import pytest
+import torch
+
+from kvfold.calibration.statistics import FIRST_TOKENS, PROMPT, LayerStatistics, Moments, Statistics
+from kvfold.calibration.tap import Seen
+from kvfold.rope import Rope
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) + 2
+
+
+def seen(tokens, seed=0, q_heads=4, kv_heads=2, d=8):
+    q, out = random(2, tokens, q_heads, d, seed=seed)
+    k, v = random(2, tokens, kv_heads, d, seed=seed + 1)
+    return Seen(0, q, k, v, out, 0.25)
+
+
+def statistics():
+    layers = []
+    for seed in (0, 5):
+        first = seen(20, seed)
+        layer = LayerStatistics.begin(first, 6)
+        layer.add(first, torch.tensor([4, 9, 19]), 0)
+        layers.append(layer)
+    return Statistics(layers, Rope(8, ((0, 4), (1, 5)), (1.0, 0.1)), "abc", 1)
+
+
+def test_moments_average_over_tokens_and_query_heads():
+    x = random(50, 6, 8)
+    moments = Moments.zeros(2, 8)
+    moments.add(x[:7])
+    moments.add(x[7:])
+    centre = random(2, 8, seed=1)
+    for head in range(2):
+        vectors = torch.stack(
+            [x[token, query] for token in range(50) for query in range(3 * head, 3 * head + 3)]
+        ).double()
+        assert torch.allclose(moments.mean[head], vectors.mean(0))
+        assert torch.allclose(moments.second()[head], vectors.T @ vectors / 150)
+        assert torch.allclose(moments.second(moments.mean)[head], torch.cov(vectors.T, correction=0))
+        shifted = vectors - centre[head]
+        assert torch.allclose(moments.second(centre)[head], shifted.T @ shifted / 150)
+
+
+def test_first_tokens_stay_out_of_moments_but_not_of_the_prompt():
+    first, second = seen(PROMPT + 20), seen(10, seed=3)
+    layer = LayerStatistics.begin(first, 5)
+    layer.add(first, torch.tensor([4, 300]), 0)
+    layer.add(second, torch.tensor([5, 6, 9]), 2)
+    kept = torch.cat([first.k[FIRST_TOKENS:], second.k[FIRST_TOKENS:]]).double()
+    assert layer.k.count == len(kept)
+    assert layer.q.count == layer.out.count == 2 * len(kept)
+    assert torch.allclose(layer.k.mean, kept.mean(0))
+    q, k, v = layer.prompt
+    assert torch.equal(q, first.q[:PROMPT].transpose(0, 1))
+    assert torch.equal(k, first.k[:PROMPT].transpose(0, 1))
+    assert torch.equal(v, first.v[:PROMPT].transpose(0, 1))
+    assert torch.equal(layer.samples[0], torch.cat([first.k[[4, 300]], second.k[[5, 6, 9]]]))
+    assert torch.equal(layer.samples[1], torch.cat([first.v[[4, 300]], second.v[[5, 6, 9]]]))
+
+
+def test_file_and_back(tmp_path):
+    before = statistics()
+    before.save(tmp_path / "statistics")
+    assert [path.name for path in tmp_path.iterdir()] == ["statistics"]
+    after = Statistics.load(tmp_path / "statistics")
+    assert (after.rope, after.source, after.windows) == (before.rope, "abc", 1)
+    assert len(after.layers) == 2
+    for one, other in zip(before.layers, after.layers, strict=True):
+        assert one.scale == other.scale
+        assert one.q.count == other.q.count == 32
+        assert one.tensors().keys() == other.tensors().keys()
+        assert all(torch.equal(tensor, other.tensors()[name]) for name, tensor in one.tensors().items())
+
+
+def test_other_files_are_refused(tmp_path):
+    path = tmp_path / "statistics"
+    path.write_bytes(b"not safetensors")
+    with pytest.raises(ValueError, match="holds no calibration statistics"):
+        Statistics.load(path)
