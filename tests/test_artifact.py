@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -6,9 +7,12 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvfold.artifact import Artifact, Fingerprint, Metadata, Provenance
+from kvfold.artifact import Artifact, Fingerprint, Metadata, Provenance, push
+from kvfold.recipes import parse
+from kvfold.rope import Rope
 
 SHAPE = (3, 2, 16)  # layers, kv_heads, head_dim
+ROPE = Rope(16, tuple((i, i + 8) for i in range(8)), tuple(10000.0 ** (-i / 8) for i in range(8)))
 
 
 def llama(seed: int = 0, **changes: object) -> LlamaForCausalLM:
@@ -30,11 +34,28 @@ def model() -> LlamaForCausalLM:
     return llama()
 
 
-def artifact(model: LlamaForCausalLM, **changes: torch.Tensor) -> Artifact:
-    provenance = Provenance(tokens_sha256="00" * 32, tokens=4096, context=2048, versions={"torch": "2"})
-    generator = torch.Generator().manual_seed(1)
-    tensors = {name: torch.randn(SHAPE, generator=generator) for name in ("key_mean", "value_mean")}
-    return Artifact(Metadata(model=Fingerprint.of(model), calibration=provenance), **{**tensors, **changes})
+def randn(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def own_tensors() -> dict[str, torch.Tensor]:
+    """Tensors of two recipes: for each head, and for all heads together."""
+    return {
+        "oscar-int2/key_rotation": randn(3, 1, 16, 16, seed=2),
+        "oscar-int2/key_clip": torch.tensor([[0.9], [0.92], [1.0]]),
+        "gtq-k3v3:seed=4/key_order": torch.arange(96, dtype=torch.int16).view(3, 2, 16),
+    }
+
+
+def artifact(model: LlamaForCausalLM, recipes: tuple[str, ...] = (), **changes: torch.Tensor) -> Artifact:
+    provenance = Provenance(tokens_sha256="00" * 32, tokens=4096, context=2048, seed=None, versions={"torch": "2"})
+    tensors = {name: randn(*SHAPE, seed=seed) for seed, name in enumerate(("key_mean", "value_mean"), start=1)}
+    metadata = Metadata(model=Fingerprint.of(model), rope=ROPE, calibration=provenance, recipes=recipes)
+    return Artifact(metadata, {**tensors, **changes})
+
+
+def fitted_artifact(model: LlamaForCausalLM) -> Artifact:
+    return artifact(model, ("oscar-int2", "gtq-k3v3:seed=4"), text=torch.arange(50), **own_tensors())
 
 
 @pytest.fixture
@@ -55,42 +76,173 @@ def test_save_and_load(model, saved):
     original, loaded = artifact(model), Artifact.load(saved)
     assert sorted(path.name for path in saved.iterdir()) == ["kvfold.json", "tensors.safetensors"]
     assert loaded.metadata == original.metadata
-    assert torch.equal(loaded.key_mean, original.key_mean)
-    assert torch.equal(loaded.value_mean, original.value_mean)
-    assert loaded.key_mean.dtype == torch.float32
+    assert loaded.metadata.rope == ROPE
+    assert loaded.tensors.keys() == original.tensors.keys() == {"key_mean", "value_mean"}
+    assert all(torch.equal(loaded.tensors[name], tensor) for name, tensor in original.tensors.items())
+    assert loaded.tensors["key_mean"].dtype == torch.float32
     loaded.metadata.model.check(model)
     for layer in range(3):
-        key, value = loaded.means(layer, "cpu")
-        assert torch.equal(key, original.key_mean[layer])
-        assert torch.equal(value, original.value_mean[layer])
+        fit = loaded.fit(parse("int4"), layer)
+        assert fit.keys() == {"key_mean", "value_mean"}
+        assert torch.equal(fit["key_mean"], original.tensors["key_mean"][layer])
+        assert torch.equal(fit["value_mean"], original.tensors["value_mean"][layer])
+
+
+def test_each_recipe_gets_its_own_tensors(model, tmp_path):
+    original = fitted_artifact(model)
+    original.save(tmp_path)
+    loaded, own = Artifact.load(tmp_path), own_tensors()
+    assert loaded.metadata == original.metadata
+    assert loaded.tensors.keys() == original.tensors.keys()
+    assert all(same(loaded.tensors[name], tensor) for name, tensor in original.tensors.items())
+    for layer in range(3):
+        fit = loaded.fit(parse("oscar-int2:sink=3,recent=0,skip=1"), layer)  # none of which is fitted
+        assert fit.keys() == {"key_mean", "value_mean", "key_rotation", "key_clip"}
+        assert same(fit["key_rotation"], own["oscar-int2/key_rotation"][layer])
+        assert same(fit["key_clip"], own["oscar-int2/key_clip"][layer])
+        fit = loaded.fit(parse("gtq-k3v3:seed=4"), layer)
+        assert fit.keys() == {"key_mean", "value_mean", "key_order"}
+        assert same(fit["key_order"], own["gtq-k3v3:seed=4/key_order"][layer])
+        assert loaded.fit(parse("saw-int4"), layer).keys() == {"key_mean", "value_mean"}
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("text", ["hessian-int4", "gtq-k3v3", "gtq-k2v2:seed=4", "oscar-int2:centre=false"])
+def test_a_recipe_that_was_not_calibrated_is_refused(model, text):
+    with pytest.raises(ValueError, match=f"not calibrated for {text}, it holds oscar-int2, gtq-k3v3:seed=4: run"):
+        fitted_artifact(model).fit(parse(text), 0)
+    with pytest.raises(ValueError, match="it holds means alone"):
+        artifact(model).fit(parse(text), 0)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"hessian-int4/key_rotation": torch.zeros(3, 1, 16, 16)}, "belongs to none of the recipes"),
+        ({"oscar-int2/key_rotation": torch.zeros(2, 1, 16, 16)}, "has not 3 layers"),
+        ({"oscar-int2/key_rotation": torch.zeros(3, 3, 16, 16)}, r"for 1 or 2 KV heads, not of shape \(3, 3, 16, 16\)"),
+        ({"oscar-int2/key_clip": torch.zeros(3)}, "for 1 or 2 KV heads"),
+        ({"oscar-int2/key_clip": torch.full((3, 1), torch.nan)}, "oscar-int2/key_clip must be finite"),
+        ({"surprise": torch.zeros(SHAPE)}, "unknown tensor surprise"),
+        ({}, "there is no tensor of oscar-int2"),
+    ],
+)
+def test_tensors_that_belong_to_no_recipe_are_refused(model, tensors, message):
+    with pytest.raises(ValueError, match=message):
+        artifact(model, ("oscar-int2",), **tensors)
+
+
+# --- shards
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_shard_has_its_own_kv_heads(model, tmp_path, rank):
+    whole = fitted_artifact(model)
+    shard = whole.shard(rank, 2)
+    shard.save(tmp_path)
+    loaded = Artifact.load(tmp_path)
+    assert (loaded.metadata.shard.rank, loaded.metadata.shard.ranks) == (rank, 2)
+    for name in ("key_mean", "value_mean", "gtq-k3v3:seed=4/key_order"):
+        assert same(loaded.tensors[name], whole.tensors[name][:, rank : rank + 1])
+    for name in ("oscar-int2/key_rotation", "oscar-int2/key_clip", "text"):  # for all heads, or for none
+        assert same(loaded.tensors[name], whole.tensors[name])
+    loaded.metadata.model.check(model)
+    with pytest.raises(ValueError, match="no part 0 of 1"):
+        loaded.shard(0, 1)
+
+
+@pytest.mark.parametrize(("rank", "ranks"), [(2, 2), (-1, 2), (0, 4), (0, 0), (0, 3)])
+def test_impossible_shards_are_refused(model, rank, ranks):
+    with pytest.raises(ValueError, match=f"2 KV heads have no part {rank} of {ranks} equal ones"):
+        artifact(model).shard(rank, ranks)
+
+
+def test_centroids_cannot_be_split(model):
+    centroids = {"kmeans-int4/key_centroids": randn(3, 2, 5, 16)}
+    whole = artifact(model, ("kmeans-int4",), **centroids)
+    with pytest.raises(ValueError, match="kmeans-int4/key_centroids needs all KV heads of a token at once"):
+        whole.shard(0, 2)
+    assert same(whole.shard(0, 1).tensors["kmeans-int4/key_centroids"], centroids["kmeans-int4/key_centroids"])
+
+
+# --- the Hub
+
+
+class Hub:
+    """huggingface_hub.HfApi, with one folder for a Hub."""
+
+    calls: list[tuple]
+
+    def __init__(self) -> None:
+        Hub.calls = []
+
+    def create_repo(self, hub_id, private, exist_ok):
+        self.calls.append(("create", hub_id, private, exist_ok))
+
+    def upload_folder(self, repo_id, folder_path, allow_patterns):
+        self.calls.append(("upload", repo_id, Path(folder_path), sorted(allow_patterns)))
+        return f"https://huggingface.co/{repo_id}/tree/main"
+
+
+def test_push_uploads_what_is_valid(saved, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    assert push(saved, "someone/artifact", private=True) == "https://huggingface.co/someone/artifact/tree/main"
+    files = ["kvfold.json", "tensors.safetensors"]
+    assert Hub.calls == [("create", "someone/artifact", True, True), ("upload", "someone/artifact", saved, files)]
+    Hub.calls = []
+    (saved / "tensors.safetensors").write_bytes(b"damaged")
+    with pytest.raises(ValueError, match="is no valid artifact"):
+        push(saved, "someone/artifact")
+    assert Hub.calls == []
+
+
+def test_load_by_the_id_of_the_hub(model, saved, monkeypatch, tmp_path):
+    asked = []
+
+    def download(hub_id, allow_patterns):
+        asked.append((hub_id, sorted(allow_patterns)))
+        return str(saved)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.chdir(tmp_path)
+    loaded = Artifact.load("someone/artifact")
+    assert asked == [("someone/artifact", ["kvfold.json", "tensors.safetensors"])]
+    assert same(loaded.tensors["key_mean"], artifact(model).tensors["key_mean"])
+    Artifact.load(saved)
+    assert len(asked) == 1, "a folder that is there is not asked for"
 
 
 def test_saving_again_replaces_the_old(model, saved):
     artifact(model, key_mean=torch.full(SHAPE, 7.0)).save(saved)
-    assert (Artifact.load(saved).key_mean == 7).all()
+    assert (Artifact.load(saved).tensors["key_mean"] == 7).all()
 
 
 def test_tensors_may_be_parts_of_one(model, tmp_path):
     both = torch.randn(2, *SHAPE)
     artifact(model, key_mean=both[0], value_mean=both[1]).save(tmp_path)
     loaded = Artifact.load(tmp_path)
-    assert torch.equal(loaded.key_mean, both[0])
-    assert torch.equal(loaded.value_mean, both[1])
+    assert torch.equal(loaded.tensors["key_mean"], both[0])
+    assert torch.equal(loaded.tensors["value_mean"], both[1])
 
 
 def test_tensors_need_not_be_contiguous(model, tmp_path):
     strided = torch.randn(*SHAPE[:2], 2 * SHAPE[2])[..., ::2]
     artifact(model, key_mean=strided).save(tmp_path)
-    assert torch.equal(Artifact.load(tmp_path).key_mean, strided)
+    assert torch.equal(Artifact.load(tmp_path).tensors["key_mean"], strided)
 
 
 def test_the_json_is_readable(saved):
     content = json.loads((saved / "kvfold.json").read_text())
-    assert content["schema_version"] == 1
+    assert content["schema_version"] == 2
     assert content["model"]["architecture"] == "LlamaForCausalLM"
     assert (content["model"]["layers"], content["model"]["kv_heads"], content["model"]["head_dim"]) == SHAPE
     assert content["model"]["rope"]["rope_theta"] == 10000.0
     assert content["calibration"]["tokens"] == 4096
+    assert content["rope"]["pairs"][:2] == [[0, 8], [1, 9]]
+    assert content["recipes"] == []
 
 
 @pytest.mark.parametrize(
@@ -101,7 +253,11 @@ def test_the_json_is_readable(saved):
         (lambda content: content["calibration"].update(surprise=1), "surprise"),
         (lambda content: content["model"].pop("weights"), "weights"),
         (lambda content: content.pop("calibration"), "calibration"),
-        (lambda content: content.update(schema_version=2), "schema_version"),
+        (lambda content: content.update(schema_version=1), "schema_version"),
+        (lambda content: content.update(schema_version=3), "schema_version"),
+        (lambda content: content.pop("rope"), "rope"),
+        (lambda content: content.update(recipes=["oscar-int2"]), "there is no tensor of oscar-int2"),
+        (lambda content: content.update(shard={"rank": 0, "ranks": 2}), r"\(3, 1, 16\)"),
         (lambda content: content["model"].update(layers="many"), "layers"),
         (lambda content: content["model"].update(layers=4), r"\(4, 2, 16\)"),
     ],
@@ -149,9 +305,9 @@ def test_damaged_tensors_are_refused(saved, kind):
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (("key_mean",), "found key_mean"),
-        (("key_mean", "value_mean", "other"), "found key_mean, other, value_mean"),
-        (("a", "b"), "expected tensors key_mean and value_mean, found a, b"),
+        (("key_mean",), r"value_mean must be finite float32 of shape \(3, 2, 16\); it is missing"),
+        (("key_mean", "value_mean", "other"), "unknown tensor other"),
+        (("a", "b"), "key_mean must be .* it is missing"),
     ],
 )
 def test_other_tensors_are_refused(saved, names, message):
@@ -176,8 +332,10 @@ def test_other_tensors_are_refused(saved, names, message):
     ids=["head_dim", "layers", "flat", "four dimensions", "nan", "inf", "float64", "int64"],
 )
 def test_wrong_tensors_are_refused_when_made_and_when_loaded(model, saved, name, tensor):
-    with pytest.raises(ValueError, match=rf"{name} must be .*\(3, 2, 16\)"):
+    needed = f"{name} must be finite" if tensor.shape == SHAPE and tensor.dtype == torch.float32 else r"\(3, 2, 16\)"
+    with pytest.raises(ValueError, match=rf"{name} must be finite") as caught:
         artifact(model, **{name: tensor})
+    assert re.search(needed, str(caught.value))
     tensors = {"key_mean": torch.zeros(SHAPE), "value_mean": torch.zeros(SHAPE), name: tensor}
     save_file(tensors, saved / "tensors.safetensors")
     with pytest.raises(ValueError, match=rf"is no valid artifact: {name} must be"):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvfold.text import default_text, read_text, tokenize
+from kvfold.text import default_text, draw, read_text, tokenize
 
 
 def test_halves_share_no_paragraph_and_are_alike_in_size():
@@ -63,3 +63,47 @@ def test_tokenize_says_how_many_tokens_a_short_text_has(embedded):
     _, tokenizer = embedded
     with pytest.raises(ValueError, match=r"has 5 tokens, fewer than the 6 "):
         tokenize("12345", tokenizer, 6)
+
+
+def test_tokenize_all_of_a_text(embedded, caplog: pytest.LogCaptureFixture):
+    _, tokenizer = embedded
+    text = default_text("evaluation")
+    with caplog.at_level(logging.WARNING):
+        ids = tokenize(text, tokenizer, None)
+    assert ids.dtype == torch.int64
+    assert ids.tolist() == tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    assert not caplog.records
+    assert tokenizer.decode(tokenize("one two three", tokenizer, None)) == "one two three"
+
+
+# draw: tokens are their own positions here, so that windows show where they come from
+
+
+@pytest.mark.parametrize(
+    ("length", "count", "context"), [(1000, 300, 50), (1000, 1000, 100), (999, 125, 10), (64, 5, 64)]
+)
+def test_windows_are_drawn_from_places_that_do_not_overlap(length: int, count: int, context: int):
+    drawn = draw(torch.arange(length), count, context, seed=3)
+    assert len(drawn) == count
+    assert len(set(drawn.tolist())) == count, "no token comes twice"
+    for window in drawn.split(context):
+        assert window.tolist() == list(range(int(window[0]), int(window[0]) + len(window)))
+
+
+def test_windows_come_from_all_over_the_text_and_depend_on_the_seed_alone():
+    tokens = torch.arange(100_000)
+    state = torch.random.get_rng_state()
+    starts = draw(tokens, 2000, 100, seed=0)[::100]
+    assert torch.equal(starts, draw(tokens, 2000, 100, seed=0)[::100])
+    assert not torch.equal(starts, draw(tokens, 2000, 100, seed=1)[::100])
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert starts.tolist() != sorted(starts.tolist())
+    assert starts.min() < 20_000
+    assert starts.max() > 80_000
+
+
+def test_a_text_that_is_too_short_to_draw_from_is_refused():
+    assert len(draw(torch.arange(100), 100, 50, seed=0)) == 100
+    for length, count, windows in ((99, 100, 2), (149, 101, 3), (49, 1, 1)):
+        with pytest.raises(ValueError, match=f"has {length} tokens, too few for {windows} windows of 50"):
+            draw(torch.arange(length), count, 50, seed=0)

@@ -1,6 +1,7 @@
 """Artifact: what calibration found, with the model it belongs to; a folder with kvfold.json and tensors.safetensors."""
 
 import hashlib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -12,11 +13,16 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from kvfold.geometry import Geometry
+from kvfold.rope import Rope
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from kvfold.recipe import Recipe
+
 METADATA, TENSORS = "kvfold.json", "tensors.safetensors"
+TEXT = "text"
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class _Strict(BaseModel):
@@ -69,52 +75,114 @@ class Provenance(_Strict):
     tokens_sha256: str
     tokens: int
     context: int
+    seed: int | None  # of the places in the text; None: from its beginning
     versions: dict[str, str]
 
 
+class Shard(_Strict):
+    """The KV heads of one rank of a tensor-parallel model."""
+
+    rank: int
+    ranks: int
+
+
 class Metadata(_Strict):
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     model: Fingerprint
+    rope: Rope
     calibration: Provenance
+    recipes: tuple[str, ...] = ()  # those with tensors of their own
+    shard: Shard | None = None
 
 
 @dataclass(frozen=True)
 class Artifact:
+    """Means for any recipe that centres, and what was fitted for the recipes that learn more.
+
+    Tensors are [layers, kv_heads or 1, …]: `key_mean` and `value_mean`, `RECIPE/NAME` for each name of a recipe's fit,
+    and `text`, the hashes by which evaluation recognises text that was calibrated on.
+    """
+
     metadata: Metadata
-    key_mean: Tensor  # float32[layers, kv_heads, head_dim]
-    value_mean: Tensor
+    tensors: dict[str, Tensor]
 
     def __post_init__(self) -> None:
-        model = self.metadata.model
-        shape = (model.layers, model.kv_heads, model.head_dim)
+        model, shard = self.metadata.model, self.metadata.shard
+        kv_heads = model.kv_heads // shard.ranks if shard else model.kv_heads
+        shape = (model.layers, kv_heads, model.head_dim)
         for name in ("key_mean", "value_mean"):
-            tensor = getattr(self, name)
-            if tensor.shape != shape or tensor.dtype != torch.float32 or not torch.isfinite(tensor).all():
-                raise ValueError(
-                    f"{name} must be finite float32 of shape {shape}; "
-                    f"it is {tensor.dtype} of shape {tuple(tensor.shape)}"
-                )
+            tensor = self.tensors.get(name)
+            if tensor is None or tensor.shape != shape or tensor.dtype != torch.float32:
+                found = "missing" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+                raise ValueError(f"{name} must be finite float32 of shape {shape}; it is {found}")
+        for name, tensor in self.tensors.items():
+            if not torch.isfinite(tensor).all():
+                raise ValueError(f"{name} must be finite")
+            recipe, slash, _ = name.rpartition("/")
+            if slash and (recipe not in self.metadata.recipes or tensor.shape[:1] != shape[:1]):
+                raise ValueError(f"{name} belongs to none of the recipes, or has not {model.layers} layers")
+            if slash and tensor.shape[1:2] not in ((1,), (kv_heads,)):
+                raise ValueError(f"{name} must be for 1 or {kv_heads} KV heads, not of shape {tuple(tensor.shape)}")
+            if not slash and name not in ("key_mean", "value_mean", TEXT):
+                raise ValueError(f"unknown tensor {name}")
+        for recipe in self.metadata.recipes:
+            if not any(name.startswith(f"{recipe}/") for name in self.tensors):
+                raise ValueError(f"there is no tensor of {recipe}")
 
-    def means(self, layer: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
-        return self.key_mean[layer].to(device), self.value_mean[layer].to(device)
+    def fit(self, recipe: "Recipe", layer: int) -> dict[str, Tensor]:
+        """The tensors of one layer that a recipe asks for, by name."""
+        if recipe.learns and recipe.fitted_as not in self.metadata.recipes:
+            has = ", ".join(self.metadata.recipes) or "means alone"
+            raise ValueError(
+                f"the artifact was not calibrated for {recipe.fitted_as}, it holds {has}: "
+                f"run `kvfold calibrate MODEL --recipe {recipe.fitted_as} --out DIR`"
+            )
+        own = {name.rpartition("/"): tensor for name, tensor in self.tensors.items()}
+        fit = {name: tensor[layer] for (of, _, name), tensor in own.items() if of == recipe.fitted_as}
+        return {"key_mean": self.tensors["key_mean"][layer], "value_mean": self.tensors["value_mean"][layer], **fit}
+
+    def shard(self, rank: int, ranks: int) -> "Artifact":
+        """The part of one of several ranks, each with an equal share of the KV heads in order."""
+        kv_heads = self.metadata.model.kv_heads
+        if self.metadata.shard or not 0 <= rank < ranks or kv_heads % ranks:
+            raise ValueError(f"{kv_heads} KV heads have no part {rank} of {ranks} equal ones")
+        if jointly := [name for name in self.tensors if name.endswith("_centroids") and ranks > 1]:
+            raise ValueError(f"{jointly[0]} needs all KV heads of a token at once, so it cannot be split over ranks")
+        tensors = {
+            name: tensor.chunk(ranks, dim=1)[rank].contiguous() if name != TEXT and tensor.shape[1] > 1 else tensor
+            for name, tensor in self.tensors.items()
+        }
+        return Artifact(self.metadata.model_copy(update={"shard": Shard(rank=rank, ranks=ranks)}), tensors)
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = {"key_mean": self.key_mean.contiguous(), "value_mean": self.value_mean.contiguous()}
-        (folder / TENSORS).write_bytes(save(tensors))
+        (folder / TENSORS).write_bytes(save({name: tensor.contiguous() for name, tensor in self.tensors.items()}))
         (folder / METADATA).write_text(self.metadata.model_dump_json(indent=2) + "\n")
 
     @classmethod
-    def load(cls, folder: Path) -> Self:
+    def load(cls, where: str | Path) -> Self:
+        """From a folder, or by its id from the Hub."""
+        folder = Path(where)
+        if not folder.exists() and HUB_ID.fullmatch(str(where)):
+            from huggingface_hub import snapshot_download
+
+            folder = Path(snapshot_download(str(where), allow_patterns=[METADATA, TENSORS]))
         try:
             metadata = Metadata.model_validate_json((folder / METADATA).read_text())
-            tensors = load_file(folder / TENSORS)
-            if tensors.keys() != {"key_mean", "value_mean"}:
-                raise ValueError(f"expected tensors key_mean and value_mean, found {', '.join(sorted(tensors))}")
-            return cls(metadata, **tensors)
+            return cls(metadata, load_file(folder / TENSORS))
         except FileNotFoundError as error:
             raise ValueError(
                 f"{folder} is no artifact: there is no {Path(error.filename or TENSORS).name} in it"
             ) from None
         except (ValidationError, SafetensorError, ValueError) as error:
             raise ValueError(f"{folder} is no valid artifact: {error}") from None
+
+
+def push(folder: Path, hub_id: str, private: bool = False) -> str:
+    """Upload a saved artifact to the Hub; returns its address there."""
+    from huggingface_hub import HfApi
+
+    Artifact.load(folder)  # what is not valid here would not be there
+    api = HfApi()
+    api.create_repo(hub_id, private=private, exist_ok=True)
+    return str(api.upload_folder(repo_id=hub_id, folder_path=folder, allow_patterns=[METADATA, TENSORS]))

@@ -1,7 +1,7 @@
 """Recipe: how keys and values are stored, which tokens stay in 16 bits, which layers are left alone."""
 
-from dataclasses import replace
-from typing import Any, ClassVar, Self
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, field_validator
@@ -9,17 +9,27 @@ from torch import Tensor
 
 from kvfold.codec import Codec
 from kvfold.geometry import Geometry
-from kvfold.layout import PageLayout, raw_slot
+from kvfold.layout import PageLayout, SlotLayout, raw_slot
+from kvfold.transforms import Rotation, Transform
 from kvfold.windows import Windows
 
-PAGE_SIZE = 16  # tokens of a page, where no engine decides
+if TYPE_CHECKING:
+    from kvfold.artifact import Artifact
+    from kvfold.calibration.statistics import LayerStatistics
+    from kvfold.rope import Rope
+
+PAGE_SIZE = 16  # tokens of a page, where neither engine nor method decides
+
+Fit = Mapping[str, Tensor]  # what calibration found for one layer, by name; first dimension: KV heads, or 1 for all
 
 
 class Recipe(BaseModel):
-    """What every recipe has. A method is a subclass that adds its own options and says what its codecs are."""
+    """What every recipe has. A method is a subclass that adds its own options and says what its layouts and rotations
+    are, and, where it learns from calibration, how they are fitted."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     options: ClassVar[tuple[str, ...]] = ("sink", "recent", "centre", "skip")
+    page_size: ClassVar[int] = PAGE_SIZE
 
     name: str
     summary: str = Field(repr=False)
@@ -28,54 +38,95 @@ class Recipe(BaseModel):
     centre: bool = True  # subtract the mean key and value of calibration text
     skip: tuple[NonNegativeInt, ...] = ()  # layers stored in 16 bits
 
-    def codecs(self, head_dim: int, key_mean: Tensor | None, value_mean: Tensor | None) -> tuple[Codec, Codec]:
-        """The key and value codec of one layer; means are [kv_heads, head_dim], None where nothing is centred."""
+    def layouts(self, head_dim: int, fit: Fit) -> tuple[SlotLayout, SlotLayout]:
+        """The key and value slots of one layer. Without a fit: about as large as they will be."""
         raise NotImplementedError
+
+    def rotations(self, head_dim: int, fit: Fit) -> tuple[Rotation | None, Rotation | None]:
+        """The maps of centred keys and values of one layer."""
+        return None, None
+
+    def fit(self, layer: "LayerStatistics", rope: "Rope", means: tuple[Tensor | None, Tensor | None]) -> Fit:
+        """What the method learns from a layer's statistics; `means` float64[kv_heads, head_dim] of keys and values are
+        None where nothing is centred. `key_clip`, `value_clip`, `key_centroids` and `value_centroids` go to the codecs
+        as they are, every other name is the method's own."""
+        return {}
+
+    @property
+    def learns(self) -> bool:
+        """Whether calibration has more to find than means."""
+        return type(self).fit is not Recipe.fit
+
+    @property
+    def fitted_as(self) -> str:
+        """The recipe as calibration sees it: windows and skipped layers do not matter."""
+        return str(self.model_copy(update={name: type(self).model_fields[name].default for name in _NOT_FITTED}))
 
     @property
     def windows(self) -> Windows:
         return Windows(self.sink, self.recent)
 
+    def codecs(self, head_dim: int, fit: Fit, wide: torch.dtype = torch.bfloat16) -> tuple[Codec, Codec]:
+        """The key and value codec of a layer that is not skipped."""
+        key, value = (
+            Codec(
+                layout,
+                Transform(fit.get(f"{side}_mean") if self.centre else None, rotation),
+                wide,
+                float(fit[f"{side}_clip"]) if f"{side}_clip" in fit else None,
+                fit.get(f"{side}_centroids"),
+            )
+            for side, layout, rotation in zip(
+                ("key", "value"), self.layouts(head_dim, fit), self.rotations(head_dim, fit), strict=True
+            )
+        )
+        return key, value
+
     def layer_codecs(
-        self,
-        layer: int,
-        head_dim: int,
-        wide: torch.dtype = torch.bfloat16,
-        means: tuple[Tensor | None, Tensor | None] = (None, None),
+        self, layer: int, head_dim: int, fit: Fit, wide: torch.dtype = torch.bfloat16
     ) -> tuple[Codec, Codec]:
         """The codecs of one layer: 16 bits where it is skipped, else the method's own."""
         if layer in self.skip:
             raw = Codec(raw_slot(head_dim), wide=wide)
             return raw, raw
-        key, value = self.codecs(head_dim, *(means if self.centre else (None, None)))
-        return replace(key, wide=wide), replace(value, wide=wide)
+        return self.codecs(head_dim, fit, wide)
 
-    def page_layout(self, layer: int, head_dim: int, page_size: int = PAGE_SIZE) -> PageLayout:
-        key, value = self.layer_codecs(layer, head_dim)
-        return PageLayout(key.layout, value.layout, page_size)
-
-    def page_layouts(self, geometry: Geometry, page_size: int = PAGE_SIZE) -> list[PageLayout]:
-        """The layouts of all layers."""
+    def page_layouts(
+        self, geometry: Geometry, page_size: int | None = None, artifact: "Artifact | None" = None
+    ) -> list[PageLayout]:
+        """The layouts of all layers. With the artifact that the recipe will run with they are exact; a method whose
+        layout is not known before calibration gives its nominal one without."""
         if self.skip and max(self.skip) >= geometry.layers:
             raise ValueError(f"{self}: the model has layers 0 to {geometry.layers - 1}")
-        return [self.page_layout(layer, geometry.head_dim, page_size) for layer in range(geometry.layers)]
+        raw, layouts = raw_slot(geometry.head_dim), []
+        for layer in range(geometry.layers):
+            fit = artifact.fit(self, layer) if artifact is not None else {}
+            key, value = (raw, raw) if layer in self.skip else self.layouts(geometry.head_dim, fit)
+            layouts.append(PageLayout(key, value, page_size or self.page_size))
+        return layouts
 
     def check(self, geometry: Geometry) -> None:
         """Refuse a model that this recipe does not fit."""
         self.page_layouts(geometry)
 
-    def sequence_bytes(self, geometry: Geometry, context: int, page_size: int = PAGE_SIZE) -> int:
+    def sequence_bytes(
+        self, geometry: Geometry, context: int, page_size: int | None = None, artifact: "Artifact | None" = None
+    ) -> int:
         """Bytes that one sequence of `context` tokens occupies: its pages, and the shadow pages of its windows."""
-        pages, shadows = -(-context // page_size), len(self.windows.pages(0, context, page_size))
-        raw = PageLayout(raw_slot(geometry.head_dim), raw_slot(geometry.head_dim), page_size)
-        return geometry.kv_heads * sum(
-            pages * layout.page_bytes + (0 if layout.is_raw else shadows * raw.page_bytes)
-            for layout in self.page_layouts(geometry, page_size)
-        )
+        layouts = self.page_layouts(geometry, page_size, artifact)
+        return geometry.kv_heads * sum(map(self._layer_bytes, layouts, [context] * len(layouts)))
 
-    def bits_per_element(self, geometry: Geometry, context: int, page_size: int = PAGE_SIZE) -> float:
+    def _layer_bytes(self, layout: PageLayout, context: int) -> int:
+        raw = PageLayout(raw_slot(layout.key.dims), raw_slot(layout.value.dims), layout.page_size)
+        shadows = layout.windows(self.windows).pages(0, context, layout.page_size)
+        return -(-context // layout.page_size) * layout.page_bytes + len(shadows) * raw.page_bytes
+
+    def bits_per_element(
+        self, geometry: Geometry, context: int, page_size: int | None = None, artifact: "Artifact | None" = None
+    ) -> float:
         """Allocated bits for each number that a sequence of `context` tokens caches."""
-        return 8 * self.sequence_bytes(geometry, context, page_size) / (geometry.elements_per_token * context)
+        size = self.sequence_bytes(geometry, context, page_size, artifact)
+        return 8 * size / (geometry.elements_per_token * context)
 
     def with_options(self, options: dict[str, Any]) -> Self:
         """This recipe with other options, which may be text: {"order": "64", "centre": "false", "skip": "0+29"}."""
@@ -103,6 +154,9 @@ class Recipe(BaseModel):
     @classmethod
     def _split_layers(cls, value: Any) -> Any:
         return value.split("+") if isinstance(value, str) else value
+
+
+_NOT_FITTED = ("sink", "recent", "skip")
 
 
 def _spell(value: Any) -> str:

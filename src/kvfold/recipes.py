@@ -1,12 +1,32 @@
 """The named recipes."""
 
 import difflib
+import re
 
+from kvfold.methods.block_gtq import BlockGtq
+from kvfold.methods.hessian import Hessian
 from kvfold.methods.integers import Integers
+from kvfold.methods.kitty import Kitty
+from kvfold.methods.kivi import Kivi
+from kvfold.methods.kmeans import KMeans, KMeansSaw
+from kvfold.methods.oscar import Oscar
 from kvfold.methods.quarot import QuaRot
 from kvfold.methods.saw import Saw
 from kvfold.methods.sixteen_bit import SixteenBit
+from kvfold.methods.turboquant import TurboQuant
 from kvfold.recipe import Recipe
+
+CODEBOOKS = re.compile(r"(tq|gtq)-k([1-8])v([1-8])")  # any two widths, of which RECIPES lists a few
+
+
+def _codebooks(family: str, key_bits: int, value_bits: int) -> Recipe:
+    name = f"{family}-k{key_bits}v{value_bits}"
+    if family == "tq":
+        summary = f"TurboQuant: random rotation, a norm, {key_bits}- and {value_bits}-bit codes"
+        return TurboQuant(name=name, key_bits=key_bits, value_bits=value_bits, summary=summary)
+    summary = f"Block-GTQ: TurboQuant with more bits for strong RoPE blocks, {key_bits} on average for keys"
+    return BlockGtq(name=name, key_bits=key_bits, value_bits=value_bits, summary=summary)
+
 
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
@@ -16,7 +36,15 @@ RECIPES: dict[str, Recipe] = {
         Integers(name="int4", bits=4, summary="token-wise 4-bit integers"),
         Integers(name="int2", bits=2, summary="token-wise 2-bit integers"),
         Saw(name="saw-int4", bits=4, summary="SAW-INT4: block-diagonal Hadamard rotation of keys, 4-bit integers"),
+        KMeans(name="kmeans-int4", bits=4, summary="4-bit integers of what the nearest centroid leaves"),
+        KMeansSaw(name="kmeans-saw-int4", bits=4, summary="the same after SAW-INT4's rotation of keys"),
+        Hessian(name="hessian-int4", bits=4, summary="keys turned by a Hadamard matrix and the queries' eigenvectors"),
         QuaRot(name="quarot-int2", bits=2, summary="QuaRot: Hadamard rotation of keys and values, 2-bit integers"),
+        Oscar(name="oscar-int2", bits=2, summary="OSCAR: rotations from what attention sees, clipped 2-bit integers"),
+        Kivi(name="kivi-2", bits=2, summary="KIVI: 2-bit keys by channel over pages of 32 tokens, values by token"),
+        Kivi(name="kivi-4", bits=4, summary="KIVI with 4 bits"),
+        Kitty(name="kitty-2", bits=2, summary="Kitty: 2-bit keys by channel over pages of 128, some channels 4 bits"),
+        *(_codebooks(family, k, v) for family in ("tq", "gtq") for k, v in ((2, 2), (3, 3), (4, 4))),
     )
 }
 
@@ -24,7 +52,11 @@ RECIPES: dict[str, Recipe] = {
 def parse(text: str) -> Recipe:
     """A recipe from its name and options: `saw-int4:order=64,sink=4`."""
     name, _, options = text.partition(":")
-    if name not in RECIPES:
+    if codebooks := CODEBOOKS.fullmatch(name):
+        recipe = _codebooks(codebooks[1], int(codebooks[2]), int(codebooks[3]))
+    elif name in RECIPES:
+        recipe = RECIPES[name]
+    else:
         close = difflib.get_close_matches(name, RECIPES, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise ValueError(f"unknown recipe {name!r}: {hint}there are {', '.join(RECIPES)}")
@@ -34,4 +66,4 @@ def parse(text: str) -> Recipe:
     names = [option for option, _, _ in pairs]
     if twice := [option for option in names if names.count(option) > 1]:
         raise ValueError(f"{text!r}: option {twice[0]!r} is given twice")
-    return RECIPES[name].with_options({option: value for option, _, value in pairs})
+    return recipe.with_options({option: value for option, _, value in pairs})

@@ -43,8 +43,21 @@ def read_text(path: Path | None, half: Half) -> str:
     return text
 
 
-def tokenize(text: str, tokenizer: "PreTrainedTokenizerBase", tokens: int) -> torch.Tensor:
-    """The first `tokens` tokens as int64[tokens], without special tokens."""
+def draw(tokens: torch.Tensor, count: int, context: int, seed: int) -> torch.Tensor:
+    """`count` of the tokens, in windows of `context` from random places that do not overlap."""
+    places = len(tokens) // context
+    windows = -(-count // context)
+    if places < windows:
+        raise ValueError(f"the text has {len(tokens)} tokens, too few for {windows} windows of {context}")
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.randperm(places, generator=generator)[:windows]
+    return torch.cat([tokens[place * context : (place + 1) * context] for place in chosen.tolist()])[:count]
+
+
+def tokenize(text: str, tokenizer: "PreTrainedTokenizerBase", tokens: int | None) -> torch.Tensor:
+    """The first `tokens` tokens as int64[tokens], or all of them; without special tokens."""
+    if tokens is None:
+        return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     # Text has about four characters a token: a generous head spares the rest, and its cut lies beyond the tokens kept.
     for part in (text[: 16 * tokens + 1024], text):
         ids = tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]

@@ -19,6 +19,7 @@ from kvfold.geometry import UnsupportedModel
 from kvfold.ops.attend.naive import read
 from kvfold.packing import unpack
 from kvfold.recipe import PAGE_SIZE
+from kvfold.recipes import parse
 
 PROMPTS = (
     "The capital of France is Paris. The capital of Germany is",
@@ -45,10 +46,10 @@ def tiny(kind=LlamaForCausalLM, config=LlamaConfig, q_heads=4, kv_heads=2, head_
     return model.eval()
 
 
-def means(model, seed=0):
-    """An artifact for a tiny model: means of random text."""
+def means(model, seed=0, recipe="bf16"):
+    """An artifact for a tiny model: means of random text, and what a recipe learns from it."""
     tokens = torch.randint(0, 97, (64,), generator=torch.Generator().manual_seed(seed))
-    return kvfold.calibrate(model, tokens, context=64)
+    return kvfold.calibrate(model, tokens, context=64, recipes=[parse(recipe)])
 
 
 def random_tokens(n, batch=1, seed=1):
@@ -139,6 +140,13 @@ PACKED = (
     "saw-int4:values=true,sink=4",
     "quarot-int2:sink=5,recent=20",
     "int4:recent=1",
+    "kmeans-int4:centroids=9,sink=4",
+    "hessian-int4",
+    "oscar-int2:sink=5,recent=20",
+    "tq-k3v2",
+    "gtq-k3v3:recent=20",
+    "kivi-2:recent=20",
+    "kitty-2:sink=4,recent=9,boost=0.125",
 )
 
 
@@ -146,7 +154,7 @@ PACKED = (
 def test_same_keys_and_values_give_the_same_bytes_and_reads(recipe):
     """The same K and V, fed at once, in odd chunks and one by one: equal bytes of every token, bit-equal reads."""
     model = tiny(layers=1)
-    artifact, generator = means(model), torch.Generator().manual_seed(2)
+    artifact, generator = means(model, recipe=recipe), torch.Generator().manual_seed(2)
     q, k, v = (torch.randn(1, heads, 75, 64, generator=generator) for heads in (4, 2, 2))
     states = []
     for sizes in ([75], [1, 13, 29, 32], [1] * 75):
@@ -159,9 +167,19 @@ def test_same_keys_and_values_give_the_same_bytes_and_reads(recipe):
         packed.crop(-1)  # the last token once more, so that every way of feeding ends with the same step
         packed.attend(0, *(x[:, :, 74:] for x in (q, k, v)), None, 0.125)
         pages = packed.paged.pages(0)
+        size = pages.layout.page_size
+        assert size == {"kivi-2": 32, "kitty-2": 128}.get(packed.recipe.name, PAGE_SIZE)
         tokens = torch.arange(75)
-        page, offset = pages.step.table[0, tokens // PAGE_SIZE], tokens % PAGE_SIZE
-        views = (*pages.layout.key_views(pages.pool), *pages.layout.value_views(pages.pool))
+        page, offset = pages.step.table[0, tokens // size], tokens % size
+        full = 75 // size * size  # of pages that are quantized as a whole, nothing is packed before they are full
+        live = [
+            view[page, :, offset % view.shape[2]][: full if slot.per_page else 75]
+            for slot, both in (
+                (pages.key.layout, pages.layout.key_views(pages.pool)),
+                (pages.value.layout, pages.layout.value_views(pages.pool)),
+            )
+            for view in both
+        ]
         new = (
             None
             if not pages.windows
@@ -170,7 +188,7 @@ def test_same_keys_and_values_give_the_same_bytes_and_reads(recipe):
                 for codec, x in ((pages.key, k), (pages.value, v))
             )
         )
-        states.append(([view[page, :, offset] for view in views], read(pages, 0, 74, new)))
+        states.append((live, read(pages, 0, 74, new)))
     for views, reads in states[1:]:
         assert all(
             torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(views, states[0][0], strict=True)
@@ -229,10 +247,10 @@ def test_feeding_through_a_whole_model(embedded, recipe):
 # Batches, beams, assistants
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "saw-int4", "saw-int4:sink=4,recent=8"])
+@pytest.mark.parametrize("recipe", ["bf16", "saw-int4", "saw-int4:sink=4,recent=8", "gtq-k3v3", "kivi-4:recent=5"])
 def test_left_padded_rows_are_as_if_alone(recipe):
     model = tiny()
-    artifact = means(model)
+    artifact = means(model, recipe=recipe)
     lengths, longest = (5, 23, 40), 40
     alone = [random_tokens(length, seed=length) for length in lengths]
     tokens = torch.cat([torch.nn.functional.pad(row, (longest - row.shape[1], 0)) for row in alone])
@@ -334,14 +352,23 @@ def test_repeat_and_select():
 
 
 @pytest.mark.parametrize(
-    "recipe", ["bf16", "int8", "int4", "int2", "saw-int4", "quarot-int2", "saw-int4:sink=4,recent=8,skip=0"]
+    "recipe",
+    [
+        *("bf16", "int8", "int4", "int2", "saw-int4", "quarot-int2", "saw-int4:sink=4,recent=8,skip=0"),
+        *("kmeans-int4:centroids=9", "hessian-int4", "oscar-int2:sink=0,recent=0", "tq-k3v2", "gtq-k3v3"),
+        *("kivi-2", "kitty-2:recent=16"),
+    ],
 )
 def test_resident_bytes_are_the_packed_bytes(recipe):
     """All storage that tensors reachable from the cache hold, counted by hand, is what the layout says."""
     model = tiny(layers=3)
-    packed = kvfold.cache(model, recipe, means(model))
+    packed = kvfold.cache(model, recipe, means(model, recipe=recipe))
     logits_of(model, random_tokens(100), packed)
-    storages = {}
+    storages, size = {}, packed.page_size
+    # sink 4 lies in page 0; recent 8 and a rollback of 32 reach back to token 61, in page 3
+    shadows = {"saw-int4:sink=4,recent=8,skip=0": 1 + 4, "gtq-k3v3": 1, "kivi-2": 4, "kitty-2:recent=16": 1}.get(
+        recipe, 0
+    )
     for tensor in (*packed.paged.pools, *packed.paged.shadows):
         storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     assert sum(storages.values()) == packed.allocated_bytes
@@ -349,14 +376,16 @@ def test_resident_bytes_are_the_packed_bytes(recipe):
     for layer in range(3):
         key, value = packed.codecs[layer]
         page = sum(
-            -(-16 * part // 16) * 16
+            -(-count * part // 16) * 16
             for codec in (key, value)
-            for part in (codec.layout.code_bytes, codec.layout.meta_bytes)
+            for count, part in (
+                (size, codec.layout.code_bytes),
+                (1 if codec.layout.per_page else size, codec.layout.meta_bytes),
+            )
         )
-        by_hand += 7 * 2 * page  # 100 tokens are 7 pages of 16, for 2 heads
-        if "sink" in recipe and layer != 0:
-            # sink 4 lies in page 0; recent 8 and a rollback of 32 reach back to token 61, in page 3
-            by_hand += (1 + 4) * 2 * 16 * 2 * 64 * 2
+        by_hand += {16: 7, 32: 4, 128: 1}[size] * 2 * page  # 100 tokens, for 2 heads
+        if "skip" not in recipe or layer != 0:
+            by_hand += shadows * 2 * size * 2 * 64 * 2
     assert packed.allocated_bytes == by_hand
     assert all(layer.keys is None and layer.values is None for layer in packed.layers)
 
@@ -436,6 +465,6 @@ def test_means_are_the_means(embedded):
             model(window[None], past_key_values=cache)
         layers.append([(layer.keys[0, :, 4:].double(), layer.values[0, :, 4:].double()) for layer in cache.layers])
     for layer in range(len(layers[0])):
-        for side, mean in enumerate((artifact.key_mean, artifact.value_mean)):
+        for side, mean in enumerate((artifact.tensors["key_mean"], artifact.tensors["value_mean"])):
             expected = torch.cat([window[layer][side] for window in layers], dim=1).mean(dim=1)
             assert torch.allclose(mean[layer].double(), expected, atol=1e-5)

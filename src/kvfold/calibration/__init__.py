@@ -1,5 +1,5 @@
 """Calibration: what recipes need to know about a model, from a short text."""
 
-from kvfold.calibration.means import calibrate
+from kvfold.calibration.fit import calibrate
 
 __all__ = ["calibrate"]

@@ -16,29 +16,30 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from kvfold.artifact import Artifact
+from kvfold.artifact import Artifact, Fingerprint
 from kvfold.calibration import calibrate
+from kvfold.codec import Codec
 from kvfold.geometry import Geometry, UnsupportedModel
 from kvfold.models import load_tokenizer
 from kvfold.paged import PagedCache
-from kvfold.recipe import PAGE_SIZE, Recipe
+from kvfold.recipe import Recipe
 from kvfold.recipes import parse
 from kvfold.text import default_text, tokenize
 
 IMPLEMENTATION = "kvfold"
 CALIBRATION_TOKENS = 1024  # where no artifact is given: enough for means, done in seconds
 
-_calibrated: WeakKeyDictionary[PreTrainedModel, Artifact] = WeakKeyDictionary()
+_calibrated: WeakKeyDictionary[PreTrainedModel, dict[str, Artifact]] = WeakKeyDictionary()
 
 
 def cache(
-    model: PreTrainedModel, recipe: str | Recipe, artifact: Artifact | None = None, page_size: int = PAGE_SIZE
+    model: PreTrainedModel, recipe: str | Recipe, artifact: Artifact | None = None, page_size: int | None = None
 ) -> "PackedCache":
     """An empty cache for `model.generate(past_key_values=...)` or plain forward calls, for one batch of sequences.
 
     The model's attention implementation is set to kvfold's, which is SDPA for calls without such a cache.
-    A recipe that centres takes its means from `artifact`; without one they are calibrated from a short text, once for
-    each model.
+    What a recipe has to know about the model comes from `artifact`; without one it is calibrated from a short text,
+    once for each model and recipe. Pages have `page_size` tokens, by default as many as the recipe wants.
     """
     recipe = parse(recipe) if isinstance(recipe, str) else recipe
     geometry = Geometry.from_config(model.config.to_dict())
@@ -48,24 +49,35 @@ def cache(
         if model.config._attn_implementation != IMPLEMENTATION:
             raise UnsupportedModel(f"{geometry.architecture} does not let its attention be replaced")
     if artifact is not None:
+        if artifact.metadata.shard is not None:
+            raise ValueError(
+                "the artifact holds the KV heads of one rank, and the model is not split: pass the whole one"
+            )
         artifact.metadata.model.check(model)
-    elif recipe.centre:
-        artifact = _calibrate_once(model)
-    return PackedCache(recipe, geometry, artifact, model.dtype, model.device, page_size)
+    elif recipe.centre or recipe.learns:
+        artifact = _calibrate_once(model, recipe)
+    wide = model.dtype if model.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
+    codecs = []
+    for layer in range(geometry.layers):
+        fit = artifact.fit(recipe, layer) if artifact else {}
+        key, value = recipe.layer_codecs(layer, geometry.head_dim, fit, wide)
+        codecs.append((key.to(model.device), value.to(model.device)))
+    return PackedCache(recipe, geometry, codecs, wide, model.device, page_size or recipe.page_size)
 
 
-def _calibrate_once(model: PreTrainedModel) -> Artifact:
-    if model not in _calibrated:
+def _calibrate_once(model: PreTrainedModel, recipe: Recipe) -> Artifact:
+    known, name = _calibrated.setdefault(model, {}), recipe.fitted_as if recipe.learns else ""
+    if name not in known or known[name].metadata.model != Fingerprint.of(model):  # its weights may have changed
         try:
             tokenizer = load_tokenizer(model.config._name_or_path)
         except (OSError, ValueError) as error:
             raise ValueError(
-                "this recipe centres keys and values, and the model's tokenizer was not found to calibrate the means: "
-                "pass artifact=kvfold.calibrate(model, tokens), or use the recipe with centre=false"
+                f"{recipe} needs calibration, and the model's tokenizer was not found for it: pass artifact=kvfold."
+                "calibrate(model, tokens, recipes=[recipe])" + ("" if recipe.learns else ", or use centre=false")
             ) from error
         tokens = tokenize(default_text("calibration"), tokenizer, CALIBRATION_TOKENS)
-        _calibrated[model] = calibrate(model, tokens, CALIBRATION_TOKENS)
-    return _calibrated[model]
+        known[name] = calibrate(model, tokens, CALIBRATION_TOKENS, [recipe])
+    return known[name]
 
 
 @dataclass(frozen=True)
@@ -111,21 +123,19 @@ class PackedCache(Cache):
         self,
         recipe: Recipe,
         geometry: Geometry,
-        artifact: Artifact | None,
-        dtype: torch.dtype,
+        codecs: list[tuple[Codec, Codec]],  # keys and values of each layer
+        wide: torch.dtype,
         device: torch.device,
-        page_size: int = PAGE_SIZE,
+        page_size: int,
     ) -> None:
         super().__init__(layers=[PackedLayer(self, index) for index in range(geometry.layers)])
-        self.recipe, self.geometry, self.device, self.page_size = recipe, geometry, device, page_size
-        self.wide = dtype if dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
-        self.codecs = [
-            recipe.layer_codecs(
-                layer, geometry.head_dim, self.wide, artifact.means(layer, device) if artifact else (None, None)
-            )
-            for layer in range(geometry.layers)
-        ]
+        self.recipe, self.geometry, self.codecs = recipe, geometry, codecs
+        self.wide, self.device, self.page_size = wide, device, page_size
         self.reset()
+
+    def empty(self) -> "PackedCache":
+        """Another cache like this one, without sequences."""
+        return PackedCache(self.recipe, self.geometry, self.codecs, self.wide, self.device, self.page_size)
 
     def reset(self) -> None:
         """Forget every sequence, and free their pages."""

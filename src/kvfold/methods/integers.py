@@ -3,12 +3,9 @@
 from typing import ClassVar
 
 from pydantic import Field, PositiveInt
-from torch import Tensor
 
-from kvfold.codec import Codec
-from kvfold.layout import affine_slot
-from kvfold.recipe import Recipe
-from kvfold.transforms import Transform
+from kvfold.layout import SlotLayout, affine_slot
+from kvfold.recipe import Fit, Recipe
 
 
 class Integers(Recipe):
@@ -18,6 +15,6 @@ class Integers(Recipe):
     bits: int = Field(ge=1, le=8)
     group: PositiveInt | None = None  # dims that share a scale; default: the whole head
 
-    def codecs(self, head_dim: int, key_mean: Tensor | None, value_mean: Tensor | None) -> tuple[Codec, Codec]:
+    def layouts(self, head_dim: int, fit: Fit) -> tuple[SlotLayout, SlotLayout]:
         layout = affine_slot(head_dim, self.bits, self.group)
-        return Codec(layout, Transform(key_mean)), Codec(layout, Transform(value_mean))
+        return layout, layout

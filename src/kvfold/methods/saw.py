@@ -3,12 +3,11 @@
 from typing import ClassVar
 
 from pydantic import PositiveInt
-from torch import Tensor
 
-from kvfold.codec import Codec
-from kvfold.layout import affine_slot
+from kvfold.layout import SlotLayout
 from kvfold.methods.integers import Integers
-from kvfold.transforms import Hadamard, Transform, default_order
+from kvfold.recipe import Fit
+from kvfold.transforms import Hadamard, Rotation, default_order
 
 
 class Saw(Integers):
@@ -21,10 +20,16 @@ class Saw(Integers):
     order: PositiveInt | None = None  # default: the largest power of two that divides the head dimension, at most 128
     values: bool = False
 
-    def codecs(self, head_dim: int, key_mean: Tensor | None, value_mean: Tensor | None) -> tuple[Codec, Codec]:
+    def layouts(self, head_dim: int, fit: Fit) -> tuple[SlotLayout, SlotLayout]:
+        self._hadamard(head_dim)
+        return super().layouts(head_dim, fit)
+
+    def rotations(self, head_dim: int, fit: Fit) -> tuple[Rotation | None, Rotation | None]:
+        rotation = self._hadamard(head_dim)
+        return rotation, rotation if self.values else None
+
+    def _hadamard(self, head_dim: int) -> Hadamard:
         order = default_order(head_dim) if self.order is None else self.order
         if head_dim % order:
             raise ValueError(f"{self.name}: order={order} does not divide the head dimension {head_dim}")
-        layout, rotation = affine_slot(head_dim, self.bits, self.group), Hadamard(order)
-        value_rotation = rotation if self.values else None
-        return Codec(layout, Transform(key_mean, rotation)), Codec(layout, Transform(value_mean, value_rotation))
+        return Hadamard(order)

@@ -2,11 +2,8 @@
 
 from typing import ClassVar
 
-from torch import Tensor
-
-from kvfold.codec import Codec
-from kvfold.layout import raw_slot
-from kvfold.recipe import Recipe
+from kvfold.layout import SlotLayout, raw_slot
+from kvfold.recipe import Fit, Recipe
 
 
 class SixteenBit(Recipe):
@@ -15,6 +12,5 @@ class SixteenBit(Recipe):
     options: ClassVar = ()
     centre: bool = False
 
-    def codecs(self, head_dim: int, key_mean: Tensor | None, value_mean: Tensor | None) -> tuple[Codec, Codec]:
-        raw = Codec(raw_slot(head_dim))
-        return raw, raw
+    def layouts(self, head_dim: int, fit: Fit) -> tuple[SlotLayout, SlotLayout]:
+        return raw_slot(head_dim), raw_slot(head_dim)

@@ -1,0 +1,63 @@
+"""Calibration: one run of a text through a model, and what every recipe learns from it."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import kvfold
+from kvfold.artifact import TEXT, Artifact, Fingerprint, Metadata, Provenance
+from kvfold.calibration.capture import capture
+from kvfold.calibration.statistics import Statistics
+from kvfold.overlap import blocks
+from kvfold.recipe import Recipe
+
+
+def calibrate(
+    model: PreTrainedModel,
+    tokens: Tensor,
+    context: int = 2048,
+    recipes: Sequence[Recipe] = (),
+    *,
+    seed: int | None = None,  # where the tokens were drawn from, for the record
+    checkpoint: Path | None = None,
+    progress: Callable[[float], None] = lambda share: None,
+) -> Artifact:
+    """Run `tokens` (1-D) through the model in windows of `context`; keep the means, and fit `recipes`.
+
+    `progress` gets shares of 1. With a `checkpoint`, a run that was broken off goes on where it was.
+    """
+    statistics = capture(model, tokens, context, checkpoint=checkpoint, progress=lambda share: progress(0.7 * share))
+    learning = {recipe.fitted_as: recipe for recipe in recipes if recipe.learns}
+    fits: dict[str, Tensor] = {}
+    for name, recipe in learning.items():
+        fits |= {f"{name}/{tensor}": fit for tensor, fit in fit_layers(recipe, statistics).items()}
+        progress(0.3 / len(learning))
+    metadata = Metadata(
+        model=Fingerprint.of(model),
+        rope=statistics.rope,
+        calibration=Provenance(
+            tokens_sha256=hashlib.sha256(tokens.to(torch.int64).numpy().tobytes()).hexdigest(),
+            tokens=len(tokens),
+            context=context,
+            seed=seed,
+            versions={module.__name__: module.__version__ for module in (kvfold, torch, transformers)},
+        ),
+        recipes=tuple(learning),
+    )
+    key_mean = torch.stack([layer.k.mean for layer in statistics.layers]).float()
+    value_mean = torch.stack([layer.v.mean for layer in statistics.layers]).float()
+    return Artifact(metadata, {"key_mean": key_mean, "value_mean": value_mean, TEXT: blocks(tokens), **fits})
+
+
+def fit_layers(recipe: Recipe, statistics: Statistics) -> dict[str, Tensor]:
+    """What a recipe learns, with all layers in the first dimension."""
+    fits = [
+        recipe.fit(layer, statistics.rope, (layer.k.mean, layer.v.mean) if recipe.centre else (None, None))
+        for layer in statistics.layers
+    ]
+    return {name: torch.stack([fit[name] for fit in fits]) for name in fits[0]}

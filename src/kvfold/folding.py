@@ -1,0 +1,57 @@
+"""Folding the rotation of values into a model's projections, so that nothing is left to rotate when it runs."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvfold.artifact import Artifact, Fingerprint
+from kvfold.geometry import UnsupportedModel
+from kvfold.recipe import Recipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@torch.no_grad()
+def fold_values(model: "PreTrainedModel", recipe: Recipe, artifact: Artifact) -> Artifact:
+    """Rotate the value and output projections of `model`, in place, by the value rotation of `recipe`.
+
+    With v' = v·R stored instead of v, attention returns o·R, so W_V ← Rᵀ·W_V and W_O ← W_O·R leave the model as it was.
+    Values have no RoPE, which keys have in between. Returns the artifact of the folded model: its values have no
+    rotation left, and their means are rotated too.
+    """
+    name = f"{recipe.fitted_as}/value_rotation"
+    if name not in artifact.tensors:
+        raise ValueError(f"{recipe} has no rotation of values in the artifact that could be folded")
+    artifact.metadata.model.check(model)
+    attentions = [_projections(layer, type(model).__name__) for layer in model.get_decoder().layers]
+    for (value, output), rotation in zip(attentions, artifact.tensors[name], strict=True):
+        matrices = rotation.double().to(value.weight.device).expand(artifact.metadata.model.kv_heads, -1, -1)
+        _rotate_rows(value, matrices)
+        groups = artifact.metadata.model.q_heads // len(matrices)
+        heads = output.weight.double().unflatten(1, (len(matrices) * groups, -1))  # [hidden, q_heads, d]
+        turned = torch.einsum("nhd,hde->nhe", heads, matrices.repeat_interleave(groups, dim=0))
+        output.weight.copy_(turned.flatten(1))
+    means = artifact.tensors["value_mean"].double().unsqueeze(2) @ artifact.tensors[name].double()
+    tensors = {key: tensor for key, tensor in artifact.tensors.items() if key != name}
+    metadata = artifact.metadata.model_copy(update={"model": Fingerprint.of(model), "recipes": (recipe.fitted_as,)})
+    own = {key: tensor for key, tensor in tensors.items() if "/" not in key or key.startswith(f"{recipe.fitted_as}/")}
+    return Artifact(metadata, {**own, "value_mean": means.squeeze(2).float()})
+
+
+def _projections(layer: torch.nn.Module, model: str) -> tuple[torch.nn.Linear, torch.nn.Linear]:
+    attention = getattr(layer, "self_attn", None)
+    value, output = getattr(attention, "v_proj", None), getattr(attention, "o_proj", None)
+    if not isinstance(value, torch.nn.Linear) or not isinstance(output, torch.nn.Linear):
+        raise UnsupportedModel(f"{model}: values cannot be folded, its layers have no plain v_proj and o_proj")
+    return value, output
+
+
+def _rotate_rows(linear: torch.nn.Linear, matrices: Tensor) -> None:
+    """Make a projection's output [kv_heads·d] the rotated one: y·R for each head."""
+    weight = linear.weight.double().unflatten(0, (len(matrices), -1))  # [kv_heads, d, hidden]
+    linear.weight.copy_((matrices.mT @ weight).flatten(0, 1))
+    if linear.bias is not None:
+        bias = linear.bias.double().unflatten(0, (len(matrices), 1, -1))
+        linear.bias.copy_((bias @ matrices).flatten())

@@ -1,0 +1,35 @@
+"""Hessian-aware rotation (an ablation of the SAW-INT4 paper): a Hadamard matrix, then the queries' eigenbasis."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvfold.methods.integers import Integers
+from kvfold.recipe import Fit
+from kvfold.transforms import Hadamard, Matrix, Rotation, default_order
+from kvfold.transforms.covariance import eigenvectors, spectrum
+
+if TYPE_CHECKING:
+    from kvfold.calibration.statistics import LayerStatistics
+    from kvfold.rope import Rope
+
+DAMPING = 0.01  # of the mean eigenvalue
+
+
+class Hessian(Integers):
+    """k' = k·H·R with R the eigenvectors of E[qᵀq] over all query heads of a layer, then integers.
+
+    The moment is that of queries before the Hadamard rotation, as the paper's formulas have it. With that of rotated
+    queries H·R would be their eigenbasis itself, in which keys have outliers again.
+    """
+
+    def rotations(self, head_dim: int, fit: Fit) -> tuple[Rotation | None, Rotation | None]:
+        return Matrix(fit["key_rotation"]), None
+
+    def fit(self, layer: "LayerStatistics", rope: "Rope", means: tuple[Tensor | None, Tensor | None]) -> Fit:
+        moment = layer.q.second().mean(dim=0)
+        hadamard = Hadamard(default_order(len(moment))).apply(torch.eye(len(moment))).double()
+        damped = moment + DAMPING * moment.diagonal().mean() * torch.eye(len(moment))
+        rotation = (hadamard @ eigenvectors(damped)).float()
+        return {"key_rotation": rotation.unsqueeze(0), "key_spectrum": spectrum(moment).unsqueeze(0)}

@@ -1,0 +1,24 @@
+"""Kitty: accurate and efficient 2-bit KV-cache quantization with dynamic channel-wise precision boost."""
+
+from typing import ClassVar
+
+from pydantic import Field, NonNegativeInt
+
+from kvfold.layout import SlotLayout, affine_slot, channel_slot
+from kvfold.recipe import Fit, Recipe
+
+
+class Kitty(Recipe):
+    """Keys by channel over pages of 128 tokens, those with the largest mean magnitude in a page with twice the bits;
+    values by token. A boosted code is stored as two planes, the lower one with the codes of all other channels."""
+
+    options: ClassVar = (*Recipe.options, "boost")
+    page_size: ClassVar = 128
+    bits: int = Field(ge=1, le=4)
+    sink: NonNegativeInt = 32
+    recent: NonNegativeInt = 128
+    boost: float = Field(default=0.25, ge=0, le=1)  # the share of boosted channels, to the nearest 8
+
+    def layouts(self, head_dim: int, fit: Fit) -> tuple[SlotLayout, SlotLayout]:
+        boosted = 8 * round(self.boost * head_dim / 8)
+        return channel_slot(head_dim, self.bits, boosted), affine_slot(head_dim, self.bits)

@@ -1,0 +1,55 @@
+"""k-means residuals (an ablation of the SAW-INT4 paper): integers of what the nearest centroid leaves over."""
+
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from pydantic import Field, NonNegativeInt
+from torch import Tensor
+
+from kvfold.layout import SlotLayout
+from kvfold.methods.integers import Integers
+from kvfold.methods.saw import Saw
+from kvfold.quantizers import kmeans
+from kvfold.recipe import Fit
+from kvfold.transforms import Transform
+
+if TYPE_CHECKING:
+    from kvfold.calibration.statistics import LayerStatistics
+    from kvfold.rope import Rope
+
+
+class KMeans(Integers):
+    """k' = k − c, then integers, with c the centroid nearest to a token's keys over all KV heads; values alike.
+
+    A layer has one codebook for keys and one for values. The number of the centroid is stored with every head, so that
+    a rank with some of the heads finds it in its own pages.
+    """
+
+    options: ClassVar = ("centroids", "seed", *Integers.options)
+    centroids: int = Field(default=256, ge=1, le=2**15)  # numbers have 16 bits
+    seed: NonNegativeInt = 0
+
+    def layouts(self, head_dim: int, fit: Fit) -> tuple[SlotLayout, SlotLayout]:
+        key, value = super().layouts(head_dim, fit)
+        return SlotLayout(key.segments, centroid=True), SlotLayout(value.segments, centroid=True)
+
+    def fit(self, layer: "LayerStatistics", rope: "Rope", means: tuple[Tensor | None, Tensor | None]) -> Fit:
+        rotations = self.rotations(layer.samples[0].shape[-1], {})
+        key, value = (
+            self._codebook(Transform(None if mean is None else mean.float(), rotation).forward(samples))
+            for samples, mean, rotation in zip(layer.samples, means, rotations, strict=True)
+        )
+        return {"key_centroids": key, "value_centroids": value}
+
+    def _codebook(self, y: Tensor) -> Tensor:
+        """Transformed samples [tokens, kv_heads, d] -> centroids float32[kv_heads, centroids, d]."""
+        if len(y) < self.centroids:
+            raise ValueError(f"{self}: {len(y)} samples are too few for {self.centroids} centroids; use more tokens")
+        centroids = kmeans.fit(y.flatten(1), self.centroids, self.seed)
+        return centroids.unflatten(1, y.shape[1:]).transpose(0, 1).to(torch.float32).contiguous()
+
+
+class KMeansSaw(KMeans, Saw):
+    """k' = k·diag(H_h, …, H_h) − c: the residuals of SAW-INT4's rotated keys."""
+
+    options: ClassVar = ("centroids", "seed", *Saw.options)

@@ -1,0 +1,83 @@
+"""OSCAR: offline spectral covariance-aware rotation for 2-bit KV-cache quantization."""
+
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from pydantic import NonNegativeInt
+from torch import Tensor
+
+from kvfold.layout import SlotLayout, affine_slot
+from kvfold.methods.integers import Integers
+from kvfold.recipe import Fit
+from kvfold.transforms import Hadamard, Matrix, Rotation, default_order
+from kvfold.transforms.covariance import bit_reversal, eigenvectors, spectrum
+
+if TYPE_CHECKING:
+    from kvfold.calibration.statistics import LayerStatistics
+    from kvfold.rope import Rope
+
+CLIPS = (0.84, 0.88, 0.9, 0.92, 0.94, 0.96, 0.98, 1.0)  # of which calibration takes the best for each layer
+
+
+class Oscar(Integers):
+    """k' = k·U_Q·H·P, v' = v·U_S·H·P, clipped to the ρ-quantile of a vector's magnitudes, then integers.
+
+    U_Q are the eigenvectors of E[qᵀq], U_S those of (1/N)·VᵀSᵀSV with S the softmax, which is the second moment of what
+    attention returns; H is a Hadamard matrix and P a bit reversal. The paper fixes ρ (its code 0.96 for keys and 0.92
+    for values); here each layer takes the one with the least error that attention sees. Without `eigen`, `hadamard`,
+    `permute` or `clip` it is an ablation of the paper.
+    """
+
+    options: ClassVar = ("per_head", "eigen", "hadamard", "permute", "clip", *Integers.options)
+    sink: NonNegativeInt = 64
+    recent: NonNegativeInt = 256
+    per_head: bool = False  # a rotation for each KV head
+    eigen: bool = True
+    hadamard: bool = True
+    permute: bool = True
+    clip: bool = True
+
+    def layouts(self, head_dim: int, fit: Fit) -> tuple[SlotLayout, SlotLayout]:
+        layout = affine_slot(head_dim, self.bits, self.group or head_dim // 2)
+        return layout, layout
+
+    def rotations(self, head_dim: int, fit: Fit) -> tuple[Rotation | None, Rotation | None]:
+        """Values whose rotation was folded into the model's projections have none left."""
+        return Matrix(fit["key_rotation"]), Matrix(fit["value_rotation"]) if "value_rotation" in fit else None
+
+    def fit(self, layer: "LayerStatistics", rope: "Rope", means: tuple[Tensor | None, Tensor | None]) -> Fit:
+        metrics = layer.q.second(), layer.out.second(means[1])  # of errors in keys and in values
+        fit: dict[str, Tensor] = {}
+        for side, metric in zip(("key", "value"), metrics, strict=True):
+            moments = metric if self.per_head else metric.mean(dim=0, keepdim=True)
+            fit |= {f"{side}_rotation": self._rotation(moments), f"{side}_spectrum": spectrum(moments)}
+        return {**fit, **self._clips(layer, fit, means)} if self.clip else fit
+
+    def _clips(self, layer: "LayerStatistics", fit: Fit, means: tuple[Tensor | None, Tensor | None]) -> Fit:
+        """The best of `CLIPS` for keys and for values."""
+        sides = zip(("key", "value"), means, strict=True)
+        centred = {**fit, **{f"{side}_mean": mean.float() for side, mean in sides if mean is not None}}
+        tried = [self._errors(layer, {**centred, "key_clip": clip, "value_clip": clip}) for clip in torch.tensor(CLIPS)]
+        key, value = torch.tensor(tried).argmin(dim=0).tolist()
+        return {"key_clip": torch.tensor([CLIPS[key]]), "value_clip": torch.tensor([CLIPS[value]])}
+
+    def _rotation(self, moments: Tensor) -> Tensor:
+        """float64[heads, d, d] -> float32[heads, d, d]"""
+        dims = moments.shape[-1]
+        rotation = eigenvectors(moments) if self.eigen else torch.eye(dims, dtype=torch.float64).expand_as(moments)
+        if self.hadamard:
+            rotation = rotation @ Hadamard(default_order(dims)).apply(torch.eye(dims)).double()
+        return (rotation[..., bit_reversal(dims)] if self.permute else rotation).float().contiguous()
+
+    def _errors(self, layer: "LayerStatistics", fit: Fit) -> tuple[float, float]:
+        """Of the prompt's keys tr(C_Q·E_K), the squared error of its logits; of its values ‖S(V − V̂)‖²."""
+        q, k, v = layer.prompt  # [heads, tokens, d]
+        key, value = self.codecs(k.shape[-1], fit)
+        k_error, v_error = (
+            (codec.decode(codec.encode(x.transpose(0, 1))).transpose(0, 1) - x).double()
+            for codec, x in ((key, k), (value, v))
+        )
+        logits = layer.scale * q.unflatten(0, (len(k), -1)) @ k.unsqueeze(1).mT
+        weights = torch.softmax(logits.masked_fill(torch.ones(logits.shape[-2:]).triu(1).bool(), -torch.inf), dim=-1)
+        key_error = torch.einsum("htd,hde,hte->", k_error, layer.q.second(), k_error)
+        return float(key_error), float((weights.double() @ v_error.unsqueeze(1)).square().sum())

@@ -1,0 +1,28 @@
+"""TurboQuant (its MSE form): a random rotation, a norm, and Lloyd–Max codes."""
+
+from typing import ClassVar
+
+from pydantic import Field, NonNegativeInt
+
+from kvfold.layout import SlotLayout, codebook_slot
+from kvfold.recipe import Fit, Recipe
+from kvfold.transforms import Matrix, Rotation, random_rotation
+
+
+class TurboQuant(Recipe):
+    """x̂ = n·level[code]·Rᵀ with R a random rotation, under which the coordinates of x/‖x‖ are nearly normal.
+
+    The norm as stored, n = ‖x‖/‖level[code]‖, keeps the length of x; the paper stores ‖x‖.
+    """
+
+    options: ClassVar = (*Recipe.options, "seed")
+    key_bits: int = Field(ge=1, le=8)
+    value_bits: int = Field(ge=1, le=8)
+    seed: NonNegativeInt = 0
+
+    def layouts(self, head_dim: int, fit: Fit) -> tuple[SlotLayout, SlotLayout]:
+        return codebook_slot([(head_dim, self.key_bits)]), codebook_slot([(head_dim, self.value_bits)])
+
+    def rotations(self, head_dim: int, fit: Fit) -> tuple[Rotation | None, Rotation | None]:
+        key, value = (random_rotation(head_dim, 2 * self.seed + side).float().unsqueeze(0) for side in (0, 1))
+        return Matrix(key), Matrix(value)

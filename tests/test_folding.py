@@ -1,0 +1,194 @@
+"""Folding leaves the model as it was, and stores the same bytes without a rotation."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from tiny_models import random_tokens, tiny
+
+from kvfold.artifact import Artifact
+from kvfold.calibration import calibrate
+from kvfold.engines.transformers import PackedCache, cache
+from kvfold.folding import fold_values
+from kvfold.geometry import UnsupportedModel
+from kvfold.recipe import Recipe
+from kvfold.recipes import parse
+
+ARCHITECTURES = {
+    "Llama": {"attention_bias": True},  # of all four projections
+    "Qwen2": {},  # of queries, keys and values
+    "Qwen3": {"hidden_size": 48, "num_attention_heads": 6},
+}
+RECIPES = [
+    f"oscar-int2:sink=0,recent=0,per_head={per_head},centre={centre}"
+    for per_head in ("false", "true")
+    for centre in ("false", "true")
+]
+TOKENS = 96  # six pages, all full: there is no byte that was not written
+
+
+class Folded(NamedTuple):
+    recipe: Recipe
+    plain: torch.nn.Module
+    artifact: Artifact  # of the plain model
+    model: torch.nn.Module
+    own: Artifact  # of the folded one
+
+
+def fold(name: str, recipe: str, **options: object) -> Folded:
+    parsed, options = parse(recipe), {**ARCHITECTURES[name], **options}
+    plain, model = tiny(name, **options), tiny(name, **options)
+    artifact = calibrate(plain, random_tokens(200, seed=2), 100, [parsed, parse("gtq-k3v3")])
+    return Folded(parsed, plain, artifact, model, fold_values(model, parsed, artifact))
+
+
+@pytest.fixture(scope="module")
+def folded() -> Callable[[str, str], Folded]:
+    made: dict[tuple[str, str], Folded] = {}
+
+    def get(name: str, recipe: str) -> Folded:
+        if (name, recipe) not in made:
+            made[name, recipe] = fold(name, recipe)
+        return made[name, recipe]
+
+    return get
+
+
+@torch.no_grad()
+def logits(model: torch.nn.Module, packed: PackedCache | None = None) -> torch.Tensor:
+    tokens = random_tokens(TOKENS).unsqueeze(0)
+    return model(tokens, past_key_values=packed, use_cache=packed is not None).logits[0]
+
+
+def values(packed: PackedCache, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of 2 bits and metadata of all values of a layer, by page."""
+    layout = packed.paged.layouts[layer]
+    pages = packed.paged.pools[layer][packed.paged.tables.pages[0]]
+    codes, meta = layout.value_views(pages)
+    return torch.stack([codes >> shift & 3 for shift in (0, 2, 4, 6)]), meta
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_model_computes_what_it_did(folded, name, recipe):
+    case = folded(name, recipe)
+    before, after = logits(case.plain), logits(case.model)
+    assert (before - after).abs().max() < 1e-4 * before.abs().max()
+    for old, new in zip(case.plain.model.layers, case.model.model.layers, strict=True):
+        for projection in ("v_proj", "o_proj"):
+            weights = [getattr(layer.self_attn, projection).weight for layer in (old, new)]
+            assert (weights[0] - weights[1]).norm() > 0.1 * weights[0].norm(), "it was not rotated"
+        for projection in ("q_proj", "k_proj"):
+            assert torch.equal(*(getattr(layer.self_attn, projection).weight for layer in (old, new)))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@torch.no_grad()
+def test_values_come_out_rotated(folded, name, recipe):
+    """v' = v·R of the KV head, bias included, for the same input."""
+    case = folded(name, recipe)
+    heads, d = case.own.metadata.model.kv_heads, case.own.metadata.model.head_dim
+    states = torch.randn(5, case.plain.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    for layer in range(2):
+        rotation = case.artifact.tensors[f"{case.recipe.fitted_as}/value_rotation"][layer].double()
+        v, turned = (model.model.layers[layer].self_attn.v_proj(states).double() for model in (case.plain, case.model))
+        for head in range(heads):
+            part = slice(head * d, (head + 1) * d)
+            expected = v[:, part] @ rotation[head if len(rotation) > 1 else 0]
+            assert torch.allclose(turned[:, part], expected, atol=1e-5 * float(v.abs().max()))
+            mean = case.artifact.tensors["value_mean"][layer, head].double()
+            expected = mean @ rotation[head if len(rotation) > 1 else 0]
+            assert torch.allclose(case.own.tensors["value_mean"][layer, head].double(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("windows", ["sink=0,recent=0", "sink=3,recent=20"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_packed_cache_holds_the_same_values_and_gives_the_same_logits(folded, name, recipe, windows):
+    case = folded(name, recipe)
+    packing = parse(recipe.replace("sink=0,recent=0", windows))
+    exact = logits(case.plain)
+    old, new = cache(case.plain, packing, case.artifact), cache(case.model, packing, case.own)
+    assert all(value.transform.rotation is not None for _, value in old.codecs)
+    assert all(value.transform.rotation is None for _, value in new.codecs)
+    before, after = logits(case.plain, old), logits(case.model, new)
+    noise = (before - exact).norm()
+    assert noise > 0.01 * exact.norm(), "nothing was quantized"
+    assert (after - before).norm() < 0.2 * noise
+    (codes, meta), (new_codes, new_meta) = values(old, 0), values(new, 0)
+    assert (codes == new_codes).double().mean() > 0.995
+    assert (codes.int() - new_codes.int()).abs().max() <= 1
+    assert torch.allclose(meta.float(), new_meta.float(), rtol=2e-3, atol=2e-3 * float(meta.float().abs().max()))
+
+
+@pytest.mark.parametrize("recipe", RECIPES[-1:])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_new_artifact_is_of_the_folded_model_alone(folded, name, recipe, tmp_path):
+    case = folded(name, recipe)
+    fitted = case.recipe.fitted_as
+    case.own.metadata.model.check(case.model)
+    case.artifact.metadata.model.check(case.plain)
+    for artifact, model in ((case.own, case.plain), (case.artifact, case.model)):
+        with pytest.raises(ValueError, match="made for another model: its weights is"):
+            cache(model, case.recipe, artifact)
+    assert case.own.metadata.recipes == (fitted,)
+    others = {name: tensor for name, tensor in case.own.tensors.items() if name != "value_mean"}
+    kept = {"key_mean", "text", *(f"{fitted}/{name}" for name in ("key_rotation", "key_spectrum", "value_spectrum"))}
+    assert set(others) == kept | {f"{fitted}/key_clip", f"{fitted}/value_clip"}
+    assert all(torch.equal(tensor, case.artifact.tensors[name]) for name, tensor in others.items())
+    assert f"{fitted}/value_rotation" in case.artifact.tensors, "the old artifact stays as it was"
+    case.own.save(tmp_path)
+    loaded = Artifact.load(tmp_path)
+    assert torch.equal(
+        logits(case.model, cache(case.model, case.recipe, loaded)),
+        logits(case.model, cache(case.model, case.recipe, case.own)),
+    )
+
+
+def weights(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def unchanged(model: torch.nn.Module, before: list[torch.Tensor]) -> bool:
+    return all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("recipe", ["saw-int4", "hessian-int4", "oscar-int2:per_head=true"])
+def test_without_a_rotation_of_values_there_is_nothing_to_fold(recipe):
+    model = tiny()
+    artifact = calibrate(model, random_tokens(60), 60, [parse("hessian-int4"), parse("oscar-int2")])
+    before = weights(model)
+    with pytest.raises(ValueError, match="has no rotation of values in the artifact") as caught:
+        fold_values(model, parse(recipe), artifact)
+    assert recipe in str(caught.value)
+    assert unchanged(model, before)
+
+
+def test_folding_twice_is_refused(folded):
+    case = folded("Qwen2", RECIPES[0])
+    before = weights(case.model)
+    for artifact, message in ((case.own, "has no rotation of values"), (case.artifact, "made for another model")):
+        with pytest.raises(ValueError, match=message):
+            fold_values(case.model, case.recipe, artifact)
+    assert unchanged(case.model, before)
+
+
+def test_an_artifact_of_another_model_is_refused():
+    recipe = parse("oscar-int2")
+    artifact = calibrate(tiny(), random_tokens(60), 60, [recipe])
+    for model, field in ((tiny("Qwen3"), "architecture"), (tiny(num_hidden_layers=3), "layers")):
+        before = weights(model)
+        with pytest.raises(ValueError, match=f"made for another model: its {field} is"):
+            fold_values(model, recipe, artifact)
+        assert unchanged(model, before)
+
+
+def test_fused_projections_are_refused():
+    model, recipe = tiny("Phi3"), parse("oscar-int2")
+    artifact = calibrate(model, random_tokens(60), 60, [recipe])
+    before = weights(model)
+    with pytest.raises(UnsupportedModel, match=r"Phi3.*: values cannot be folded, .* no plain v_proj and o_proj"):
+        fold_values(model, recipe, artifact)
+    assert unchanged(model, before)
