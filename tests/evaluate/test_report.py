@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from kvfold.evaluate.needle import TASKS, NeedleRow
 from kvfold.evaluate.report import Report, Row, rows, table, write_html
 
 HOSTILE = "<script>alert(1)</script>&$\\frac$[red]"
@@ -47,6 +48,27 @@ BROKEN = report(
 REFERENCE_ALONE = report(noise_floor=0.0)
 
 
+def suite(single: float, others: float) -> list[NeedleRow]:
+    """Half as much at depth 100 % as at 0 %, and nothing at 32k."""
+    return [
+        NeedleRow(
+            task, length, depth, 3, (single if task == "single" else others) * (1 - depth / 2) * (length < 30_000)
+        )
+        for length in (4096, 32768)
+        for depth in (0.0, 1.0)
+        for task in TASKS
+    ]
+
+
+MEASURED = replace(
+    ORDINARY,
+    rows=[
+        replace(row, suite=suite(1.0, found), gsm8k=found / 2, tasks={"arc_easy acc": found, "lambada perplexity": 9.5})
+        for row, found in zip(ORDINARY.rows, (0.4, 0.5, 0.6, 0.0, 0.7, 0.8, 1.0), strict=True)
+    ],
+)
+
+
 def printed(report: Report, width: int = 120) -> list[str]:
     console = Console(width=width, file=StringIO())
     console.print(table(report))
@@ -68,9 +90,16 @@ def test_table_says_what_was_measured_and_what_means_nothing():
         assert words in caption
 
 
+def test_table_shows_what_else_was_measured():
+    text = "\n".join(" ".join(line.split()) for line in printed(MEASURED))
+    assert "needle arc_easy lambada\nrecipe suite GSM8K acc perplexity\n" in text
+    assert "bf16 (reference) 38 % 50.0 % 1.000 9.500\nint4 19 % 20.0 % 0.400 9.500\n" in text
+    assert "int2 6 % 0.0 % 0.000 9.500\n" in text
+
+
 @pytest.mark.parametrize("width", [80, 200])
 def test_table_shows_every_recipe_in_any_terminal(width: int):
-    for shown in (ORDINARY, BROKEN):
+    for shown in (ORDINARY, BROKEN, MEASURED):
         lines = printed(shown, width)
         names = "".join(line.split(" ")[0] for line in lines)
         assert all(row.recipe in names for row in shown.rows)
@@ -92,6 +121,12 @@ def test_rows_hold_the_report():
     for expected in ORDINARY.rows:
         assert asdict(expected).items() <= found[expected.recipe].items()
         assert common.items() <= found[expected.recipe].items()
+
+
+def test_rows_hold_what_else_was_measured():
+    found = {row["recipe"]: row for row in json.loads(json.dumps(rows(MEASURED)))}["int4"]
+    assert (found["gsm8k"], found["tasks"]) == (0.2, {"arc_easy acc": 0.4, "lambada perplexity": 9.5})
+    assert {"task": "multi", "length": 4096, "depth": 1.0, "trials": 3, "score": 0.2} in found["suite"]
 
 
 def test_rows_have_null_for_what_is_not_finite():
@@ -122,7 +157,8 @@ def test_the_same_report_gives_the_same_page(tmp_path: Path):
 
 
 def test_names_are_escaped_everywhere(tmp_path: Path):
-    bf16 = replace(BROKEN.reference, needle_by_depth={HOSTILE: 1.0})
+    cell = NeedleRow(HOSTILE, 4096, 0.5, 3, 1.0)
+    bf16 = replace(BROKEN.reference, needle_by_depth={HOSTILE: 1.0}, suite=[cell], tasks={HOSTILE: 1.0})
     hostile = Report(HOSTILE, HOSTILE, 2048, 8192, 1e-4, 12.0, {HOSTILE: HOSTILE}, [*BROKEN.rows[:-1], bf16])
     write_html(hostile, tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
@@ -238,6 +274,26 @@ def test_without_needles_there_is_no_section_about_them(open_page):
     assert open_page(bare).locator("h2").all_inner_texts() == ["Results", "How this was measured"]
 
 
+def test_the_needle_suite_is_shown_by_task_and_as_a_map_for_each_recipe(open_page):
+    page = open_page(MEASURED)
+    assert page.locator("h2").all_inner_texts()[1:3] == ["Needle retrieval by depth", "Needle suite"]
+    _, _, tasks, *maps = page.locator("table").all()
+    assert tasks.locator("tr").all_inner_texts()[:3] == [
+        "\t".join(["recipe", *TASKS]),
+        "bf16\t38 %\t38 %\t38 %\t38 %\t38 %\t38 %",
+        "int4\t38 %\t15 %\t15 %\t15 %\t15 %\t15 %",
+    ]
+    assert page.locator("h3").all_inner_texts() == [row.recipe for row in MEASURED.ordered]
+    assert len(maps) == len(MEASURED.rows)
+    assert maps[1].locator("tr").all_inner_texts() == [
+        "depth\t4,096\t32,768",
+        "0 %\t50 %\t0 %",
+        "100 %\t25 %\t0 %",
+    ]
+    alpha = "cell => +getComputedStyle(cell).backgroundColor.match(/([\\d.]+)\\)$/)[1]"
+    assert [round(cell.evaluate(alpha), 2) for cell in maps[1].locator("td").all()] == [0.2, 0.0, 0.1, 0.0]
+
+
 # The contrast, as WCAG defines it, of every text and point against what is painted behind it.
 CONTRASTS = """() => {
   const canvas = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
@@ -257,7 +313,7 @@ CONTRASTS = """() => {
   const all = (selector, property) => [...document.querySelectorAll(selector)].map((e) => contrast(e, property));
   return {
     paper: luminance(paper),
-    text: [...all("h1, h2, p, th, td, dt, dd, figcaption", "color"), ...all("svg text", "fill")],
+    text: [...all("h1, h2, h3, p, th, td, dt, dd, figcaption", "color"), ...all("svg text", "fill")],
     points: [...all("[id*='-point-']:not([id$='-0']) use", "fill"), ...all("[id$='-point-0'] use", "stroke")],
   };
 }"""
@@ -265,14 +321,14 @@ CONTRASTS = """() => {
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_and_points_stand_out_in_light_and_dark(open_page, scheme: str):
-    contrasts = open_page(ORDINARY, scheme=scheme).evaluate(CONTRASTS)
+    contrasts = open_page(MEASURED, scheme=scheme).evaluate(CONTRASTS)
     assert (contrasts["paper"] > 0.5) == (scheme == "light")
     assert len(contrasts["points"]) == 2 * len(ORDINARY.rows)
     assert min(contrasts["text"]) >= 4.5
     assert min(contrasts["points"]) >= 3
 
 
-@pytest.mark.parametrize("shown", [ORDINARY, BROKEN], ids=["ordinary", "broken"])
+@pytest.mark.parametrize("shown", [MEASURED, BROKEN], ids=["measured", "broken"])
 def test_the_page_fits_a_phone(open_page, shown: Report):
     page = open_page(replace(shown, text="t" * 300), width=375)
     assert page.evaluate("document.documentElement.scrollWidth") == 375

@@ -7,19 +7,25 @@ from dataclasses import asdict, dataclass
 from html import escape
 from io import StringIO
 from pathlib import Path
+from statistics import fmean
 from string import Template
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
+
+if TYPE_CHECKING:
+    from kvfold.evaluate.attention import LayerRow
+    from kvfold.evaluate.needle import NeedleRow
 
 REFERENCE = "bf16"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One recipe. Shares (`top1`, `copy`, `needle`) lie between 0 and 1."""
+    """One recipe. Shares (`top1`, `copy`, `needle`, `gsm8k`) lie between 0 and 1; None is not measured."""
 
     recipe: str
     bits_per_element_2k: float
@@ -32,6 +38,10 @@ class Row:
     copy: float | None
     needle: float | None
     needle_by_depth: dict[str, float] | None
+    suite: "list[NeedleRow] | None" = None  # of the needle suite
+    gsm8k: float | None = None
+    tasks: dict[str, float] | None = None  # of lm-eval, by task and metric
+    layers: "list[LayerRow] | None" = None  # what quantized keys do to the attention of each layer
 
 
 @dataclass(frozen=True)
@@ -62,19 +72,26 @@ class Report:
         return 100 * (row.perplexity / self.reference.perplexity - 1)
 
 
-def table(report: Report) -> Table:
+def table(report: Report) -> Group:
     caption = (
         "\nBits are those allocated for each number in the cache. "
         f"Noise floor: KL {_kl(report.noise_floor)} of the plain model against the 16-bit cache. "
         "Below it, differences mean nothing.\n"
         f"{report.model} · {report.text} · context {report.context:,} · {report.tokens:,} tokens"
     )
-    result = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False, caption=Text(caption), caption_justify="left")
-    result.add_column(COLUMNS[0], vertical="bottom", overflow="fold", min_width=16)
-    for column in COLUMNS[1:]:
+    tables: list[RenderableType] = [_rich_table(report, COLUMNS, [_cells(row, report) for row in report.ordered])]
+    if more := _more_columns(report):  # a table of its own: one with all columns would be too wide for a terminal
+        cells = [[_name(row, report), *_more_cells(row)] for row in report.ordered]
+        tables += [Text(), _rich_table(report, [COLUMNS[0], *more], cells)]
+    return Group(*tables, Text(caption, style="table.caption"))
+
+
+def _rich_table(report: Report, columns: list[str], rows: list[list[str]]) -> Table:
+    result = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+    result.add_column(columns[0], vertical="bottom", overflow="fold", min_width=16)
+    for column in columns[1:]:
         result.add_column(column, vertical="bottom", justify="right", no_wrap=True)
-    for row in report.ordered:
-        name, *cells = _cells(row, report)
+    for row, (name, *cells) in zip(report.ordered, rows, strict=True):
         result.add_row(Text(_wrap(name)), *cells, style="bold" if row is report.reference else None)
     return result
 
@@ -112,7 +129,7 @@ def write_html(report: Report, path: Path) -> None:
         kl_plot=kl_plot,
         perplexity_plot=perplexity_plot,
         results=_results(report),
-        needle=_needle(report),
+        needle=_needle(report) + _suite(report),
         facts="".join(f"<div><dt>{escape(key)}</dt><dd>{escape(fact)}</dd></div>" for key, fact in facts.items()),
     )
     _write(page, path)
@@ -126,22 +143,45 @@ def _write(text: str, path: Path) -> None:
 
 # Numbers as people read them.
 
+LAYER_NUMBERS = ("softmax_kl", "top10", "logit_mae")
 COLUMNS = ["recipe", "bits\nat 2k", "bits\nat 128k", "perplexity", "increase", "KL", "top-1", "copy", "needle"]
 
 
 def _cells(row: Row, report: Report) -> list[str]:
-    reference = row is report.reference
     return [
-        f"{row.recipe} (reference)" if reference else row.recipe,
+        _name(row, report),
         f"{row.bits_per_element_2k:.2f}",
         f"{row.bits_per_element_128k:.2f}",
         _perplexity(row.perplexity),
-        "–" if reference else _increase(report.increase(row)),
+        "–" if row is report.reference else _increase(report.increase(row)),
         _kl(row.kl),
         f"{100 * row.top1:.1f} %",
         _share(row.copy),
         _share(row.needle),
     ]
+
+
+def _name(row: Row, report: Report) -> str:
+    return f"{row.recipe} (reference)" if row is report.reference else row.recipe
+
+
+def _more_columns(report: Report) -> list[str]:
+    """What was measured because it was asked for, then for all recipes."""
+    measured = report.reference
+    suite = ["needle\nsuite"] if measured.suite else []
+    gsm8k = ["GSM8K"] if measured.gsm8k is not None else []
+    layers = ["attention\nKL", "top-10\nkept", "logit\nerror"] if measured.layers else []
+    return [*layers, *suite, *gsm8k, *(task.replace(" ", "\n") for task in measured.tasks or ())]
+
+
+def _more_cells(row: Row) -> list[str]:
+    suite = [_share(fmean(cell.score for cell in row.suite))] if row.suite else []
+    gsm8k = [f"{100 * row.gsm8k:.1f} %"] if row.gsm8k is not None else []
+    layers = []
+    if row.layers:
+        kl, top, error = (fmean(getattr(layer, name) for layer in row.layers) for name in LAYER_NUMBERS)
+        layers = [_kl(kl), _share(top), f"{error:.3g}"]
+    return [*layers, *suite, *gsm8k, *(f"{score:.3f}" for score in (row.tasks or {}).values())]
 
 
 def _decimals(number: float) -> int:
@@ -343,8 +383,11 @@ def _svg(axes: Any) -> str:
 
 
 def _results(report: Report) -> str:
-    rows = (_cells(row, report) for row in report.ordered)
-    return _html_table(COLUMNS, [(name, [f"<td>{escape(cell)}</td>" for cell in cells]) for name, *cells in rows])
+    rows = []
+    for row in report.ordered:
+        name, *cells = [*_cells(row, report), *_more_cells(row)]
+        rows.append((name, [f"<td>{escape(cell)}</td>" for cell in cells]))
+    return _html_table([*COLUMNS, *_more_columns(report)], rows)
 
 
 def _needle(report: Report) -> str:
@@ -352,11 +395,37 @@ def _needle(report: Report) -> str:
     if not found:
         return ""
     depths = list(found[0][1])
-    rows = [
-        (recipe, [f'<td style="--found:{shares[depth]:.0%}">{_share(shares[depth])}</td>' for depth in depths])
-        for recipe, shares in found
-    ]
+    rows = [(recipe, [_heat(shares[depth]) for depth in depths]) for recipe, shares in found]
     return NEEDLE.substitute(table=_html_table(["recipe", *depths], rows))
+
+
+def _suite(report: Report) -> str:
+    """The tasks of the needle suite, then for every recipe a map of depth against length."""
+    found = [(row.recipe, row.suite) for row in report.ordered if row.suite]
+    if not found:
+        return ""
+    tasks, lengths, depths = (
+        list(dict.fromkeys(getattr(cell, field) for cell in found[0][1])) for field in ("task", "length", "depth")
+    )
+    by_task = [(recipe, [_heat(_mean(cells, task=task)) for task in tasks]) for recipe, cells in found]
+    maps = [_map(recipe, cells, lengths, depths) for recipe, cells in found]
+    return SUITE.substitute(tasks=_html_table(["recipe", *tasks], by_task), maps="\n".join(maps))
+
+
+def _map(recipe: str, cells: "list[NeedleRow]", lengths: list[int], depths: list[float]) -> str:
+    rows = [
+        (_share(depth), [_heat(_mean(cells, depth=depth, length=length)) for length in lengths]) for depth in depths
+    ]
+    table = _html_table(["depth", *(f"{length:,}" for length in lengths)], rows)
+    return f"<figure><h3>{_breakable(recipe)}</h3>{table}</figure>"
+
+
+def _mean(cells: "list[NeedleRow]", **where: Any) -> float:
+    return fmean(cell.score for cell in cells if where.items() <= vars(cell).items())
+
+
+def _heat(share: float) -> str:
+    return f'<td style="--found:{share:.0%}">{_share(share)}</td>'
 
 
 def _breakable(name: str) -> str:
@@ -375,6 +444,19 @@ NEEDLE = Template("""\
 <p>A fact is hidden in the text and asked for at the end. Columns say how deep it was hidden; cells, how often it was
 found.</p>
 <div class="heat">$table</div>
+""")
+
+SUITE = Template("""\
+<h2>Needle suite</h2>
+<p>Facts are hidden in the text and asked for at the end: one alone (<em>single</em>), one among lookalikes
+(<em>distractor</em>), one of several (<em>multi</em>), three that stand together (<em>m-key</em>), three values of one
+key (<em>m-value</em>), several all over the text (<em>m-query</em>). Cells say how much of the answers was found.</p>
+<div class="heat">$tasks</div>
+<p>The same by tokens of text, from left to right, and by how deep the facts were hidden, from top to bottom; the mean
+of all tasks.</p>
+<div class="heat maps">
+$maps
+</div>
 """)
 
 PAGE = Template("""\
@@ -400,6 +482,7 @@ body {
 }
 h1 { margin: 0; font-size: 1.9rem; line-height: 1.2; }
 h2 { margin: 2.5rem 0 .5rem; font-size: 1.25rem; }
+h3 { margin: 0 0 .3rem; font-size: 1rem; font-weight: 500; }
 p { max-width: 46rem; }
 .model { margin: .3rem 0 1.5rem; color: var(--muted); }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 2rem 2.5rem; }
@@ -413,6 +496,8 @@ th, td { padding: .45rem .8rem; border-bottom: 1px solid var(--line); text-align
 th[scope=col] { color: var(--muted); font-weight: 500; white-space: pre; vertical-align: bottom; }
 th[scope=row] { min-width: 8rem; font-weight: 500; white-space: normal; }
 th:first-child { position: sticky; left: 0; padding-left: 0; background: var(--paper); text-align: left; }
+.maps { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 18rem), 1fr)); gap: 0 2rem; }
+.maps th[scope=row] { min-width: 0; }
 .heat td { background: color-mix(in srgb, var(--accent) calc(var(--found) * .4), transparent); }
 dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 13rem), 1fr)); gap: .9rem 1.5rem; }
 dt { color: var(--muted); font-size: .875rem; }

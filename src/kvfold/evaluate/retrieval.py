@@ -45,7 +45,7 @@ def needle_accuracy(
         rng = random.Random(trial)
         codes = [f" {rng.randrange(10_000, 100_000)}" for _ in THINGS]
         sentences = [f"\nThe code of the {thing} is{code}.\n" for thing, code in zip(THINGS, codes, strict=True)]
-        needles = [_tokens(tokenizer, sentence) for sentence in sentences]
+        needles = [encode(tokenizer, sentence) for sentence in sentences]
         hay = text[trial * length : (trial + 1) * length - sum(map(len, needles))]
         parts, begin = [], 0
         for depth, needle in zip(DEPTHS, needles, strict=True):
@@ -55,14 +55,18 @@ def needle_accuracy(
         cache = make()
         model(torch.cat((*parts, hay[begin:]))[None].to(model.device), past_key_values=cache, logits_to_keep=1)
         for depth, thing, code in zip(DEPTHS, THINGS, codes, strict=True):
-            question = _tokens(tokenizer, f"\nThe code of the {thing} is")
-            answer = _tokens(tokenizer, code)
-            asked = torch.cat((question, answer[:-1]))[None].to(model.device)
-            logits = model(asked, past_key_values=cache, logits_to_keep=len(answer)).logits[0]
-            found[depth] += bool((logits.argmax(dim=-1).cpu() == answer).all())
-            cache.crop(-asked.shape[1])
+            question = encode(tokenizer, f"\nThe code of the {thing} is")
+            found[depth] += bool(ask(model, cache, question, encode(tokenizer, code)).all())
     return {f"{depth:.0%}": count / HAYSTACKS for depth, count in found.items()}
 
 
-def _tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:
+def ask(model: PreTrainedModel, cache: Cache, question: Tensor, answer: Tensor) -> Tensor:
+    """Which tokens of `answer` greedy decoding gives after `question`; what was asked is taken back from the cache."""
+    asked = torch.cat((question, answer[:-1]))[None].to(model.device)
+    logits = model(asked, past_key_values=cache, logits_to_keep=len(answer)).logits[0]
+    cache.crop(-asked.shape[1])
+    return logits.argmax(dim=-1).cpu() == answer
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:
     return torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])

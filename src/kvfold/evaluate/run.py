@@ -1,24 +1,32 @@
 """One evaluation: every recipe on the same model and text, as a report."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 import kvfold
-from kvfold.artifact import Artifact
+from kvfold.artifact import TEXT, Artifact
 from kvfold.engines.transformers import cache
+from kvfold.evaluate.attention import diagnose
+from kvfold.evaluate.gsm8k import Problems, gsm8k
 from kvfold.evaluate.logits import Scores, compare
+from kvfold.evaluate.needle import hide, needle_suite
 from kvfold.evaluate.report import REFERENCE, Report, Row
-from kvfold.evaluate.retrieval import copy_accuracy, needle_accuracy
+from kvfold.evaluate.retrieval import Make, copy_accuracy, needle_accuracy
+from kvfold.evaluate.tasks import check_tasks, lm_eval_tasks
 from kvfold.geometry import Geometry
+from kvfold.overlap import check_disjoint
 from kvfold.recipe import Recipe
 from kvfold.recipes import parse
 
 PLAIN = "transformers' own cache"
+DIAGNOSED = 2048  # tokens whose attention is looked into, at most
 
 
 def evaluate(
@@ -30,25 +38,41 @@ def evaluate(
     *,
     artifact: Artifact | None = None,
     names: tuple[str, str] = ("", ""),  # of the model and of the text
+    lengths: Sequence[int] = (),  # of the needle suite, which is left out without any
+    haystack: Tensor | None = None,  # its text, where `tokens` are too few
+    problems: Problems | None = None,  # of GSM8K
+    tasks: Sequence[str] = (),  # of lm-eval
+    layers: bool = False,  # whether to look into the attention of every layer
     advance: Callable[[float], None] = lambda share: None,
 ) -> Report:
     """Evaluate `recipes` beside the 16-bit cache, on `tokens` (1-D); `advance` gets shares of 1."""
     geometry = Geometry.from_config(model.config.to_dict())
+    if artifact is not None:
+        check_disjoint(tokens if haystack is None else haystack, artifact.tensors[TEXT])
     panel = {str(recipe): recipe for recipe in (parse(REFERENCE), *recipes)}
-    makes: dict[str, Callable[[], Cache]] = {
-        name: partial(cache, model, recipe, artifact) for name, recipe in panel.items()
-    }
-    for make in makes.values():
-        make()  # what does not fit the model fails here, before the long work
+    # what does not fit the model fails here, before the long work
+    caches = {name: cache(model, recipe, artifact) for name, recipe in panel.items()}
+    makes: dict[str, Make] = {name: packed.empty for name, packed in caches.items()}
+    text = tokens if haystack is None else haystack
+    for length in lengths:
+        hide(tokenizer, text, length, depth=0, trial=0)
+    check_tasks(tasks)
+    rope = artifact.metadata.rope if artifact else None
+    by_layer = diagnose(model, tokens[: min(context, DIAGNOSED)], caches, rope) if layers else {}
     others = {name: make for name, make in makes.items() if name != REFERENCE}
     others[PLAIN] = partial(DynamicCache, config=model.config)
     own, scores = compare(model, tokens, context, makes[REFERENCE], others, lambda share: advance(0.6 * share))
+    step = 0.4 / len(panel) / (1 + bool(lengths) + bool(problems) + bool(tasks))
     rows = []
     for name, recipe in panel.items():
         copied = copy_accuracy(model, makes[name], tokens)
         needles = needle_accuracy(model, tokenizer, makes[name], tokens)
-        rows.append(_row(recipe, geometry, own if name == REFERENCE else scores[name], copied, needles))
-        advance(0.4 / len(panel))
+        row = _row(recipe, geometry, artifact, own if name == REFERENCE else scores[name], copied, needles)
+        advance(step)
+        asked_for = _asked_for(
+            model, tokenizer, makes[name], text, lengths, problems, tasks, lambda share: advance(step * share)
+        )
+        rows.append(replace(row, layers=by_layer.get(name), **asked_for))
     versions = {module.__name__: module.__version__ for module in (kvfold, torch, transformers)}
     return Report(
         model=names[0],
@@ -62,12 +86,42 @@ def evaluate(
     )
 
 
-def _row(recipe: Recipe, geometry: Geometry, scores: Scores, copied: float, needles: dict[str, float]) -> Row:
-    layout = recipe.page_layout(0, geometry.head_dim)
+def _asked_for(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    make: Make,
+    text: Tensor,
+    lengths: Sequence[int],
+    problems: Problems | None,
+    tasks: Sequence[str],
+    advance: Callable[[float], None],
+) -> dict[str, Any]:
+    """What takes long and is measured only where it is asked for."""
+    found: dict[str, Any] = {}
+    if lengths:
+        found["suite"] = needle_suite(model, tokenizer, make, text, lengths, advance=advance)
+    if problems:
+        found["gsm8k"] = gsm8k(model, tokenizer, make, problems, advance=advance).exact_match
+    if tasks:
+        found["tasks"] = lm_eval_tasks(model, tokenizer, make, tasks)
+        advance(1)
+    return found
+
+
+def _row(
+    recipe: Recipe,
+    geometry: Geometry,
+    artifact: Artifact | None,
+    scores: Scores,
+    copied: float,
+    needles: dict[str, float],
+) -> Row:
+    fitted = artifact if recipe.learns else None  # without one, the layouts of a short calibration are not known here
+    layout = recipe.page_layouts(geometry, artifact=fitted)[0]
     return Row(
         recipe=str(recipe),
-        bits_per_element_2k=recipe.bits_per_element(geometry, 2048),
-        bits_per_element_128k=recipe.bits_per_element(geometry, 131072),
+        bits_per_element_2k=recipe.bits_per_element(geometry, 2048, artifact=fitted),
+        bits_per_element_128k=recipe.bits_per_element(geometry, 131072, artifact=fitted),
         slot_bytes=layout.key.slot_bytes + layout.value.slot_bytes,
         perplexity=scores.perplexity,
         kl=scores.kl,

@@ -1,0 +1,85 @@
+"""What quantized keys do to attention, layer by layer: no windows, values untouched."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvfold.calibration.capture import collect
+from kvfold.calibration.rope import probe
+from kvfold.codec import Codec
+from kvfold.engines.transformers import PackedCache
+from kvfold.rope import Rope
+
+TOP = 10
+PAIRS = 256  # of a query and a key, for each layer
+OFFSETS = 50  # relative positions at which the logits of a pair are compared
+FAR = 1024  # the largest of them
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    layer: int
+    softmax_kl: float  # KL of the attention weights from the exact ones, mean over heads and queries
+    top10: float  # share of the ten most attended tokens that stay among the ten
+    logit_mae: float  # mean |error| of q·k before scaling, over relative positions in [−1024, 1024]
+
+
+@torch.no_grad()
+def diagnose(
+    model: PreTrainedModel, tokens: Tensor, caches: Mapping[str, PackedCache], rope: Rope | None = None
+) -> dict[str, list[LayerRow]]:
+    """Quantize the keys of one window of `tokens` (1-D) as each cache does; its second half of queries looks back."""
+    if len(tokens) < 2 * TOP:
+        raise ValueError(f"attention is looked into with {2 * TOP} tokens of a window at least, not {len(tokens)}")
+    rope = rope or probe(model)
+    rows: dict[str, list[LayerRow]] = {name: [] for name in caches}
+    for layer, states in enumerate(collect(model, tokens)):
+        q, k = (side.to(model.device) for side in states[:2])  # [q_heads, n, d], [kv_heads, n, d]
+        queries = q.unflatten(0, (len(k), -1))  # [kv_heads, group, n, d]
+        for name, cache in caches.items():
+            decoded = _decoded(cache.codecs[layer][0], k, cache.page_size)
+            kl, top = _weights(queries, k, decoded, scale=states[3])
+            rows[name].append(LayerRow(layer, kl, top, _logit_error(queries, decoded - k, rope)))
+    return rows
+
+
+def _decoded(codec: Codec, k: Tensor, page_size: int) -> Tensor:
+    """Keys [kv_heads, n, d] as they come back; of a codec for whole pages the last tokens may come back as they are."""
+    tokens = k.transpose(0, 1)
+    if not codec.layout.per_page:
+        return codec.decode(codec.encode(tokens)).transpose(0, 1)
+    whole = len(tokens) // page_size * page_size
+    pages = codec.transform.forward(tokens[:whole]).unflatten(0, (-1, page_size)).unsqueeze(3)
+    decoded = codec.transform.inverse(codec.dequantize(*codec.quantize(pages)).squeeze(3).flatten(0, 1))
+    return torch.cat((decoded, tokens[whole:])).transpose(0, 1)
+
+
+def _weights(queries: Tensor, k: Tensor, decoded: Tensor, scale: float) -> tuple[float, float]:
+    """Softmax KL and overlap of the most attended tokens, with queries [kv_heads, group, n, d]."""
+    n = k.shape[1]
+    future = torch.ones(n, n, device=k.device).triu(1).bool()[n // 2 :]
+    kl, common = [], []
+    for head, exact, rounded in zip(queries[:, :, n // 2 :], k, decoded, strict=True):
+        p, other = (
+            torch.log_softmax((scale * head @ keys.T).masked_fill(future, -torch.inf), dim=-1)
+            for keys in (exact, rounded)
+        )
+        kl.append((p.exp() * (p - other).masked_fill(future, 0)).sum(dim=-1).double().mean())
+        best, others = (weights.topk(TOP, dim=-1).indices for weights in (p, other))
+        common.append((best.unsqueeze(-1) == others.unsqueeze(-2)).any(dim=-1).double().mean())
+    return float(torch.stack(kl).mean()), float(torch.stack(common).mean())
+
+
+def _logit_error(queries: Tensor, error: Tensor, rope: Rope) -> float:
+    """Mean |qᵀ·R_Δ·(k̂ − k)| over pairs of a query [kv_heads, group, n, d] and an error [kv_heads, n, d], and over
+    relative positions Δ between them."""
+    n = error.shape[1]
+    generator = torch.Generator().manual_seed(0)
+    at, of = torch.randint(n, (2, PAIRS), generator=generator).to(error.device)
+    offsets = torch.linspace(-FAR, FAR, OFFSETS, dtype=torch.float64, device=error.device)
+    turn = offsets - (of - at).unsqueeze(1)  # from where the key stands to the offset: [PAIRS, OFFSETS]
+    turned = rope.rotate(error[:, of].double().unsqueeze(2), turn)  # [kv_heads, PAIRS, OFFSETS, d]
+    return float(torch.einsum("hgpd,hpod->hgpo", queries[:, :, at].double(), turned).abs().mean())

@@ -1,0 +1,118 @@
+"""GSM8K: grade-school problems from a local jsonl file, solved in words; the final number must match exactly."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvfold.evaluate.retrieval import Make
+
+SHOTS = 5
+STOP = "\n\nQuestion"  # where a plain model goes on to a problem of its own
+
+
+@dataclass(frozen=True)
+class Problem:
+    question: str
+    answer: str  # reasoning, then "#### " and the number
+
+
+@dataclass(frozen=True)
+class Problems:
+    """What is asked, and solved problems to show before: never the same ones."""
+
+    asked: list[Problem]
+    shots: list[Problem]
+
+
+@dataclass(frozen=True)
+class Gsm8kScore:
+    problems: int
+    correct: int
+
+    @property
+    def exact_match(self) -> float:
+        return self.correct / self.problems
+
+
+def read_problems(path: Path, count: int) -> Problems:
+    """Ask the first `count` problems of a jsonl file with `question` and `answer`, and show its last ones."""
+    try:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        problems = [Problem(line["question"], line["answer"]) for line in lines]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f'{path} is no GSM8K file, which has lines {{"question": …, "answer": …}}: {error}') from error
+    if unsolved := [problem for problem in problems if final_number(problem.answer) is None]:
+        raise ValueError(f"{path}: no number in the answer to {unsolved[0].question!r}")
+    if not 0 < count <= len(problems) - SHOTS:
+        raise ValueError(f"{path} has {len(problems)} problems, {SHOTS} of them to show: cannot ask {count}")
+    return Problems(problems[:count], problems[-SHOTS:])
+
+
+@torch.no_grad()
+def gsm8k(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    make: Make,
+    problems: Problems,
+    batch: int = 128,
+    max_new_tokens: int = 512,
+    advance: Callable[[float], None] = lambda share: None,
+) -> Gsm8kScore:
+    """Let the model answer greedily, `batch` problems at a time, each batch with a cache of its own."""
+    prompts = [prompt(tokenizer, problems.shots, problem.question) for problem in problems.asked]
+    correct = 0
+    for start in range(0, len(prompts), batch):
+        ids, mask = left_padded(prompts[start : start + batch], tokenizer.eos_token_id)
+        written = model.generate(
+            input_ids=ids.to(model.device),
+            attention_mask=mask.to(model.device),
+            past_key_values=make(),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            pad_token_id=tokenizer.eos_token_id,
+            stop_strings=[STOP],
+            tokenizer=tokenizer,
+        )
+        texts = tokenizer.batch_decode(written[:, ids.shape[1] :], skip_special_tokens=True)
+        for text, problem in zip(texts, problems.asked[start : start + batch], strict=True):
+            correct += final_number(text) == final_number(problem.answer)
+        advance(len(ids) / len(prompts))
+    return Gsm8kScore(len(prompts), correct)
+
+
+def prompt(tokenizer: PreTrainedTokenizerBase, shots: list[Problem], question: str) -> list[int]:
+    """The shots and the question as tokens: as turns of a chat where the tokenizer knows chats, or as plain text."""
+    if not tokenizer.chat_template:
+        solved = "".join(f"Question: {shot.question}\nAnswer: {shot.answer}\n\n" for shot in shots)
+        return tokenizer(f"{solved}Question: {question}\nAnswer:")["input_ids"]
+    chat = []
+    for shot in shots:
+        chat += [{"role": "user", "content": shot.question}, {"role": "assistant", "content": shot.answer}]
+    chat.append({"role": "user", "content": question})
+    # The shots show how to reason; a model that thinks by itself would take thousands of tokens.
+    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, enable_thinking=False)
+    return inputs["input_ids"]
+
+
+def left_padded(prompts: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
+    """Tokens and attention mask [prompts, tokens of the longest]."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    return ids, mask
+
+
+def final_number(text: str) -> Decimal | None:
+    """The number after "####", or else the last one before the model goes on to another problem."""
+    own = text.split(STOP)[0].replace(",", "").replace("$", "")
+    number = r"(?<!\d)-?\d+(?:\.\d+)?"  # the minus in 5-3 is no sign
+    marked = re.search(rf"####\s*({number})", own)
+    numbers = [marked[1]] if marked else re.findall(number, own)
+    return Decimal(numbers[-1]) if numbers else None

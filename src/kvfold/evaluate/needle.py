@@ -1,0 +1,149 @@
+"""Six tasks of finding needles in a haystack, by length and depth (Block-GTQ, arXiv 2606.24033, appendix D.1.1).
+
+Reading a haystack is what takes long. So each is read once and holds the needles of all tasks. Every task has a
+sentence of its own and no word of a key stands in two tasks, so that needles can only be mistaken within a task:
+
+- single: one needle, the only one with its sentence.
+- distractor: one needle, with lookalikes all over the haystack: the same sentence and adjective, another noun.
+- multi: one of several needles all over the haystack.
+- m-key: each of three needles that follow one another.
+- m-value: the three values of one key, in one sentence.
+- m-query: each of the needles of which multi asks one.
+
+The depth is that of the needle asked for; what stands all over the haystack begins there and goes on, at equal
+distances, around the end. The first three tasks score 0 or 1, the others the share of values found. A value is found
+if every token of it comes out of greedy decoding after the question and the right tokens before it.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+
+from kvfold.evaluate.retrieval import Make, ask, encode
+
+TASKS = ("single", "distractor", "multi", "m-key", "m-value", "m-query")
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+TRIALS = 3
+SPREAD = 4  # needles of distractor and of multi
+PREFILL = 2048  # tokens read at a time: bounds memory, changes no answer
+
+ADJECTIVES = ("red", "old", "green", "silver", "small", "golden", "broken", "wooden", "yellow", "heavy")
+NOUNS = ("door", "clock", "boat", "tower", "box", "lamp", "piano", "garden", "bridge", "well", "wagon", "harp", "bell")
+
+
+@dataclass(frozen=True)
+class NeedleRow:
+    """How much of a task's answers was found, between 0 and 1, on average over the trials."""
+
+    task: str
+    length: int
+    depth: float
+    trials: int
+    score: float
+
+
+@dataclass(frozen=True)
+class Needle:
+    """The sentence of `question` and `values`, and the tasks that ask for it."""
+
+    question: str
+    values: tuple[str, ...]
+    depth: float
+    tasks: tuple[str, ...]
+
+    def encode(self, tokenizer: PreTrainedTokenizerBase) -> list[Tensor]:
+        """Tokens in pieces, so that haystack and question have the same ones: question, each value, full stop."""
+        return [encode(tokenizer, piece) for piece in (self.question, *self.values, ".\n")]
+
+
+@torch.no_grad()
+def needle_suite(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    make: Make,
+    text: Tensor,
+    lengths: Sequence[int],
+    depths: Sequence[float] = DEPTHS,
+    trials: int = TRIALS,
+    advance: Callable[[float], None] = lambda share: None,
+) -> list[NeedleRow]:
+    """All tasks, in haystacks of `lengths` tokens out of `text` (1-D); every cache gets the same ones."""
+    rows = []
+    for length in lengths:
+        for depth in depths:
+            scores: dict[str, list[float]] = {task: [] for task in TASKS}
+            for trial in range(trials):
+                tokens, hidden = hide(tokenizer, text, length, depth, trial)
+                for needle, score in _found(model, make(), tokens, hidden).items():
+                    for task in needle.tasks:
+                        scores[task].append(score)
+                advance(length / (sum(lengths) * len(depths) * trials))
+            rows += [NeedleRow(task, length, depth, trials, fmean(found)) for task, found in scores.items()]
+    return rows
+
+
+def needles(depth: float, rng: random.Random) -> list[Needle]:
+    """The needles of all tasks, at or from `depth`."""
+    adjectives, nouns = rng.sample(ADJECTIVES, len(ADJECTIVES)), rng.sample(NOUNS, len(NOUNS))
+    single, target, *several, one = (f"{adjective} {noun}" for adjective, noun in zip(adjectives, nouns, strict=False))
+    lookalikes = [f"{adjectives[1]} {noun}" for noun in nouns[len(adjectives) :]]
+    elsewhere = [(depth + i / SPREAD) % 1 for i in range(1, SPREAD)]
+    numbers = iter(rng.sample(range(10_000, 100_000), 15))
+
+    def needle(what: str, key: str, depth: float, *tasks: str) -> Needle:
+        return Needle(f"\nThe {what} of the {key} is", (f" {next(numbers)}",), depth, tasks)
+
+    return [
+        needle("password", single, depth, "single"),
+        needle("weight", target, depth, "distractor"),
+        *(needle("weight", key, at) for key, at in zip(lookalikes, elsewhere, strict=True)),
+        needle("code", several[0], depth, "multi", "m-query"),
+        *(needle("code", key, at, "m-query") for key, at in zip(several[1:SPREAD], elsewhere, strict=True)),
+        *(needle("price", key, depth, "m-key") for key in several[SPREAD:]),
+        Needle(
+            f"\nThe numbers of the {one} are",
+            (f" {next(numbers)}", f", {next(numbers)}", f", {next(numbers)}"),
+            depth,
+            ("m-value",),
+        ),
+    ]
+
+
+def hide(
+    tokenizer: PreTrainedTokenizerBase, text: Tensor, length: int, depth: float, trial: int
+) -> tuple[Tensor, dict[Needle, list[Tensor]]]:
+    """A haystack of `length` tokens, and the needles at their depths in it; the same for the same arguments."""
+    rng = random.Random(trial)
+    hidden = {needle: needle.encode(tokenizer) for needle in needles(depth, rng)}
+    room = length - sum(len(piece) for pieces in hidden.values() for piece in pieces)
+    if not length // 2 <= room <= len(text):
+        raise ValueError(
+            f"haystacks of {length} tokens do not work: the needles take {length - room} tokens, at most half of it, "
+            f"and the text has {len(text)}"
+        )
+    begin = rng.randrange(len(text) - room + 1)
+    hay, parts, start = text[begin : begin + room], [], 0
+    for needle, pieces in sorted(hidden.items(), key=lambda item: item[0].depth):
+        end = int(needle.depth * room)
+        parts += [hay[start:end], *pieces]
+        start = end
+    return torch.cat((*parts, hay[start:])), hidden
+
+
+def _found(
+    model: PreTrainedModel, cache: Cache, tokens: Tensor, hidden: dict[Needle, list[Tensor]]
+) -> dict[Needle, float]:
+    """The share of its values that is found, for each needle that a task asks for."""
+    for chunk in tokens.to(model.device).split(PREFILL):
+        model(chunk[None], past_key_values=cache, logits_to_keep=1)
+    shares = {}
+    for needle, (question, *values, _) in hidden.items():
+        if needle.tasks:
+            right = ask(model, cache, question, torch.cat(values))
+            shares[needle] = fmean(bool(value.all()) for value in right.split([len(value) for value in values]))
+    return shares

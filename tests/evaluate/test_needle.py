@@ -1,0 +1,146 @@
+"""The needle suite with models that are known to find, or to lose, what was hidden."""
+
+import random
+import re
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvfold
+from kvfold.evaluate.needle import PREFILL, TASKS, hide, needle_suite, needles
+from kvfold.text import default_text, tokenize
+
+VOCABULARY = 256
+TEXT = torch.full((20_000,), ord("~"))
+
+
+class Characters:
+    """A tokenizer with a token for each character."""
+
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": list(text.encode("latin-1"))}
+
+
+class Tape:
+    """A cache that is the text so far."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def crop(self, tokens: int) -> None:
+        self.text = self.text[:tokens]
+
+
+class Reader:
+    """A model that reads on: after the end of the text comes what followed the same sentence in what it `sees`."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, sees: Callable[[str], str] = str, same: Callable[[str], str] = re.escape) -> None:
+        self.sees, self.same, self.read = sees, same, [0]
+
+    def __call__(self, ids: Tensor, past_key_values: Tape, logits_to_keep: int) -> SimpleNamespace:
+        before, new = past_key_values.text, bytes(ids[0].tolist()).decode("latin-1")
+        past_key_values.text += new
+        self.read.append(len(new))
+        logits = torch.zeros(1, logits_to_keep, VOCABULARY)
+        if "\n" in new[:1]:  # a question
+            for i in range(logits_to_keep):
+                asked = new[: len(new) - logits_to_keep + 1 + i]
+                found = re.search(self.same(asked) + "(.)", self.sees(before))
+                logits[0, i, ord(found[1]) if found else 0] = 1
+        return SimpleNamespace(logits=logits)
+
+
+def scores(model: Reader, length: int = 3000, depths: tuple[float, ...] = (0.5,), trials: int = 2) -> dict:
+    rows = needle_suite(model, Characters(), Tape, TEXT, [length], depths, trials)
+    assert all((row.length, row.trials) == (length, trials) for row in rows)
+    return {(row.task, row.depth): row.score for row in rows}
+
+
+def test_who_reads_everything_finds_everything():
+    depths = (0.0, 0.3, 1.0)
+    made, shares = [], []
+    make = lambda: made.append(Tape()) or made[-1]  # noqa: E731
+    model = Reader()
+    rows = needle_suite(model, Characters(), make, TEXT, [2000, 5000], depths, 2, shares.append)
+    cells = [(row.task, row.length, row.depth) for row in rows]
+    assert cells == [(task, length, depth) for length in (2000, 5000) for depth in depths for task in TASKS]
+    assert {row.score for row in rows} == {1.0}
+    assert [len(tape.text) for tape in made] == [2000] * 6 + [5000] * 6  # one reading each, questions taken back
+    assert max(model.read) == PREFILL
+    assert sum(shares) == pytest.approx(1)
+
+
+def test_who_reads_only_the_end_finds_what_is_there():
+    found = scores(Reader(sees=lambda text: text[len(text) * 2 // 5 :]), depths=(0.25, 0.75))
+    for task in ("single", "distractor", "multi", "m-key", "m-value"):
+        assert (found[task, 0.25], found[task, 0.75]) == (0, 1)
+    assert found["m-query", 0.25] == found["m-query", 0.75] == 0.5  # at 0, 25, 50 and 75 %
+
+
+def test_who_ignores_keys_is_misled_within_a_task():
+    """Such a model answers with the first sentence about a price, or a code, whatever it belongs to."""
+    any_key = lambda asked: re.sub(r"of\\ the\\ \w+\\ \w+", r"of the \\w+ \\w+", re.escape(asked))  # noqa: E731
+    found = scores(Reader(same=any_key), depths=(0.0, 0.5))
+    assert (found["single", 0.5], found["m-value", 0.5]) == (1, 1)
+    assert (found["distractor", 0.0], found["multi", 0.0]) == (1, 1)  # where the needle asked for comes first
+    assert (found["distractor", 0.5], found["multi", 0.5]) == (0, 0)
+    assert found["m-key", 0.5] == pytest.approx(1 / 3)
+    assert found["m-query", 0.5] == pytest.approx(1 / 4)
+
+
+def test_who_knows_one_value_of_three_gets_a_third():
+    def forget(text: str) -> str:
+        return re.sub(r"(numbers of the \w+ \w+ are \d+), \d+, \d+", r"\1, 0, 0", text)
+
+    found = scores(Reader(sees=forget))
+    assert found["m-value", 0.5] == pytest.approx(1 / 3)
+    assert found["m-key", 0.5] == 1
+
+
+def test_needles_of_two_tasks_share_no_word():
+    for trial in range(5):
+        keys = [
+            re.fullmatch(r"\nThe (\w+) of the (\w+) (\w+) (?:is|are)", n.question)
+            for n in needles(0, random.Random(trial))
+        ]
+        by_kind: dict[str, set[str]] = {}
+        for kind, adjective, noun in (key.groups() for key in keys):
+            by_kind.setdefault(kind, set()).update((adjective, noun))
+        assert {kind: len(words) for kind, words in by_kind.items()} == {
+            "password": 2, "weight": 5, "code": 8, "price": 6, "numbers": 2
+        }  # fmt: skip
+        assert len(set().union(*by_kind.values())) == 23
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.4, 1.0])
+def test_needles_lie_at_their_depth(depth: float):
+    tokens, hidden = hide(Characters(), TEXT, 4000, depth, trial=1)
+    text = bytes(tokens.tolist()).decode("latin-1")
+    assert len(text) == 4000
+    for needle in hidden:
+        sentence = "".join((needle.question, *needle.values, ".\n"))
+        before, _ = text.split(sentence)
+        assert before.count("~") == pytest.approx(needle.depth * text.count("~"), abs=1)
+        assert needle.depth == depth or needle.tasks in ((), ("m-query",))
+
+
+@pytest.mark.parametrize("length", [600, 30_000])
+def test_lengths_that_do_not_work_are_refused(length: int):
+    with pytest.raises(ValueError, match=rf"haystacks of {length} tokens .* text has 20000"):
+        hide(Characters(), TEXT, length, 0.5, 0)
+
+
+def test_a_real_model_finds_the_single_needle_over_a_window(embedded):
+    """Recipes with windows let at most 32 tokens be taken back: every question has fewer."""
+    model, tokenizer = embedded
+    text = tokenize(default_text("evaluation"), tokenizer, 1000)
+    rows = needle_suite(
+        model, tokenizer, partial(kvfold.cache, model, "int8:centre=false,recent=16"), text, [600], [0.5], 1
+    )
+    assert next(row.score for row in rows if row.task == "single") == 1

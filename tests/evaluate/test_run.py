@@ -1,0 +1,68 @@
+"""An evaluation measures what it is asked for, for every recipe, and refuses early what cannot be measured."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvfold.evaluate.gsm8k import Problem, Problems
+from kvfold.evaluate.needle import DEPTHS, TASKS, TRIALS
+from kvfold.evaluate.run import evaluate
+from kvfold.recipes import parse
+from kvfold.text import default_text, tokenize
+
+
+@pytest.fixture(scope="module")
+def small(embedded):
+    """A model with random weights, and the tokenizer of the embedded one, with tokens."""
+    _, tokenizer = embedded
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=32,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    model = LlamaForCausalLM(config).eval()
+    # So that generation ends after a token, and every problem stays unsolved.
+    model.generation_config.eos_token_id = list(range(len(tokenizer)))
+    return model, tokenizer, tokenize(default_text("evaluation"), tokenizer, 600)
+
+
+def test_the_suite_and_gsm8k_are_measured_for_every_recipe(small):
+    model, tokenizer, tokens = small
+    problem = Problem("How much is 1 and 1?", "#### 2")
+    shares: list[float] = []
+    report = evaluate(
+        model,
+        tokenizer,
+        [parse("int4:centre=false,recent=16")],
+        tokens[:64],
+        64,
+        lengths=[500],
+        haystack=tokens,
+        problems=Problems([problem], [problem]),
+        advance=shares.append,
+    )
+    for row in report.rows:
+        cells = [(cell.task, cell.length, cell.depth, cell.trials) for cell in row.suite]
+        assert cells == [(task, 500, depth, TRIALS) for depth in DEPTHS for task in TASKS]
+        assert row.gsm8k == 0
+        assert row.tasks is None
+    assert sum(shares) == pytest.approx(1, abs=0.02)
+
+
+def test_only_what_is_asked_for_is_measured(small):
+    model, tokenizer, tokens = small
+    (row,) = evaluate(model, tokenizer, [], tokens[:64], 64).rows
+    assert (row.suite, row.gsm8k, row.tasks) == (None, None, None)
+
+
+def test_haystacks_that_the_text_cannot_fill_are_refused_early(small):
+    model, tokenizer, tokens = small
+    with pytest.raises(ValueError, match="haystacks of 4096 tokens"):
+        evaluate(model, tokenizer, [], tokens, 64, lengths=[4096], advance=lambda _: pytest.fail("too late"))
