@@ -25,8 +25,9 @@ from kvfold.models import EMBEDDED
 from kvfold.recipes import RECIPES
 
 GIB = 2**30
-COMMANDS = ("recipes", "plan", "calibrate", "eval", "generate", "demo", "bench decode")
+COMMANDS = ("recipes", "plan", "calibrate", "inspect", "push", "eval", "generate", "demo", "bench decode")
 LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 16  # of the small model
+FITTED = ("-r", "oscar-int2:sink=8", "-r", "gtq-k3v3")
 BITS = {  # with a 16-bit scale and offset for each head of 128
     "bf16": 16,
     "int8": 8.25,
@@ -75,6 +76,14 @@ def means(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An artifact of the small model."""
     folder = tmp_path_factory.mktemp("artifacts") / "means"
     run("calibrate", small, "--out", folder, "--tokens", 100, "--context", 64)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fits(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An artifact of the small model, with what two recipes learned."""
+    folder = tmp_path_factory.mktemp("artifacts") / "fits"
+    run("calibrate", small, "--out", folder, *FITTED, "--tokens", 200, "--context", 64)
     return folder
 
 
@@ -141,7 +150,9 @@ def test_recipes_as_json(head_dim: int, metadata: float):
         expected = bits if bits == 16 else int(bits) + metadata
         assert row["bits_per_element_2k"] == row["bits_per_element_128k"] == expected
         assert row["key_slot_bytes"] == row["value_slot_bytes"] == expected * head_dim / 8
-        assert row["needs"].startswith("nothing" if row["recipe"] == "bf16" else "means")
+        assert row["needs"] == ("nothing" if row["recipe"] == "bf16" else "means")
+    learning = {"kmeans-int4", "kmeans-saw-int4", "hessian-int4", "oscar-int2", "gtq-k2v2", "gtq-k3v3", "gtq-k4v4"}
+    assert {row["recipe"] for row in rows if row["needs"] == "calibration"} == learning
     options = {row["recipe"]: set(row["options"]) for row in rows}
     assert options["bf16"] == set()
     assert options["int4"] == {"sink", "recent", "centre", "skip", "group"}
@@ -152,8 +163,21 @@ def test_recipes_as_a_table():
     shown = plain(run("recipes").stdout)
     assert all(name in shown for name in RECIPES), "a name is cut off in a terminal of 80 columns"
     assert all(number in shown for number in ("16", "8.25", "4.25", "2.25", "68 + 68", "36 + 36"))
+    assert re.search(r"oscar-int2 .*\bcalibration\b", shown)
+    assert re.search(r"saw-int4 .*\bmeans\b", shown)
     assert max(map(len, shown.splitlines())) <= 80
     assert "head dimension 64" in plain(run("recipes", "--head-dim", 64).stdout)
+
+
+def test_recipes_that_do_not_fit_are_left_out_and_named(config_file):
+    """Halves of 36 dims, OSCAR's groups, are no whole bytes."""
+    path = config_file(hidden_size=8 * 36)
+    for arguments in (("recipes", "--head-dim", 36), ("plan", path, "--memory", "1GB")):
+        rows = json.loads(run(*arguments, "--json", "-").stdout)
+        assert [row["recipe"] for row in rows] == [name for name in RECIPES if name != "oscar-int2"]
+        shown = plain(run(*arguments).stdout)
+        assert "oscar-int2 does not fit: 18 codes of 2 bits do not fill whole bytes\n" in shown
+        assert shown.count("does not fit") == 1
 
 
 def test_recipes_into_a_file_shows_the_table_too(tmp_path: Path):
@@ -341,21 +365,185 @@ def test_a_text_that_is_missing_empty_or_short(error_of, small: Path, tmp_path: 
 def test_calibrate_writes_an_artifact(means: Path):
     assert sorted(path.name for path in means.iterdir()) == ["kvfold.json", "tensors.safetensors"]
     metadata = json.loads((means / "kvfold.json").read_text())
-    assert metadata["schema_version"] == 1
+    assert metadata["schema_version"] == 2
+    assert metadata["recipes"] == []
     assert metadata["model"]["architecture"] == "LlamaForCausalLM"
     assert (metadata["calibration"]["tokens"], metadata["calibration"]["context"]) == (100, 64)
     tensors = load_file(means / "tensors.safetensors")
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
         "key_mean": (LAYERS, KV_HEADS, HEAD_DIM),
         "value_mean": (LAYERS, KV_HEADS, HEAD_DIM),
+        "text": (3,),  # hashes of the whole blocks of 32 among 100 tokens
     }
+
+
+def test_calibrate_fits_recipes(small: Path, fits: Path, tmp_path: Path):
+    """Windows are not fitted, so they are not in the name."""
+    shown = run(
+        "calibrate", small, "--out", tmp_path / "new" / "fits", *FITTED, "--tokens", 200, "--context", 64
+    ).stdout
+    assert "".join(shown.splitlines()).endswith("fits: means, oscar-int2, gtq-k3v3")
+    for folder in (fits, tmp_path / "new" / "fits"):
+        assert sorted(path.name for path in folder.iterdir()) == ["kvfold.json", "tensors.safetensors"]
+    metadata = json.loads((fits / "kvfold.json").read_text())
+    assert metadata["recipes"] == ["oscar-int2", "gtq-k3v3"]
+    assert metadata["calibration"]["seed"] is None
+    tensors = load_file(fits / "tensors.safetensors")
+    assert {name.split("/")[0] for name in tensors if "/" in name} == {"oscar-int2", "gtq-k3v3"}
+    assert tensors["oscar-int2/key_rotation"].shape == (LAYERS, 1, HEAD_DIM, HEAD_DIM)
+
+
+def test_calibrate_draws_windows_with_a_seed(small: Path, tmp_path: Path):
+    hashes = {}
+    for name, seed in (("first", 1), ("again", 1), ("other", 2)):
+        run("calibrate", small, "--out", tmp_path / name, "--tokens", 100, "--context", 64, "--seed", seed)
+        made = json.loads((tmp_path / name / "kvfold.json").read_text())["calibration"]
+        assert (made["seed"], made["tokens"]) == (seed, 100)
+        hashes[name] = made["tokens_sha256"]
+    assert hashes["first"] == hashes["again"] != hashes["other"]
+
+
+def test_calibrate_refuses_what_does_not_fit_before_it_begins(error_of, small: Path, tmp_path: Path):
+    folder = tmp_path / "fits"
+    assert "unknown recipe 'oscar'" in error_of("calibrate", "nobody/nothing", "-r", "oscar", "--out", folder)
+    assert "group=5 does not divide the head" in error_of("calibrate", small, "-r", "int4:group=5", "--out", folder)
+    text = tmp_path / "text.txt"
+    text.write_text("few words " * 10)
+    line = error_of("calibrate", small, "--text", text, "--out", folder, "--seed", 1, "--tokens", 99, "--context", 64)
+    assert "the text has 100 tokens, too few for 2 windows of 64" in line
+    assert not folder.exists()
 
 
 def test_calibrate_again_gives_the_same_artifact(small: Path, means: Path, tmp_path: Path):
     shown = run("calibrate", small, "--out", tmp_path / "again", "--tokens", 100, "--context", 64).stdout
-    assert "".join(shown.splitlines()) == f"Wrote {tmp_path / 'again'}"
+    assert "".join(shown.splitlines()) == f"Wrote {tmp_path / 'again'}: means"
     for name in ("kvfold.json", "tensors.safetensors"):
         assert (tmp_path / "again" / name).read_bytes() == (means / name).read_bytes()
+
+
+# inspect and push
+
+
+def test_inspect_as_tables(fits: Path):
+    shown = plain(run("inspect", fits).stdout)
+    for text in (
+        "LlamaForCausalLM: 2 layers, 4 query and 2 KV heads of 16",
+        "RoPE on 16 of them (half)",
+        "calibrated on 200 tokens in windows of 64",
+        f"kvfold {kvfold.__version__}",
+    ):
+        assert text in " ".join(shown.split())
+    assert "seed" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "…" not in shown, "a column is cut off"
+    clip = float(load_file(fits / "tensors.safetensors")["oscar-int2/key_clip"][1])
+    assert re.search(rf"^ +1 +16×2 +{clip:.4g} +\d+% +16×2 +[\d.]+ +\d+% *$", shown, re.MULTILINE)
+    oscar, gtq = shown.index("oscar-int2"), shown.index("gtq-k3v3")
+    assert oscar < shown.index("16×2") < gtq
+    assert shown.index("16×3") > gtq, "the values of gtq-k3v3"
+
+
+def test_inspect_as_json(fits: Path, tmp_path: Path):
+    rows = json.loads(run("inspect", fits, "--json", "-").stdout)
+    names = [(row["recipe"], row["layer"]) for row in rows]
+    assert names == [(name, layer) for name in ("oscar-int2", "gtq-k3v3") for layer in range(LAYERS)]
+    tensors = load_file(fits / "tensors.safetensors")
+    for row in rows[:LAYERS]:
+        assert row["key dims×bits"] == row["value dims×bits"] == "16×2"
+        assert row["key clip"] == pytest.approx(float(tensors["oscar-int2/key_clip"][row["layer"]]), abs=1e-4)
+    assert "oscar-int2" in run("inspect", fits, "--json", tmp_path / "rows.json").stdout
+    assert json.loads((tmp_path / "rows.json").read_text()) == rows
+
+
+def test_inspect_draws(error_of, fits: Path, means: Path, tmp_path: Path):
+    run("inspect", fits, "--png", tmp_path / "fits.png")
+    assert (tmp_path / "fits.png").read_bytes().startswith(b"\x89PNG")
+    assert "nothing to draw" in error_of("inspect", means, "--png", tmp_path / "means.png")
+    assert not (tmp_path / "means.png").exists()
+
+
+def test_inspect_means_alone_or_nothing(error_of, means: Path, tmp_path: Path):
+    shown = plain(run("inspect", means).stdout)
+    assert "calibrated on 100 tokens in windows of 64" in " ".join(shown.split())
+    assert json.loads(run("inspect", means, "--json", "-").stdout) == []
+    assert "is no artifact" in error_of("inspect", tmp_path)
+
+
+def test_inspect_says_where_windows_were_drawn(small: Path, tmp_path: Path):
+    run("calibrate", small, "--out", tmp_path, "--tokens", 100, "--context", 64, "--seed", 5)
+    assert "drawn with seed 5" in " ".join(plain(run("inspect", tmp_path).stdout).split())
+
+
+def test_push(error_of, fits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    calls: list[tuple] = []
+
+    class Hub:
+        def create_repo(self, hub_id: str, private: bool, exist_ok: bool) -> None:
+            calls.append(("create", hub_id, private))
+
+        def upload_folder(self, repo_id: str, folder_path: Path, allow_patterns: list[str]) -> str:
+            calls.append(("upload", repo_id, folder_path, sorted(allow_patterns)))
+            return f"https://hub/{repo_id}"
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    assert run("push", fits, "me/fits").stdout == "https://hub/me/fits\n"
+    upload = ("upload", "me/fits", fits, ["kvfold.json", "tensors.safetensors"])
+    assert calls == [("create", "me/fits", False), upload]
+    calls.clear()
+    run("push", fits, "me/fits", "--private")
+    assert calls == [("create", "me/fits", True), upload]
+    calls.clear()
+    assert "is no artifact" in error_of("push", tmp_path, "me/fits")
+    assert calls == []
+
+
+# eval, generate and bench of the small model
+
+
+def test_eval_refuses_text_that_was_calibrated_on(error_of, small: Path, tmp_path: Path):
+    text, other = tmp_path / "text.txt", tmp_path / "other.txt"
+    text.write_text("".join(f"{number} squared is {number**2}. " for number in range(300)))
+    other.write_text("".join(f"{number} cubed gives {number**3}. " for number in range(300)))
+    run("calibrate", small, "--out", tmp_path / "means", "--text", text, "--tokens", 640, "--context", 64)
+    arguments = ("eval", small, "-r", "int4", "--artifact", tmp_path / "means", "--tokens", 1000, "--context", 500)
+    line = error_of(*arguments, "--text", text)
+    assert "640 of the 1,000 evaluation tokens were calibrated on" in line
+    assert "evaluate on another text, or calibrate on another" in line
+    assert "int4" in run(*arguments, "--text", other).stdout
+
+
+def test_eval_with_an_artifact_that_lacks_the_recipe(error_of, small: Path, means: Path, fits: Path):
+    """Options that are fitted are part of what it must hold; windows are not."""
+    sizes = ("--tokens", 1000, "--context", 500)
+    line = error_of("eval", small, "-r", "oscar-int2", "--artifact", means, *sizes)
+    assert "was not calibrated for oscar-int2, it holds means alone" in line
+    assert "run `kvfold calibrate MODEL --recipe oscar-int2 --out DIR`" in line
+    line = error_of("eval", small, "-r", "oscar-int2:recent=0,per_head=true", "--artifact", fits, *sizes)
+    assert "was not calibrated for oscar-int2:per_head=true, it holds oscar-int2, gtq-k3v3" in line
+    line = error_of("generate", small, "-r", "gtq-k2v2", "-p", "Hello", "--artifact", means)
+    assert "--recipe gtq-k2v2 --out DIR" in line
+
+
+def test_eval_looks_into_layers(small: Path, fits: Path, tmp_path: Path):
+    names = ["bf16", "oscar-int2:sink=0,recent=0", "int2"]
+    recipes = ("-r", names[1], "-r", names[2])
+    sizes = ("--tokens", 1000, "--context", 500, "--artifact", fits)
+    files = ("--json", tmp_path / "rows.json", "--csv", tmp_path / "rows.csv")
+    shown = plain(run("eval", small, *recipes, *sizes, *files, "--layers").stdout)
+    assert all(column in shown for column in ("attention", "top-10", "logit"))
+    assert max(map(len, shown.splitlines())) <= 80
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [row["recipe"] for row in rows] == names
+    for row in rows:
+        assert [layer["layer"] for layer in row["layers"]] == list(range(LAYERS))
+        for layer in row["layers"]:
+            assert set(layer) == {"layer", "softmax_kl", "top10", "logit_mae"}
+            assert 0 <= layer["top10"] <= 1
+    assert all(a["logit_mae"] < b["logit_mae"] for a, b in zip(rows[0]["layers"], rows[2]["layers"], strict=True))
+    with (tmp_path / "rows.csv").open() as file:
+        assert "layers" not in next(csv.reader(file))
+    without = json.loads(run("eval", small, "-r", "int2", *sizes, "--json", "-").stdout)
+    assert {row["layers"] for row in without} == {None}
 
 
 def test_eval_json_leaves_nothing_else_on_the_terminal(small: Path, means: Path):

@@ -4,8 +4,9 @@ import csv
 import json
 import re
 import sys
+import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +24,7 @@ from kvfold.geometry import Geometry, example_configs
 from kvfold.models import load_config, load_model
 from kvfold.recipe import Recipe
 from kvfold.recipes import RECIPES, parse
-from kvfold.text import read_text, tokenize
+from kvfold.text import draw, read_text, tokenize
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown", add_completion=False
@@ -42,7 +43,9 @@ CsvFile = Annotated[Path | None, typer.Option("--csv", help="Write tidy rows to 
 TextFile = Annotated[
     Path | None, typer.Option("--text", help="A UTF-8 text file instead of Python's own documentation.")
 ]
-ArtifactFolder = Annotated[Path | None, typer.Option("--artifact", help="A folder written by `kvfold calibrate`.")]
+ArtifactFolder = Annotated[
+    str | None, typer.Option("--artifact", help="A folder written by `kvfold calibrate`, or its Hub id.")
+]
 
 DEMO_RECIPES = ("int4", "saw-int4", "saw-int4:sink=4", "int2", "int2:sink=16,recent=64")
 
@@ -76,9 +79,10 @@ def recipes_(
     Example: `kvfold recipes --head-dim 64`
     """
     geometry = Geometry("any", layers=1, q_heads=1, kv_heads=1, head_dim=head_dim)
+    fitting, others = _fitting(geometry)
     rows: list[dict[str, Any]] = []
-    for name, recipe in RECIPES.items():
-        layout = recipe.page_layout(0, head_dim)
+    for name, recipe in fitting.items():
+        layout = recipe.page_layouts(geometry)[0]
         rows.append(
             {
                 "recipe": name,
@@ -86,7 +90,7 @@ def recipes_(
                 "bits_per_element_128k": recipe.bits_per_element(geometry, 131072),
                 "key_slot_bytes": layout.key.slot_bytes,
                 "value_slot_bytes": layout.value.slot_bytes,
-                "needs": "means" if recipe.centre else "nothing",
+                "needs": "calibration" if recipe.learns else "means" if recipe.centre else "nothing",
                 "options": list(recipe.options),
                 "summary": recipe.summary,
             }
@@ -99,14 +103,19 @@ def recipes_(
     for row in rows:
         table.add_row(
             row["recipe"],
-            f"{row['bits_per_element_2k']:.3g}",
-            f"{row['bits_per_element_128k']:.3g}",
+            f"{row['bits_per_element_2k']:.4g}",
+            f"{row['bits_per_element_128k']:.4g}",
             f"{row['key_slot_bytes']} + {row['value_slot_bytes']}",
             row["needs"],
             "\n".join([row["summary"], *([f"[dim]{', '.join(row['options'])}[/]"] if row["options"] else [])]),
         )
     out.print(table)
-    out.print("Bits are those allocated for each number. Means are calibrated in seconds; centre=false does without.")
+    for line in others:
+        out.print(line, highlight=False)
+    out.print(
+        "Bits are those allocated for each number, metadata and windows included; gtq-kXvY and tq-kXvY take any widths "
+        "from 1 to 8. Means and short calibrations are made on the fly; `kvfold calibrate` makes better ones, once."
+    )
 
 
 @app.command()
@@ -127,8 +136,9 @@ def plan(
     budget = _bytes(memory)
     context = context or geometry.max_context or 32768
     wide = RECIPES["bf16"].sequence_bytes(geometry, context)
+    fitting, others = _fitting(geometry)
     rows: list[dict[str, Any]] = []
-    for name, recipe in RECIPES.items():
+    for name, recipe in fitting.items():
         per_request = recipe.sequence_bytes(geometry, context)
         rows.append(
             {
@@ -146,7 +156,7 @@ def plan(
         f"{model}: {geometry.layers} layers, {geometry.q_heads} query and {geometry.kv_heads} KV heads of "
         f"{geometry.head_dim}; {memory} of cache"
     )
-    table = _table(title, "recipe", "bytes per token", "smaller by", "tokens that fit", f"requests of {context:,}")
+    table = _table(title, "recipe", "bytes per token", "smaller by", "tokens", f"requests of {context:,}")
     for row in rows:
         table.add_row(
             row["recipe"],
@@ -156,24 +166,89 @@ def plan(
             f"{row['requests']:,}",
         )
     out.print(table)
+    for line in others:
+        out.print(line, highlight=False)
 
 
 @app.command()
 def calibrate(
     model: Model,
     folder: Annotated[Path, typer.Option("--out", help="The folder to write.")],
+    recipe: Annotated[
+        list[str] | None, typer.Option("--recipe", "-r", help="A recipe to fit, e.g. `oscar-int2`; repeatable.")
+    ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens to calibrate on.", min=8)] = 8192,
     context: Annotated[int, typer.Option(help="Tokens the model sees at a time.", min=8)] = 2048,
     text: TextFile = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Draw windows from random places of the text instead of its beginning.", min=0)
+    ] = None,
 ) -> None:
-    """Measure a model's mean keys and values and write them as an artifact.
+    """Run a text through a model once and write what recipes learn from it as an artifact.
 
-    Example: `kvfold calibrate embedded --out means`, then `kvfold eval embedded -r saw-int4 --artifact means`
+    Means for centring are always in it. A run that was broken off goes on where it was.
+
+    Example: `kvfold calibrate embedded -r oscar-int2 -r gtq-k3v3 --out fits`, then
+    `kvfold eval embedded -r oscar-int2 --artifact fits`
     """
-    words = read_text(text, "calibration")
-    _check(model)
-    _calibrate(*_load(model), words, tokens, context).save(folder)
-    out.print(f"Wrote {escape(str(folder))}", highlight=False)
+    panel, words = [parse(name) for name in recipe or ()], read_text(text, "calibration")
+    _check(model, panel)
+    artifact = _calibrate(*_load(model), words, tokens, context, panel, seed, folder / "unfinished.safetensors")
+    artifact.save(folder)
+    found = ", ".join(("means", *artifact.metadata.recipes))
+    out.print(f"Wrote {escape(str(folder))}: {found}", highlight=False)
+
+
+@app.command()
+def inspect(
+    folder: Annotated[str, typer.Argument(help="A folder written by `kvfold calibrate`, or its Hub id.")],
+    png: Annotated[Path | None, typer.Option(help="Draw widths, spectra and clip ratios of all layers.")] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Show what an artifact holds: its model, its text, and for each recipe and layer what was found.
+
+    Example: `kvfold inspect fits --png fits.png`
+    """
+    from kvfold.artifact import Artifact
+    from kvfold.calibration.describe import describe, draw
+
+    artifact = Artifact.load(folder)
+    rows = describe(artifact)
+    if png:
+        draw(artifact, png)
+    if _write_json(json_file, rows):
+        return
+    model, made = artifact.metadata.model, artifact.metadata.calibration
+    out.print(
+        f"{model.architecture}: {model.layers} layers, {model.q_heads} query and {model.kv_heads} KV heads of "
+        f"{model.head_dim}; RoPE on {artifact.metadata.rope.rotary_dim} of them ({artifact.metadata.rope.layout})\n"
+        f"calibrated on {made.tokens:,} tokens in windows of {made.context:,}"
+        + (f", drawn with seed {made.seed}" if made.seed is not None else "")
+        + f" ({', '.join(f'{name} {version}' for name, version in made.versions.items())})",
+        highlight=False,
+    )
+    for name in artifact.metadata.recipes:
+        own = [row for row in rows if row["recipe"] == name]
+        columns = [column for column in own[0] if column != "recipe"]
+        table = _table(name, *(textwrap.fill(column, 13) for column in columns))  # so that 80 columns are enough
+        for row in own:
+            table.add_row(*(str(row[column]) for column in columns))
+        out.print(table)
+
+
+@app.command()
+def push(
+    folder: Annotated[Path, typer.Argument(help="A folder written by `kvfold calibrate`.")],
+    hub_id: Annotated[str, typer.Argument(help="Where to on the Hugging Face Hub, e.g. `me/qwen3-8b-kvfold`.")],
+    private: Annotated[bool, typer.Option("--private", help="Make the repository private.")] = False,
+) -> None:
+    """Upload an artifact to the Hub; `--artifact` takes its id from there.
+
+    Example: `kvfold push fits me/smollm2-kvfold`
+    """
+    from kvfold.artifact import push as upload
+
+    out.print(upload(folder, hub_id, private), highlight=False)
 
 
 @app.command("eval")
@@ -187,17 +262,47 @@ def eval_(
     json_file: JsonFile = None,
     csv_file: CsvFile = None,
     html: Annotated[Path | None, typer.Option(help="Write a self-contained HTML page to this file.")] = None,
+    layers: Annotated[
+        bool, typer.Option("--layers", help="Also what quantized keys do to the attention of every layer.")
+    ] = False,
+    needle: Annotated[
+        list[int] | None,
+        typer.Option("--needle", help="Tokens of the haystacks of the needle suite, e.g. 4096; repeatable.", min=512),
+    ] = None,
+    gsm8k: Annotated[
+        Path | None, typer.Option("--gsm8k", help="A local GSM8K file (jsonl with question and answer).")
+    ] = None,
+    problems: Annotated[int, typer.Option(help="Problems of it to ask.", min=1)] = 200,
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option("--tasks", help="A task of lm-eval whose data is on this machine, or its YAML file; repeatable."),
+    ] = None,
 ) -> None:
     """Compare recipes with the 16-bit cache of the same model: perplexity, KL, top-1, copying, needles, bits.
 
-    Example: `kvfold eval embedded -r int4 -r saw-int4:sink=4 --tokens 4096 --html report.html`
+    Example: `kvfold eval embedded -r int4 -r saw-int4:sink=4 --tokens 4096 --html report.html`, or
+    `kvfold eval Qwen/Qwen3-8B -r oscar-int2 --artifact fits --needle 4096 --needle 32768 --gsm8k test.jsonl`
     """
+    from kvfold.evaluate.gsm8k import read_problems
     from kvfold.evaluate.report import rows, table, write_html
 
+    asked = None if gsm8k is None else read_problems(gsm8k, problems)
     panel, means, words = [parse(name) for name in recipe], _artifact(artifact), read_text(text, "evaluation")
     _check(model, panel, files=(json_file, csv_file, html))
     names = (model, text.name if text else "Python documentation")
-    report = _evaluate(*_load(model), panel, words, tokens, context, means, names)
+    report = _evaluate(
+        *_load(model),
+        panel,
+        words,
+        tokens,
+        context,
+        means,
+        names,
+        needle or (),
+        layers=layers,
+        problems=asked,
+        tasks=tasks or (),
+    )
     if html:
         write_html(report, html)
     _write_csv(csv_file, rows(report))
@@ -239,7 +344,7 @@ def demo(
     panel, words = [parse(name) for name in DEMO_RECIPES], read_text(None, "evaluation")
     _check("embedded", panel, files=(html,))
     network, tokenizer = _load("embedded")
-    means = _calibrate(network, tokenizer, read_text(None, "calibration"), tokens=2048, context=2048)
+    means = _calibrate(network, tokenizer, read_text(None, "calibration"), 2048, 2048, panel)
     names = ("embedded", "Python documentation")
     report = _evaluate(network, tokenizer, panel, words, tokens, 1024, means, names)
     out.print(table(report))
@@ -290,9 +395,21 @@ def _table(title: str, *columns: str) -> Table:
     """A table whose first column names recipes, with numbers to the right of it."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for column in columns:
-        left = column in ("recipe", "needs", "what it is")
+        left = " ".join(column.split()) in ("recipe", "needs", "what it is", "key dims×bits", "value dims×bits")
         table.add_column(column, justify="left" if left else "right", no_wrap=column != "what it is", vertical="top")
     return table
+
+
+def _fitting(geometry: Geometry) -> tuple[dict[str, Recipe], list[str]]:
+    """The named recipes that fit a model, and why each of the others does not."""
+    fitting, others = {}, []
+    for name, recipe in RECIPES.items():
+        try:
+            recipe.check(geometry)
+            fitting[name] = recipe
+        except ValueError as error:
+            others.append(f"{name} does not fit: {str(error).removeprefix(f'{name}: ')}")
+    return fitting, others
 
 
 def _check(model: str, panel: list[Recipe] | None = None, files: tuple[str | Path | None, ...] = ()) -> None:
@@ -310,18 +427,32 @@ def _load(model: str) -> tuple[Any, Any]:
         return load_model(model)
 
 
-def _artifact(folder: Path | None) -> Any:
+def _artifact(folder: str | None) -> Any:
     from kvfold.artifact import Artifact
 
     return None if folder is None else Artifact.load(folder)
 
 
-def _calibrate(network: Any, tokenizer: Any, text: str, tokens: int, context: int) -> Any:
+def _calibrate(
+    network: Any,
+    tokenizer: Any,
+    text: str,
+    tokens: int,
+    context: int,
+    recipes: list[Recipe],
+    seed: int | None = None,
+    checkpoint: Path | None = None,
+) -> Any:
     from kvfold.calibration import calibrate as run
 
-    words = tokenize(text, tokenizer, tokens)
-    with _progress("Calibrating means") as advance:
-        return run(network, words, context, advance)
+    if seed is None:
+        words = tokenize(text, tokenizer, tokens)
+    else:
+        words = draw(tokenize(text, tokenizer, None), tokens, context, seed)
+    if checkpoint:
+        checkpoint.parent.mkdir(parents=True, exist_ok=True)
+    with _progress("Calibrating") as advance:
+        return run(network, words, context, recipes, seed=seed, checkpoint=checkpoint, progress=advance)
 
 
 def _evaluate(
@@ -333,20 +464,28 @@ def _evaluate(
     context: int,
     means: Any,
     names: tuple[str, str],
+    lengths: Sequence[int] = (),
+    **asked_for: Any,
 ) -> Any:
+    """Without `means`, a calibration of the whole panel on the default text comes first."""
     from kvfold.evaluate.run import evaluate
 
-    words = tokenize(text, tokenizer, tokens)
+    words = tokenize(text, tokenizer, max(tokens, *lengths, 0))
+    if means is None and any(recipe.centre or recipe.learns for recipe in panel):
+        means = _calibrate(network, tokenizer, read_text(None, "calibration"), 2048, 2048, panel)
     with _progress(f"Evaluating {len(panel)} recipes") as advance:
         return evaluate(
             network,
             tokenizer,
             panel,
-            words,
+            words[:tokens],
             context,
             artifact=means,
             names=names,
+            lengths=lengths,
+            haystack=words,
             advance=advance,
+            **asked_for,
         )
 
 
@@ -411,7 +550,7 @@ def _write_csv(file: Path | None, rows: list[dict[str, Any]]) -> None:
     """Write the plain columns of rows, one line each."""
     if file is None:
         return
-    columns = [name for name, value in rows[0].items() if not isinstance(value, dict)]
+    columns = [name for name, value in rows[0].items() if not isinstance(value, dict | list)]
     with file.open("w", newline="") as stream:
         writer = csv.DictWriter(stream, columns, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
