@@ -52,7 +52,7 @@ class BlockGtq(TurboQuant):
     def layouts(self, head_dim: int, fit: Fit) -> tuple[SlotLayout, SlotLayout]:
         _, value = super().layouts(head_dim, fit)
         if head_dim % (2 * UNIT):
-            raise ValueError(f"{self.name}: the head dimension must be a multiple of {2 * UNIT}, not {head_dim}")
+            raise ValueError(f"Block-GTQ takes heads of a multiple of {2 * UNIT} dims, not {head_dim}")
         if "key_widths" in fit:
             slots = [codebook_slot(_runs(head)) for head in fit["key_widths"]]
             return slots[0] if len(slots) == 1 else mixed_slot(slots), value
