@@ -21,7 +21,7 @@ from rich.progress import Progress
 from transformers import DynamicCache
 
 import kvfold
-from kvfold.artifact import Artifact
+from kvfold.artifact import TEXT, Artifact
 from kvfold.engines.transformers import PackedCache
 from kvfold.evaluate.attention import diagnose
 from kvfold.evaluate.gsm8k import gsm8k, read_problems
@@ -103,12 +103,16 @@ def main() -> None:
     if options.flags:
         print(*(f"-r {name.replace('WHOLE', str(options.head_dim))}" for name in names))
         return
+    options.out.mkdir(parents=True, exist_ok=True)
+    if old := [file for file in options.out.glob("*.csv") if file.stem in ("quality", "layers", "needle", "gsm8k")]:
+        print(f"rows are added to {', '.join(map(str, old))}")
+    problems = read_problems(options.gsm8k, options.problems) if options.gsm8k else None
     model, tokenizer = load_model(options.model, options.dtype)
     artifact = Artifact.load(options.artifact)
     panel = [parse(name.replace("WHOLE", str(artifact.metadata.model.head_dim))) for name in names]
     needed = max([options.tokens, options.context if options.layers else 0, *options.needle])
     tokens = tokenize(options.text.read_text(encoding="utf-8"), tokenizer, needed)
-    check_disjoint(tokens, artifact.tensors["text"])
+    check_disjoint(tokens, artifact.tensors[TEXT])
     reference = kvfold.cache(model, "bf16")
     caches = {"bf16": reference, **{str(recipe): kvfold.cache(model, recipe, artifact) for recipe in panel}}
     common = facts(options, model, artifact)
@@ -122,8 +126,7 @@ def main() -> None:
                 model, tokenizer, caches[name].empty, tokens, options.needle, options.depths, options.trials
             )
             write(options.out / "needle.csv", [{"recipe": name, **asdict(row), **common} for row in found])
-        for name in progress.track(caches, description="GSM8K") if options.gsm8k else ():
-            problems = read_problems(options.gsm8k, options.problems)
+        for name in progress.track(caches, description="GSM8K") if problems else ():
             score = gsm8k(model, tokenizer, caches[name].empty, problems, options.problems, NEW_TOKENS)
             row = {"recipe": name, "problems": score.problems, "exact_match": score.exact_match, **common}
             write(options.out / "gsm8k.csv", [row])
@@ -214,9 +217,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("model", nargs="?", default="embedded")
     parser.add_argument("--name", help="what the rows call the model")
     parser.add_argument("--dtype")
-    parser.add_argument("--artifact", type=Path, help="a folder of `kvfold calibrate`, with all of --flags")
+    parser.add_argument(
+        "--artifact", type=Path, default=Path("fits"), help="a folder of `kvfold calibrate`, with all of --flags"
+    )
     parser.add_argument("--calibrated-on", default="", help="what the rows call its text")
-    parser.add_argument("--text", type=Path)
+    parser.add_argument(
+        "--text", type=Path, default=Path("wiki.test.raw"), help="what is scored and what needles hide in"
+    )
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=0, help="tokens to score; 0: none")
     parser.add_argument("--layers", action="store_true", help="look into the attention of every layer")

@@ -40,10 +40,13 @@ def randn(*shape: int, seed: int = 1) -> torch.Tensor:
 
 def own_tensors() -> dict[str, torch.Tensor]:
     """Tensors of two recipes: for each head, and for all heads together."""
+    order = torch.stack([torch.randperm(16, generator=torch.Generator().manual_seed(seed)) for seed in range(6)])
     return {
         "oscar-int2/key_rotation": randn(3, 1, 16, 16, seed=2),
+        "oscar-int2/value_rotation": randn(3, 1, 16, 16, seed=3),
         "oscar-int2/key_clip": torch.tensor([[0.9], [0.92], [1.0]]),
-        "gtq-k3v3:seed=4/key_order": torch.arange(96, dtype=torch.int16).view(3, 2, 16),
+        "gtq-k3v3:seed=4/key_order": order.to(torch.int16).view(3, 2, 16),
+        "gtq-k3v3:seed=4/key_widths": torch.tensor([4] * 8 + [2] * 8, dtype=torch.uint8).expand(3, 1, 16),
     }
 
 
@@ -51,11 +54,11 @@ def artifact(model: LlamaForCausalLM, recipes: tuple[str, ...] = (), **changes: 
     provenance = Provenance(tokens_sha256="00" * 32, tokens=4096, context=2048, seed=None, versions={"torch": "2"})
     tensors = {name: randn(*SHAPE, seed=seed) for seed, name in enumerate(("key_mean", "value_mean"), start=1)}
     metadata = Metadata(model=Fingerprint.of(model), rope=ROPE, calibration=provenance, recipes=recipes)
-    return Artifact(metadata, {**tensors, **changes})
+    return Artifact(metadata, {**tensors, "text": torch.arange(50), **changes})
 
 
 def fitted_artifact(model: LlamaForCausalLM) -> Artifact:
-    return artifact(model, ("oscar-int2", "gtq-k3v3:seed=4"), text=torch.arange(50), **own_tensors())
+    return artifact(model, ("oscar-int2", "gtq-k3v3:seed=4"), **own_tensors())
 
 
 @pytest.fixture
@@ -77,7 +80,7 @@ def test_save_and_load(model, saved):
     assert sorted(path.name for path in saved.iterdir()) == ["kvfold.json", "tensors.safetensors"]
     assert loaded.metadata == original.metadata
     assert loaded.metadata.rope == ROPE
-    assert loaded.tensors.keys() == original.tensors.keys() == {"key_mean", "value_mean"}
+    assert loaded.tensors.keys() == original.tensors.keys() == {"key_mean", "value_mean", "text"}
     assert all(torch.equal(loaded.tensors[name], tensor) for name, tensor in original.tensors.items())
     assert loaded.tensors["key_mean"].dtype == torch.float32
     loaded.metadata.model.check(model)
@@ -97,11 +100,11 @@ def test_each_recipe_gets_its_own_tensors(model, tmp_path):
     assert all(same(loaded.tensors[name], tensor) for name, tensor in original.tensors.items())
     for layer in range(3):
         fit = loaded.fit(parse("oscar-int2:sink=3,recent=0,skip=1"), layer)  # none of which is fitted
-        assert fit.keys() == {"key_mean", "value_mean", "key_rotation", "key_clip"}
+        assert fit.keys() == {"key_mean", "value_mean", "key_rotation", "value_rotation", "key_clip"}
         assert same(fit["key_rotation"], own["oscar-int2/key_rotation"][layer])
         assert same(fit["key_clip"], own["oscar-int2/key_clip"][layer])
         fit = loaded.fit(parse("gtq-k3v3:seed=4"), layer)
-        assert fit.keys() == {"key_mean", "value_mean", "key_order"}
+        assert fit.keys() == {"key_mean", "value_mean", "key_order", "key_widths"}
         assert same(fit["key_order"], own["gtq-k3v3:seed=4/key_order"][layer])
         assert loaded.fit(parse("saw-int4"), layer).keys() == {"key_mean", "value_mean"}
 
@@ -162,10 +165,33 @@ def test_impossible_shards_are_refused(model, rank, ranks):
 
 def test_centroids_cannot_be_split(model):
     centroids = {"kmeans-int4/key_centroids": randn(3, 2, 5, 16)}
-    whole = artifact(model, ("kmeans-int4",), **centroids)
-    with pytest.raises(ValueError, match="kmeans-int4/key_centroids needs all KV heads of a token at once"):
-        whole.shard(0, 2)
+    whole = artifact(model, ("kmeans-int4", "oscar-int2", "gtq-k3v3:seed=4"), **centroids, **own_tensors())
+    part = whole.shard(0, 2)
+    assert part.metadata.recipes == ("oscar-int2", "gtq-k3v3:seed=4")
+    assert not any("kmeans" in name for name in part.tensors)
+    with pytest.raises(ValueError, match="not calibrated for kmeans-int4"):
+        part.fit(parse("kmeans-int4"), 0)
     assert same(whole.shard(0, 1).tensors["kmeans-int4/key_centroids"], centroids["kmeans-int4/key_centroids"])
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"oscar-int2/value_rotation": None}, "the tensors of oscar-int2 are not what it needs: 'value_rotation'"),
+        ({"oscar-int2/key_rotation": torch.zeros(3, 1, 3, 5)}, "the tensors of oscar-int2 are not what it needs"),
+        ({"gtq-k3v3:seed=4/key_widths": None}, "the tensors of gtq-k3v3:seed=4 are not what it needs"),
+    ],
+)
+def test_tensors_that_a_recipe_cannot_use_are_refused_on_loading(model, tmp_path, tensors, message):
+    kept = {name: tensor for name, tensor in {**own_tensors(), **tensors}.items() if tensor is not None}
+    artifact(model, ("oscar-int2", "gtq-k3v3:seed=4"), **kept).save(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        Artifact.load(tmp_path)
+
+
+def test_the_hashes_of_the_text_are_required(model):
+    with pytest.raises(ValueError, match="text must be the hashes"):
+        artifact(model, text=torch.zeros(3, 4, dtype=torch.int64))
 
 
 # --- the Hub

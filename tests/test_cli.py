@@ -628,3 +628,17 @@ def test_eval_compares_recipes(embedded_means: Path, tmp_path: Path):
     assert max(map(len, shown.splitlines())) <= 80
     assert "<svg" in page
     assert all(name.split(":")[0] in text for name in names for text in (shown, page))
+
+
+def test_recipes_come_from_the_artifact_where_none_is_named():
+    from types import SimpleNamespace
+
+    from kvfold.cli import _panel
+
+    artifact = SimpleNamespace(metadata=SimpleNamespace(recipes=("oscar-int2:group=64", "gtq-k3v3")))
+    means = SimpleNamespace(metadata=SimpleNamespace(recipes=()))
+    assert [str(recipe) for recipe in _panel(None, artifact)] == ["oscar-int2:group=64", "gtq-k3v3"]
+    assert [str(recipe) for recipe in _panel(["int4"], artifact)] == ["int4"]
+    assert [str(recipe) for recipe in _panel(None, means, "saw-int4")] == ["saw-int4"]
+    with pytest.raises(ValueError, match="name a recipe with --recipe"):
+        _panel(None, means)

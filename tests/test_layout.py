@@ -372,6 +372,13 @@ def test_a_slot_for_whole_pages_has_one_segment():
         SlotLayout((channel, affine))
 
 
+def test_boosted_channels_are_numbered_in_a_byte():
+    assert channel_slot(256, 2, 64).meta_bytes == 2 * 2 * 256 + 64
+    channel_slot(512, 2)
+    with pytest.raises(ValueError, match="at most 256 dims, not 512"):
+        channel_slot(512, 2, 128)
+
+
 def test_boosted_channels_fill_whole_bytes():
     with pytest.raises(ValueError, match="3 codes of 2 bits do not fill whole bytes"):
         channel_slot(16, 2, 3)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
@@ -125,9 +125,24 @@ class Artifact:
                 raise ValueError(f"{name} must be for 1 or {kv_heads} KV heads, not of shape {tuple(tensor.shape)}")
             if not slash and name not in ("key_mean", "value_mean", TEXT):
                 raise ValueError(f"unknown tensor {name}")
+        text = self.tensors.get(TEXT)
+        if text is None or text.dtype != torch.int64 or text.ndim != 1:
+            raise ValueError(f"{TEXT} must be the hashes of the text that was calibrated on, int64 of one dimension")
         for recipe in self.metadata.recipes:
             if not any(name.startswith(f"{recipe}/") for name in self.tensors):
                 raise ValueError(f"there is no tensor of {recipe}")
+
+    def _try_recipes(self) -> None:
+        """Refuse tensors that a recipe cannot work with, before it does."""
+        from kvfold.recipes import parse
+
+        kv_heads, head_dim = self.tensors["key_mean"].shape[1:]
+        for name in self.metadata.recipes:
+            try:
+                for codec in parse(name).codecs(head_dim, self.fit(parse(name), 0)):
+                    codec.transform.inverse(codec.transform.forward(torch.zeros(1, kv_heads, head_dim)))
+            except (KeyError, IndexError, RuntimeError) as error:
+                raise ValueError(f"the tensors of {name} are not what it needs: {error}") from None
 
     def fit(self, recipe: "Recipe", layer: int) -> dict[str, Tensor]:
         """The tensors of one layer that a recipe asks for, by name."""
@@ -142,22 +157,33 @@ class Artifact:
         return {"key_mean": self.tensors["key_mean"][layer], "value_mean": self.tensors["value_mean"][layer], **fit}
 
     def shard(self, rank: int, ranks: int) -> "Artifact":
-        """The part of one of several ranks, each with an equal share of the KV heads in order."""
+        """The part of one of several ranks, each with an equal share of the KV heads in order, without k-means."""
         kv_heads = self.metadata.model.kv_heads
         if self.metadata.shard or not 0 <= rank < ranks or kv_heads % ranks:
             raise ValueError(f"{kv_heads} KV heads have no part {rank} of {ranks} equal ones")
-        if jointly := [name for name in self.tensors if name.endswith("_centroids") and ranks > 1]:
-            raise ValueError(f"{jointly[0]} needs all KV heads of a token at once, so it cannot be split over ranks")
+        # the nearest centroid is found over all KV heads of a token, which no rank has
+        joint = (
+            {name.rpartition("/")[0] for name in self.tensors if name.endswith("_centroids")} if ranks > 1 else set()
+        )
+        recipes = tuple(name for name in self.metadata.recipes if name not in joint)
         tensors = {
             name: tensor.chunk(ranks, dim=1)[rank].contiguous() if name != TEXT and tensor.shape[1] > 1 else tensor
             for name, tensor in self.tensors.items()
+            if name.rpartition("/")[0] not in joint
         }
-        return Artifact(self.metadata.model_copy(update={"shard": Shard(rank=rank, ranks=ranks)}), tensors)
+        shard = Shard(rank=rank, ranks=ranks)
+        return Artifact(self.metadata.model_copy(update={"shard": shard, "recipes": recipes}), tensors)
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / TENSORS).write_bytes(save({name: tensor.contiguous() for name, tensor in self.tensors.items()}))
-        (folder / METADATA).write_text(self.metadata.model_dump_json(indent=2) + "\n")
+        contents = {
+            TENSORS: save({name: tensor.contiguous() for name, tensor in self.tensors.items()}),
+            METADATA: (self.metadata.model_dump_json(indent=2) + "\n").encode(),
+        }
+        for name, content in contents.items():  # what was there stays whole until all is written
+            (folder / f"{name}.partial").write_bytes(content)
+        for name in contents:
+            (folder / f"{name}.partial").replace(folder / name)
 
     @classmethod
     def load(cls, where: str | Path) -> Self:
@@ -169,12 +195,14 @@ class Artifact:
             folder = Path(snapshot_download(str(where), allow_patterns=[METADATA, TENSORS]))
         try:
             metadata = Metadata.model_validate_json((folder / METADATA).read_text())
-            return cls(metadata, load_file(folder / TENSORS))
+            artifact = cls(metadata, load_file(folder / TENSORS))
+            artifact._try_recipes()
+            return artifact
         except FileNotFoundError as error:
             raise ValueError(
                 f"{folder} is no artifact: there is no {Path(error.filename or TENSORS).name} in it"
             ) from None
-        except (ValidationError, SafetensorError, ValueError) as error:
+        except (SafetensorError, ValueError) as error:
             raise ValueError(f"{folder} is no valid artifact: {error}") from None
 
 

@@ -186,14 +186,17 @@ def calibrate(
 ) -> None:
     """Run a text through a model once and write what recipes learn from it as an artifact.
 
-    Means for centring are always in it. A run that was broken off goes on where it was.
+    Means for centring are always in it. Recipes come beside those that a folder of the same model and text holds. A run
+    that was broken off goes on where it was.
 
     Example: `kvfold calibrate embedded -r oscar-int2 -r gtq-k3v3 --out fits`, then
     `kvfold eval embedded -r oscar-int2 --artifact fits`
     """
     panel, words = [parse(name) for name in recipe or ()], read_text(text, "calibration")
     _check(model, panel)
-    artifact = _calibrate(*_load(model), words, tokens, context, panel, seed, folder / "unfinished.safetensors")
+    there = _artifact(str(folder)) if (folder / "kvfold.json").exists() else None
+    checkpoint = folder / "unfinished.safetensors"
+    artifact = _calibrate(*_load(model), words, tokens, context, panel, seed, there, checkpoint)
     artifact.save(folder)
     found = ", ".join(("means", *artifact.metadata.recipes))
     out.print(f"Wrote {escape(str(folder))}: {found}", highlight=False)
@@ -254,7 +257,10 @@ def push(
 @app.command("eval")
 def eval_(
     model: Model,
-    recipe: Recipes,
+    recipe: Annotated[
+        list[str] | None,
+        typer.Option("--recipe", "-r", help="A recipe with options; repeatable. Default: those of the artifact."),
+    ] = None,
     context: Annotated[int, typer.Option(help="Tokens of a window; each begins with an empty cache.", min=2)] = 2048,
     tokens: Annotated[int, typer.Option(help="Tokens to score.", min=2)] = 8192,
     text: TextFile = None,
@@ -287,7 +293,8 @@ def eval_(
     from kvfold.evaluate.report import rows, table, write_html
 
     asked = None if gsm8k is None else read_problems(gsm8k, problems)
-    panel, means, words = [parse(name) for name in recipe], _artifact(artifact), read_text(text, "evaluation")
+    means, words = _artifact(artifact), read_text(text, "evaluation")
+    panel = _panel(recipe, means)
     _check(model, panel, files=(json_file, csv_file, html))
     names = (model, text.name if text else "Python documentation")
     report = _evaluate(
@@ -314,7 +321,12 @@ def eval_(
 def generate(
     model: Model,
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to answer or continue.")],
-    recipe: Annotated[str, typer.Option("--recipe", "-r", help="A recipe, e.g. `saw-int4:sink=4`.")] = "saw-int4",
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            "--recipe", "-r", help="A recipe, e.g. `saw-int4:sink=4`. Default: the artifact's first, or saw-int4."
+        ),
+    ] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate, at most.", min=1)] = 256,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
@@ -325,7 +337,8 @@ def generate(
 
     Example: `kvfold generate embedded -r saw-int4 -p "Why is the sky blue?"`
     """
-    parsed, means = parse(recipe), _artifact(artifact)
+    means = _artifact(artifact)
+    parsed = _panel([recipe] if recipe else None, means, "saw-int4")[0]
     _check(model, [parsed])
     _generate(*_load(model), parsed, prompt, max_tokens, raw, means)
 
@@ -433,6 +446,15 @@ def _artifact(folder: str | None) -> Any:
     return None if folder is None else Artifact.load(folder)
 
 
+def _panel(names: list[str] | None, artifact: Any, default: str | None = None) -> list[Recipe]:
+    """The recipes that were named, else those that the artifact was calibrated for, else the default."""
+    fitted = artifact.metadata.recipes if artifact is not None else ()
+    chosen = names or fitted or ([default] if default else [])
+    if not chosen:
+        raise ValueError("name a recipe with --recipe, or an artifact that was calibrated for some with --artifact")
+    return [parse(name) for name in chosen]
+
+
 def _calibrate(
     network: Any,
     tokenizer: Any,
@@ -441,6 +463,7 @@ def _calibrate(
     context: int,
     recipes: list[Recipe],
     seed: int | None = None,
+    into: Any = None,
     checkpoint: Path | None = None,
 ) -> Any:
     from kvfold.calibration import calibrate as run
@@ -452,7 +475,7 @@ def _calibrate(
     if checkpoint:
         checkpoint.parent.mkdir(parents=True, exist_ok=True)
     with _progress("Calibrating") as advance:
-        return run(network, words, context, recipes, seed=seed, checkpoint=checkpoint, progress=advance)
+        return run(network, words, context, recipes, seed=seed, into=into, checkpoint=checkpoint, progress=advance)
 
 
 def _evaluate(

@@ -34,10 +34,17 @@ def fold_values(model: "PreTrainedModel", recipe: Recipe, artifact: Artifact) ->
         turned = torch.einsum("nhd,hde->nhe", heads, matrices.repeat_interleave(groups, dim=0))
         output.weight.copy_(turned.flatten(1))
     means = artifact.tensors["value_mean"].double().unsqueeze(2) @ artifact.tensors[name].double()
-    tensors = {key: tensor for key, tensor in artifact.tensors.items() if key != name}
+    own = {
+        key: tensor
+        for key, tensor in artifact.tensors.items()
+        if key != name and key.rpartition("/")[0] in ("", recipe.fitted_as)
+    }
+    folded = {
+        f"{recipe.fitted_as}/value_folded": torch.ones(len(attentions), 1),
+        "value_mean": means.squeeze(2).float(),
+    }
     metadata = artifact.metadata.model_copy(update={"model": Fingerprint.of(model), "recipes": (recipe.fitted_as,)})
-    own = {key: tensor for key, tensor in tensors.items() if "/" not in key or key.startswith(f"{recipe.fitted_as}/")}
-    return Artifact(metadata, {**own, "value_mean": means.squeeze(2).float()})
+    return Artifact(metadata, {**own, **folded})
 
 
 def _projections(layer: torch.nn.Module, model: str) -> tuple[torch.nn.Linear, torch.nn.Linear]:

@@ -39,6 +39,10 @@ class Segment:
     rule: Rule = "affine"
     boosted: int = 0
 
+    def __post_init__(self) -> None:
+        if self.boosted and self.dims > 256:
+            raise ValueError(f"boosted channels are numbered in a byte, which takes at most 256 dims, not {self.dims}")
+
     @property
     def dims(self) -> int:
         return self.stop - self.start

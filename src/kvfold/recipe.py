@@ -114,7 +114,7 @@ class Recipe(BaseModel):
     ) -> int:
         """Bytes that one sequence of `context` tokens occupies: its pages, and the shadow pages of its windows."""
         layouts = self.page_layouts(geometry, page_size, artifact)
-        return geometry.kv_heads * sum(map(self._layer_bytes, layouts, [context] * len(layouts)))
+        return geometry.kv_heads * sum(self._layer_bytes(layout, context) for layout in layouts)
 
     def _layer_bytes(self, layout: PageLayout, context: int) -> int:
         raw = PageLayout(raw_slot(layout.key.dims), raw_slot(layout.value.dims), layout.page_size)

@@ -59,7 +59,9 @@ def parse(text: str) -> Recipe:
     else:
         close = difflib.get_close_matches(name, RECIPES, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
-        raise ValueError(f"unknown recipe {name!r}: {hint}there are {', '.join(RECIPES)}")
+        raise ValueError(
+            f"unknown recipe {name!r}: {hint}there are {', '.join(RECIPES)}, and tq-kXvY and gtq-kXvY with any widths"
+        )
     pairs = [tuple(map(str.strip, option.partition("="))) for option in options.split(",") if option.strip()]
     if bad := [option for option, equals, _ in pairs if not equals]:
         raise ValueError(f"{text!r}: write options as name=value, not {bad[0]!r}")

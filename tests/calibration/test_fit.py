@@ -257,3 +257,22 @@ def pixels(path: Path) -> np.ndarray:
     """int[height, width, 3]"""
     assert path.read_bytes().startswith(b"\x89PNG")
     return (255 * matplotlib.image.imread(path)[..., :3]).round().astype(int)
+
+
+def test_recipes_come_beside_those_of_an_artifact(model, tokens):
+    first, second = [parse(name) for name in list(PANEL)[:2]]
+    alone = calibrate(model, tokens, CONTEXT, [first])
+    added = calibrate(model, tokens, CONTEXT, [second], into=alone)
+    assert added.metadata.recipes == (first.fitted_as, second.fitted_as)
+    assert same(added, calibrate(model, tokens, CONTEXT, [first, second]))
+    with pytest.raises(ValueError, match="another model, text or version; write to another folder"):
+        calibrate(model, tokens[:-1], CONTEXT, [second], into=alone)
+
+
+def test_recipes_that_do_not_fit_the_model_are_refused_before_the_run(model, tokens):
+    ran = []
+    hook = model.model.register_forward_pre_hook(lambda *_: ran.append(1))
+    with pytest.raises(ValueError, match="does not divide the head dimension"):
+        calibrate(model, tokens, CONTEXT, [parse("oscar-int2:group=7")])
+    hook.remove()
+    assert not ran

@@ -468,3 +468,10 @@ def test_means_are_the_means(embedded):
         for side, mean in enumerate((artifact.tensors["key_mean"], artifact.tensors["value_mean"])):
             expected = torch.cat([window[layer][side] for window in layers], dim=1).mean(dim=1)
             assert torch.allclose(mean[layer].double(), expected, atol=1e-5)
+
+
+def test_pages_that_are_quantized_as_a_whole_have_their_own_size():
+    model = tiny()
+    with pytest.raises(ValueError, match="kivi-2 quantizes pages of 32 tokens as a whole"):
+        kvfold.cache(model, "kivi-2", means(model), page_size=16)
+    assert kvfold.cache(model, "kivi-2", means(model), page_size=32).page_size == 32

@@ -139,6 +139,9 @@ def test_groups_are_half_a_head(d, group):
 
 def test_a_folded_value_rotation_leaves_none():
     fit = {name: tensor for name, tensor in fitted("oscar-int2", 16, 2).items() if name != "value_rotation"}
+    with pytest.raises(KeyError, match="value_rotation"):
+        parse("oscar-int2").codecs(16, fit)
+    fit["value_folded"] = torch.ones(1)
     key, value = parse("oscar-int2").codecs(16, fit)
     assert key.transform.rotation is not None
     assert value.transform.rotation is None

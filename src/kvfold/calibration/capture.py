@@ -29,8 +29,8 @@ def capture(
 ) -> Statistics:
     """Run `tokens` (1-D) through the model in windows of `context`, each alone. `progress` gets shares of 1.
 
-    With a `checkpoint`, what is known is saved there after a window if the last save is `checkpoint_seconds` old, and a
-    run that was broken off goes on from there, to exactly the same result. The file is removed at the end.
+    With a `checkpoint`, what is known is saved there after a window if the last save is `checkpoint_seconds` old, and
+    at the end; a run that was broken off goes on from there, to exactly the same result.
     """
     if len(tokens) <= FIRST_TOKENS:
         raise ValueError(f"calibration needs more than {FIRST_TOKENS} tokens")
@@ -48,7 +48,7 @@ def capture(
     for layer in statistics.layers:
         layer.to_host()
     if checkpoint:
-        checkpoint.unlink(missing_ok=True)
+        statistics.save(checkpoint)
     return statistics
 
 

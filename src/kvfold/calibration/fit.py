@@ -13,6 +13,7 @@ import kvfold
 from kvfold.artifact import TEXT, Artifact, Fingerprint, Metadata, Provenance
 from kvfold.calibration.capture import capture
 from kvfold.calibration.statistics import Statistics
+from kvfold.geometry import Geometry
 from kvfold.overlap import blocks
 from kvfold.recipe import Recipe
 
@@ -24,34 +25,48 @@ def calibrate(
     recipes: Sequence[Recipe] = (),
     *,
     seed: int | None = None,  # where the tokens were drawn from, for the record
+    into: Artifact | None = None,
     checkpoint: Path | None = None,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Artifact:
     """Run `tokens` (1-D) through the model in windows of `context`; keep the means, and fit `recipes`.
 
-    `progress` gets shares of 1. With a `checkpoint`, a run that was broken off goes on where it was.
+    The fits come beside those of `into`, which must be of the same model and text. `progress` gets shares of 1. With a
+    `checkpoint`, a run that was broken off goes on where it was.
     """
+    geometry = Geometry.from_config(model.config.to_dict())
+    for recipe in recipes:
+        recipe.check(geometry)
+    fingerprint, provenance = Fingerprint.of(model), _provenance(tokens, context, seed)
+    if into is not None and (into.metadata.model, into.metadata.calibration) != (fingerprint, provenance):
+        raise ValueError("the artifact to add to is of another model, text or version; write to another folder")
     statistics = capture(model, tokens, context, checkpoint=checkpoint, progress=lambda share: progress(0.7 * share))
     learning = {recipe.fitted_as: recipe for recipe in recipes if recipe.learns}
-    fits: dict[str, Tensor] = {}
+    tensors = {
+        "key_mean": torch.stack([layer.k.mean for layer in statistics.layers]).float(),
+        "value_mean": torch.stack([layer.v.mean for layer in statistics.layers]).float(),
+        TEXT: blocks(tokens),
+        **(into.tensors if into else {}),
+    }
     for name, recipe in learning.items():
-        fits |= {f"{name}/{tensor}": fit for tensor, fit in fit_layers(recipe, statistics).items()}
+        tensors |= {f"{name}/{tensor}": fit for tensor, fit in fit_layers(recipe, statistics).items()}
         progress(0.3 / len(learning))
-    metadata = Metadata(
-        model=Fingerprint.of(model),
-        rope=statistics.rope,
-        calibration=Provenance(
-            tokens_sha256=hashlib.sha256(tokens.to(torch.int64).numpy().tobytes()).hexdigest(),
-            tokens=len(tokens),
-            context=context,
-            seed=seed,
-            versions={module.__name__: module.__version__ for module in (kvfold, torch, transformers)},
-        ),
-        recipes=tuple(learning),
+    names = dict.fromkeys((*(into.metadata.recipes if into else ()), *learning))
+    metadata = Metadata(model=fingerprint, rope=statistics.rope, calibration=provenance, recipes=tuple(names))
+    artifact = Artifact(metadata, tensors)
+    if checkpoint:
+        checkpoint.unlink()
+    return artifact
+
+
+def _provenance(tokens: Tensor, context: int, seed: int | None) -> Provenance:
+    return Provenance(
+        tokens_sha256=hashlib.sha256(tokens.to("cpu", torch.int64).numpy().tobytes()).hexdigest(),
+        tokens=len(tokens),
+        context=context,
+        seed=seed,
+        versions={module.__name__: module.__version__ for module in (kvfold, torch, transformers)},
     )
-    key_mean = torch.stack([layer.k.mean for layer in statistics.layers]).float()
-    value_mean = torch.stack([layer.v.mean for layer in statistics.layers]).float()
-    return Artifact(metadata, {"key_mean": key_mean, "value_mean": value_mean, TEXT: blocks(tokens), **fits})
 
 
 def fit_layers(recipe: Recipe, statistics: Statistics) -> dict[str, Tensor]:

@@ -47,13 +47,14 @@ def evaluate(
 ) -> Report:
     """Evaluate `recipes` beside the 16-bit cache, on `tokens` (1-D); `advance` gets shares of 1."""
     geometry = Geometry.from_config(model.config.to_dict())
+    text = tokens if haystack is None else haystack
     if artifact is not None:
-        check_disjoint(tokens if haystack is None else haystack, artifact.tensors[TEXT])
+        check_disjoint(tokens, artifact.tensors[TEXT])
+        check_disjoint(text, artifact.tensors[TEXT])
     panel = {str(recipe): recipe for recipe in (parse(REFERENCE), *recipes)}
     # what does not fit the model fails here, before the long work
     caches = {name: cache(model, recipe, artifact) for name, recipe in panel.items()}
     makes: dict[str, Make] = {name: packed.empty for name, packed in caches.items()}
-    text = tokens if haystack is None else haystack
     for length in lengths:
         hide(tokenizer, text, length, depth=0, trial=0)
     check_tasks(tasks)

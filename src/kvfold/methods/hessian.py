@@ -14,14 +14,13 @@ if TYPE_CHECKING:
     from kvfold.calibration.statistics import LayerStatistics
     from kvfold.rope import Rope
 
-DAMPING = 0.01  # of the mean eigenvalue
-
 
 class Hessian(Integers):
     """k' = k·H·R with R the eigenvectors of E[qᵀq] over all query heads of a layer, then integers.
 
     The moment is that of queries before the Hadamard rotation, as the paper's formulas have it. With that of rotated
-    queries H·R would be their eigenbasis itself, in which keys have outliers again.
+    queries H·R would be their eigenbasis itself, in which keys have outliers again. The paper adds a multiple of the
+    identity to it, which changes no eigenvector.
     """
 
     def rotations(self, head_dim: int, fit: Fit) -> tuple[Rotation | None, Rotation | None]:
@@ -30,6 +29,5 @@ class Hessian(Integers):
     def fit(self, layer: "LayerStatistics", rope: "Rope", means: tuple[Tensor | None, Tensor | None]) -> Fit:
         moment = layer.q.second().mean(dim=0)
         hadamard = Hadamard(default_order(len(moment))).apply(torch.eye(len(moment))).double()
-        damped = moment + DAMPING * moment.diagonal().mean() * torch.eye(len(moment))
-        rotation = (hadamard @ eigenvectors(damped)).float()
+        rotation = (hadamard @ eigenvectors(moment)).float()
         return {"key_rotation": rotation.unsqueeze(0), "key_spectrum": spectrum(moment).unsqueeze(0)}

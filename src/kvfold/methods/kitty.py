@@ -1,5 +1,6 @@
 """Kitty: accurate and efficient 2-bit KV-cache quantization with dynamic channel-wise precision boost."""
 
+import math
 from typing import ClassVar
 
 from pydantic import Field, NonNegativeInt
@@ -17,8 +18,8 @@ class Kitty(Recipe):
     bits: int = Field(ge=1, le=4)
     sink: NonNegativeInt = 32
     recent: NonNegativeInt = 128
-    boost: float = Field(default=0.25, ge=0, le=1)  # the share of boosted channels, to the nearest 8
+    boost: float = Field(default=0.25, ge=0, le=1)  # the share of boosted channels, up to a multiple of 8
 
     def layouts(self, head_dim: int, fit: Fit) -> tuple[SlotLayout, SlotLayout]:
-        boosted = 8 * round(self.boost * head_dim / 8)
+        boosted = 8 * math.ceil(self.boost * head_dim / 8)
         return channel_slot(head_dim, self.bits, boosted), affine_slot(head_dim, self.bits)

@@ -43,7 +43,7 @@ class Oscar(Integers):
 
     def rotations(self, head_dim: int, fit: Fit) -> tuple[Rotation | None, Rotation | None]:
         """Values whose rotation was folded into the model's projections have none left."""
-        return Matrix(fit["key_rotation"]), Matrix(fit["value_rotation"]) if "value_rotation" in fit else None
+        return Matrix(fit["key_rotation"]), None if "value_folded" in fit else Matrix(fit["value_rotation"])
 
     def fit(self, layer: "LayerStatistics", rope: "Rope", means: tuple[Tensor | None, Tensor | None]) -> Fit:
         metrics = layer.q.second(), layer.out.second(means[1])  # of errors in keys and in values
