@@ -324,7 +324,7 @@ def test_bytes_of_a_sequence_by_hand(text, context, bytes_per_head):
         ("kivi-4", 128, 32, 32 * 64 + 32 * 64 + 2 * 128 * 2 + 32 * 4 * 4),  # 5 bits
         # 32 or 16 boosted channels: two bits more for each token, and their numbers in bytes
         ("kivi-2", 80, 32, 32 * 20 + 32 * 20 + 2 * 80 * 2 + 32 * 5 * 4),  # groups of 16
-        ("kitty-2", 80, 128, 128 * (20 + 4) + 128 * 20 + 2 * 80 * 2 + 16 + 128 * 4),  # 16 of 80 channels
+        ("kitty-2", 80, 128, 128 * (20 + 6) + 128 * 20 + 2 * 80 * 2 + 32 + 128 * 4),  # 24 of 80 channels, aligned
         ("kitty-2", 128, 128, 128 * (32 + 8) + 128 * 32 + 2 * 128 * 2 + 32 + 128 * 4),  # 2.508 bits
         ("kitty-2", 64, 128, 128 * (16 + 4) + 128 * 16 + 2 * 64 * 2 + 16 + 128 * 4),
         ("kitty-2:boost=0.125", 128, 128, 128 * (32 + 4) + 128 * 32 + 2 * 128 * 2 + 16 + 128 * 4),

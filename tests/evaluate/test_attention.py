@@ -133,7 +133,9 @@ def turned(x: np.ndarray, positions: np.ndarray, theta: float | None) -> np.ndar
     ],
 )
 def test_by_definition(model, states, recipe, page_size, rounded):
-    rows = diagnose(model, random_tokens(TOKENS), {"it": cache(model, recipe, page_size=page_size)})["it"]
+    packed = cache(model, recipe)
+    packed.page_size = page_size or packed.page_size
+    rows = diagnose(model, random_tokens(TOKENS), {"it": packed})["it"]
     assert [row.layer for row in rows] == [0, 1]
     for row, (q, k) in zip(rows, states, strict=True):
         kl, top10, logit_mae = expected(q, k, rounded(k))
