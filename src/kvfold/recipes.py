@@ -20,12 +20,15 @@ CODEBOOKS = re.compile(r"(tq|gtq)-k([1-8])v([1-8])")  # any two widths, of which
 
 
 def _codebooks(family: str, key_bits: int, value_bits: int) -> Recipe:
+    method, summary = {
+        "tq": (TurboQuant, f"TurboQuant: random rotation, a norm, {key_bits}- and {value_bits}-bit codes"),
+        "gtq": (
+            BlockGtq,
+            f"Block-GTQ: TurboQuant with more bits for strong RoPE blocks, {key_bits} on average for keys",
+        ),
+    }[family]
     name = f"{family}-k{key_bits}v{value_bits}"
-    if family == "tq":
-        summary = f"TurboQuant: random rotation, a norm, {key_bits}- and {value_bits}-bit codes"
-        return TurboQuant(name=name, key_bits=key_bits, value_bits=value_bits, summary=summary)
-    summary = f"Block-GTQ: TurboQuant with more bits for strong RoPE blocks, {key_bits} on average for keys"
-    return BlockGtq(name=name, key_bits=key_bits, value_bits=value_bits, summary=summary)
+    return method(name=name, key_bits=key_bits, value_bits=value_bits, summary=summary)
 
 
 RECIPES: dict[str, Recipe] = {

@@ -43,8 +43,7 @@ def cache(
     """
     recipe = parse(recipe) if isinstance(recipe, str) else recipe
     geometry = Geometry.from_config(model.config.to_dict())
-    recipe.check(geometry)
-    pages = recipe.page_layouts(geometry)
+    pages = recipe.page_layouts(geometry)  # refuses a model that the recipe does not fit
     if page_size not in (None, recipe.page_size) and any(page.key.per_page for page in pages):
         raise ValueError(f"{recipe} quantizes pages of {recipe.page_size} tokens as a whole, so page_size is given")
     if model.config._attn_implementation != IMPLEMENTATION:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
-from kvfold.evaluate.retrieval import Make, ask, encode
+from kvfold.evaluate.retrieval import Make, ask, bury, encode
 
 TASKS = ("single", "distractor", "multi", "m-key", "m-value", "m-query")
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -127,12 +127,9 @@ def hide(
             f"and the text has {len(text)}"
         )
     begin = rng.randrange(len(text) - room + 1)
-    hay, parts, start = text[begin : begin + room], [], 0
-    for needle, pieces in sorted(hidden.items(), key=lambda item: item[0].depth):
-        end = int(needle.depth * room)
-        parts += [hay[start:end], *pieces]
-        start = end
-    return torch.cat((*parts, hay[start:])), hidden
+    ordered = sorted(hidden.items(), key=lambda item: item[0].depth)
+    needles_at = [(needle.depth, torch.cat(pieces)) for needle, pieces in ordered]
+    return bury(text[begin : begin + room], needles_at), hidden
 
 
 def _found(

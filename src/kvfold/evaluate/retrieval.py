@@ -47,17 +47,23 @@ def needle_accuracy(
         sentences = [f"\nThe code of the {thing} is{code}.\n" for thing, code in zip(THINGS, codes, strict=True)]
         needles = [encode(tokenizer, sentence) for sentence in sentences]
         hay = text[trial * length : (trial + 1) * length - sum(map(len, needles))]
-        parts, begin = [], 0
-        for depth, needle in zip(DEPTHS, needles, strict=True):
-            end = int(depth * len(hay))
-            parts += [hay[begin:end], needle]
-            begin = end
+        tokens = bury(hay, list(zip(DEPTHS, needles, strict=True)))
         cache = make()
-        model(torch.cat((*parts, hay[begin:]))[None].to(model.device), past_key_values=cache, logits_to_keep=1)
+        model(tokens[None].to(model.device), past_key_values=cache, logits_to_keep=1)
         for depth, thing, code in zip(DEPTHS, THINGS, codes, strict=True):
             question = encode(tokenizer, f"\nThe code of the {thing} is")
             found[depth] += bool(ask(model, cache, question, encode(tokenizer, code)).all())
     return {f"{depth:.0%}": count / HAYSTACKS for depth, count in found.items()}
+
+
+def bury(hay: Tensor, needles: list[tuple[float, Tensor]]) -> Tensor:
+    """`hay` (1-D) with the tokens of each needle at its depth, of which the needles are in order."""
+    parts, begin = [], 0
+    for depth, needle in needles:
+        end = int(depth * len(hay))
+        parts += [hay[begin:end], needle]
+        begin = end
+    return torch.cat((*parts, hay[begin:]))
 
 
 def ask(model: PreTrainedModel, cache: Cache, question: Tensor, answer: Tensor) -> Tensor:

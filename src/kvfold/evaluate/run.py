@@ -47,10 +47,10 @@ def evaluate(
 ) -> Report:
     """Evaluate `recipes` beside the 16-bit cache, on `tokens` (1-D); `advance` gets shares of 1."""
     geometry = Geometry.from_config(model.config.to_dict())
-    text = tokens if haystack is None else haystack
     if artifact is not None:
-        check_disjoint(tokens, artifact.tensors[TEXT])
-        check_disjoint(text, artifact.tensors[TEXT])
+        for read in (tokens,) if haystack is None else (tokens, haystack):
+            check_disjoint(read, artifact.tensors[TEXT])
+    text = tokens if haystack is None else haystack
     panel = {str(recipe): recipe for recipe in (parse(REFERENCE), *recipes)}
     # what does not fit the model fails here, before the long work
     caches = {name: cache(model, recipe, artifact) for name, recipe in panel.items()}

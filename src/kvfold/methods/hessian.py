@@ -2,12 +2,11 @@
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from kvfold.methods.integers import Integers
 from kvfold.recipe import Fit
-from kvfold.transforms import Hadamard, Matrix, Rotation, default_order
+from kvfold.transforms import Matrix, Rotation, hadamard_matrix
 from kvfold.transforms.covariance import eigenvectors, spectrum
 
 if TYPE_CHECKING:
@@ -28,6 +27,5 @@ class Hessian(Integers):
 
     def fit(self, layer: "LayerStatistics", rope: "Rope", means: tuple[Tensor | None, Tensor | None]) -> Fit:
         moment = layer.q.second().mean(dim=0)
-        hadamard = Hadamard(default_order(len(moment))).apply(torch.eye(len(moment))).double()
-        rotation = (hadamard @ eigenvectors(moment)).float()
+        rotation = (hadamard_matrix(len(moment)) @ eigenvectors(moment)).float()
         return {"key_rotation": rotation.unsqueeze(0), "key_spectrum": spectrum(moment).unsqueeze(0)}

@@ -9,7 +9,7 @@ from torch import Tensor
 from kvfold.layout import SlotLayout, affine_slot
 from kvfold.methods.integers import Integers
 from kvfold.recipe import Fit
-from kvfold.transforms import Hadamard, Matrix, Rotation, default_order
+from kvfold.transforms import Matrix, Rotation, hadamard_matrix
 from kvfold.transforms.covariance import bit_reversal, eigenvectors, spectrum
 
 if TYPE_CHECKING:
@@ -57,7 +57,13 @@ class Oscar(Integers):
         """The best of `CLIPS` for keys and for values."""
         sides = zip(("key", "value"), means, strict=True)
         centred = {**fit, **{f"{side}_mean": mean.float() for side, mean in sides if mean is not None}}
-        tried = [self._errors(layer, {**centred, "key_clip": clip, "value_clip": clip}) for clip in torch.tensor(CLIPS)]
+        q, k, _ = layer.prompt  # [heads, tokens, d]
+        logits = layer.scale * q.unflatten(0, (len(k), -1)) @ k.unsqueeze(1).mT
+        weights = torch.softmax(logits.masked_fill(torch.ones(logits.shape[-2:]).triu(1).bool(), -torch.inf), dim=-1)
+        tried = [
+            self._errors(layer, weights.double(), {**centred, "key_clip": clip, "value_clip": clip})
+            for clip in torch.tensor(CLIPS)
+        ]
         key, value = torch.tensor(tried).argmin(dim=0).tolist()
         return {"key_clip": torch.tensor([CLIPS[key]]), "value_clip": torch.tensor([CLIPS[value]])}
 
@@ -66,18 +72,17 @@ class Oscar(Integers):
         dims = moments.shape[-1]
         rotation = eigenvectors(moments) if self.eigen else torch.eye(dims, dtype=torch.float64).expand_as(moments)
         if self.hadamard:
-            rotation = rotation @ Hadamard(default_order(dims)).apply(torch.eye(dims)).double()
+            rotation = rotation @ hadamard_matrix(dims)
         return (rotation[..., bit_reversal(dims)] if self.permute else rotation).float().contiguous()
 
-    def _errors(self, layer: "LayerStatistics", fit: Fit) -> tuple[float, float]:
-        """Of the prompt's keys tr(C_Q·E_K), the squared error of its logits; of its values ‖S(V − V̂)‖²."""
-        q, k, v = layer.prompt  # [heads, tokens, d]
+    def _errors(self, layer: "LayerStatistics", weights: Tensor, fit: Fit) -> tuple[float, float]:
+        """Of the prompt's keys tr(C_Q·E_K), the squared error of its logits; of its values ‖S(V − V̂)‖², with S the
+        attention `weights` [kv_heads, group, tokens, tokens]."""
+        _, k, v = layer.prompt
         key, value = self.codecs(k.shape[-1], fit)
         k_error, v_error = (
             (codec.decode(codec.encode(x.transpose(0, 1))).transpose(0, 1) - x).double()
             for codec, x in ((key, k), (value, v))
         )
-        logits = layer.scale * q.unflatten(0, (len(k), -1)) @ k.unsqueeze(1).mT
-        weights = torch.softmax(logits.masked_fill(torch.ones(logits.shape[-2:]).triu(1).bool(), -torch.inf), dim=-1)
         key_error = torch.einsum("htd,hde,hte->", k_error, layer.q.second(), k_error)
-        return float(key_error), float((weights.double() @ v_error.unsqueeze(1)).square().sum())
+        return float(key_error), float((weights @ v_error.unsqueeze(1)).square().sum())

@@ -50,3 +50,8 @@ class Hadamard:
         if dims % self.order:
             raise ValueError(f"order={self.order} does not divide the head dimension {dims}")
         return _matrix(dims, self.order, x.device)
+
+
+def hadamard_matrix(dims: int) -> Tensor:
+    """The rotation of default order as a matrix float64[dims, dims]."""
+    return Hadamard(default_order(dims)).apply(torch.eye(dims)).double()
