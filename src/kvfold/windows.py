@@ -5,6 +5,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
+FIRST_TOKENS = 4  # attention sinks: their keys are unlike all others, so calibration leaves them out
 ROLLBACK = 32  # tokens of a step that can be taken back with their 16-bit copies intact (speculative decoding)
 
 Position = TypeVar("Position", int, Tensor)

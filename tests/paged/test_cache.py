@@ -200,14 +200,20 @@ class Side:
             return np.stack((wide, np.full_like(wide, np.nan)), axis=1)
         return np.stack((wide, decoded(self.codec.encode(x), self.codec)), axis=1)
 
-    def packed(self, stored: np.ndarray, page_size: int) -> np.ndarray:
-        """All tokens of a sequence [tokens, 2, kv_heads, d] -> their packed form; NaN in a page that is not full."""
+    def packed(self, stored: np.ndarray, page_size: int, sink: int) -> np.ndarray:
+        """All tokens of a sequence [tokens, 2, kv_heads, d] -> their packed form; NaN in a page that is not full, and in
+        the sink of one that is quantized as a whole."""
         if not self.codec.layout.per_page:
             return stored[:, 1]
         (segment,), packed = self.codec.layout.segments, stored[:, 1].copy()
         full = len(stored) // page_size * page_size
-        pages = stored[:full, 0].reshape(-1, page_size, *stored.shape[2:])
-        packed[:full] = by_channel(pages, segment.bits, segment.boosted).reshape(full, *stored.shape[2:])
+        for start in range(0, full, page_size):
+            page = list(range(start, start + page_size))
+            kept = [token for token in page if token >= sink]
+            if kept:  # later tokens take the place of the sink's, the last ones first to last
+                tokens = (kept * page_size)[-page_size:]
+                packed[page] = by_channel(stored[None, tokens, 0], segment.bits, segment.boosted)[0]
+        packed[:sink] = np.nan
         return packed
 
     def dual(self, q: np.ndarray) -> np.ndarray:
@@ -256,7 +262,7 @@ def attention(setup: Setup, layer: int, tokens: Sequence[Token], q: torch.Tensor
     keys, values = sides(setup, layer)
     stored = np.stack([token.stored[layer] for token in tokens])  # [tokens, 2 (K, V), 2 (16 bits, packed), …]
     k, v = (
-        np.stack((stored[:, i, 0], np.nan_to_num(side.packed(stored[:, i], setup.page_size))))
+        np.stack((stored[:, i, 0], np.nan_to_num(side.packed(stored[:, i], setup.page_size, setup.windows.sink))))
         for i, side in enumerate((keys, values))
     )  # [2, tokens, kv_heads, d]
     j, t = np.arange(len(tokens)), np.arange(len(tokens) - len(q), len(tokens))[:, None]
@@ -688,6 +694,22 @@ def test_a_page_is_quantized_when_it_fills_and_not_before():
                 assert untouched == (count < 4 * (number + 1))
 
 
+@pytest.mark.parametrize("recipe", ["kivi-2:sink=3,recent=0,group=8", "kitty-2:sink=6,recent=0"])
+def test_the_sink_does_not_widen_the_ranges_of_its_page(recipe):
+    """Its tokens are read in 16 bits, so what is packed of their pages does not depend on them."""
+    setup = Setup(recipe, 4)
+    tokens = torch.randn(12, LAYERS, 2, setup.kv_heads, setup.dims, generator=torch.Generator().manual_seed(0))
+    larger = torch.cat((100 * tokens[: setup.windows.sink], tokens[setup.windows.sink :]))
+    pools = []
+    for some in (tokens, larger):
+        cache = make_cache(setup, 1)
+        feed(setup, cache, some)
+        pools.append([views for layer in range(LAYERS) for views in cache.layouts[layer].key_views(cache.pools[layer])])
+        used = torch.tensor(cache.tables.pages[0][setup.windows.sink // 4 :])
+    for mine, theirs in zip(*pools, strict=True):
+        assert same_bits(mine[used], theirs[used])
+
+
 # --- how tokens were fed does not matter
 
 
@@ -815,7 +837,7 @@ def test_what_the_last_position_reads(setup):
     for layer, which in itertools.product(range(LAYERS), range(2)):
         side = sides(setup, layer)[which]
         stored = side.stored(tokens[:, layer, which])
-        all_packed = side.packed(stored, setup.page_size)
+        all_packed = side.packed(stored, setup.page_size, setup.windows.sink)
         full = TOKENS // setup.page_size * setup.page_size if setup.by_page else TOKENS
         for j in range(TOKENS):
             wide, packed = stored[j, 0], all_packed[j]

@@ -10,9 +10,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvfold.calibration.rope import probe
-from kvfold.calibration.statistics import FIRST_TOKENS, LayerStatistics, Statistics
+from kvfold.calibration.statistics import LayerStatistics, Statistics
 from kvfold.calibration.tap import Seen, tapped
 from kvfold.geometry import UnsupportedModel
+from kvfold.windows import FIRST_TOKENS
 
 SAMPLES = 4096  # tokens at most whose keys and values are kept
 

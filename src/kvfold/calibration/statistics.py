@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kvfold.calibration.tap import Seen
 from kvfold.rope import Rope
+from kvfold.windows import FIRST_TOKENS
 
-FIRST_TOKENS = 4  # attention sinks: their keys are unlike all others, so they stay out of moments and samples
 PROMPT = 512  # tokens of the first window that are kept whole
 
 

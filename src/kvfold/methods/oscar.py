@@ -11,6 +11,7 @@ from kvfold.methods.integers import Integers
 from kvfold.recipe import Fit
 from kvfold.transforms import Matrix, Rotation, hadamard_matrix
 from kvfold.transforms.covariance import bit_reversal, eigenvectors, spectrum
+from kvfold.windows import FIRST_TOKENS
 
 if TYPE_CHECKING:
     from kvfold.calibration.statistics import LayerStatistics
@@ -77,12 +78,14 @@ class Oscar(Integers):
 
     def _errors(self, layer: "LayerStatistics", weights: Tensor, fit: Fit) -> tuple[float, float]:
         """Of the prompt's keys tr(C_Q·E_K), the squared error of its logits; of its values ‖S(V − V̂)‖², with S the
-        attention `weights` [kv_heads, group, tokens, tokens]."""
+        attention `weights` [kv_heads, group, tokens, tokens]. The sink is not packed, so its errors do not count."""
         _, k, v = layer.prompt
         key, value = self.codecs(k.shape[-1], fit)
         k_error, v_error = (
             (codec.decode(codec.encode(x.transpose(0, 1))).transpose(0, 1) - x).double()
             for codec, x in ((key, k), (value, v))
         )
+        sink = min(self.sink, FIRST_TOKENS)
+        k_error[:, :sink] = v_error[:, :sink] = 0
         key_error = torch.einsum("htd,hde,hte->", k_error, layer.q.second(), k_error)
         return float(key_error), float((weights @ v_error.unsqueeze(1)).square().sum())

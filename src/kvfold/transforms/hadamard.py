@@ -53,5 +53,5 @@ class Hadamard:
 
 
 def hadamard_matrix(dims: int) -> Tensor:
-    """The rotation of default order as a matrix float64[dims, dims]."""
-    return Hadamard(default_order(dims)).apply(torch.eye(dims)).double()
+    """The rotation of the largest order that fits, as a matrix float64[dims, dims]."""
+    return Hadamard(dims & -dims).apply(torch.eye(dims)).double()

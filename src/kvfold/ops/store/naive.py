@@ -43,9 +43,14 @@ def store(pages: LayerPages, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | No
 
 def _filled(pages: LayerPages, new: Tensor, sides: slice) -> tuple[Tensor, Tensor]:
     """The pages that this step fills, and their tokens [pages, page_size, kv_heads, sides, d] in 16 bits: out of the
-    step's own `new` [sequences, n, kv_heads, sides, d], the older ones out of shadows."""
+    step's own `new` [sequences, n, kv_heads, sides, d], the older ones out of shadows.
+
+    Tokens of the sink are never read packed and would only widen a page's ranges: later tokens of the page stand in.
+    """
     step = pages.step
     row, page, column = step.filled
     old = pages.shadows[step.shadow_table[row, page]][:, :, sides].permute(0, 3, 1, 2, 4)
     full = torch.where((column >= 0)[..., None, None, None], new[row.unsqueeze(1), column], old)
-    return step.table[row, page], full
+    first = (pages.windows.sink - page * step.page_size).clamp(0, step.page_size - 1).unsqueeze(1)
+    token = first + (torch.arange(step.page_size, device=page.device) - first) % (step.page_size - first)
+    return step.table[row, page], full[torch.arange(len(page), device=page.device).unsqueeze(1), token]
