@@ -77,21 +77,28 @@ OURS = [
 ABLATIONS = [
     f"oscar-int2:{without}" for without in ("eigen=false", "hadamard=false", "permute=false", "clip=false")
 ] + ["oscar-int2:sink=0,recent=0"]
-# Long contexts and generation take minutes: those that a user would choose between, and those they replace.
+# Long contexts and generation take minutes: every method in one form of ours, and as published.
 LONG = [
     "saw-int4:sink=4",
     "oscar-int2:group=WHOLE",
     "gtq-k2v2:sink=64,recent=256",
     "gtq-k3v3",
-    "int4:sink=4",
-    "tq-k2v2:sink=64,recent=256",
     "kitty-2",
+    "kmeans-saw-int4",
+    "int4:sink=4",
+    "int4",
+    "saw-int4",
+    "oscar-int2",
     "kivi-2",
-    "saw-int4:centre=false",
-    "oscar-int2:centre=false,group=WHOLE",
-    "gtq-k3v3:sink=0,centre=false,score=mean,widths=all",
-    "tq-k3v3:centre=false",
-    "int4:centre=false",
+    "kivi-4",
+    "hessian-int4",
+    "kmeans-int4",
+    "int8",
+    "quarot-int2:sink=64,recent=256",
+    *(f"tq-k{bits}v{bits}" for bits in (2, 3, 4)),
+    *(f"gtq-k{bits}v{bits}" for bits in (2, 4)),
+    "tq-k2v2:sink=64,recent=256",
+    *(name for name in PUBLISHED if "per_head" not in name),
 ]
 NEW_TOKENS = 320  # of an answer to a problem, at most
 AT_ONCE = 8  # recipes that share a run of the 16-bit cache
@@ -121,15 +128,16 @@ def main() -> None:
             quality(model, tokens[: options.tokens], options.context, caches, artifact, options.out, common, progress)
         if options.layers:
             layers(model, tokens[: options.context], caches, artifact, options.out, common)
-        for name in progress.track(caches, description="needles") if options.needle else ():
-            found = needle_suite(
-                model, tokenizer, caches[name].empty, tokens, options.needle, options.depths, options.trials
-            )
-            write(options.out / "needle.csv", [{"recipe": name, **asdict(row), **common} for row in found])
-        for name in progress.track(caches, description="GSM8K") if problems else ():
-            score = gsm8k(model, tokenizer, caches[name].empty, problems, options.problems, NEW_TOKENS)
-            row = {"recipe": name, "problems": score.problems, "exact_match": score.exact_match, **common}
-            write(options.out / "gsm8k.csv", [row])
+        for name in progress.track(caches, description="needles, GSM8K") if options.needle or problems else ():
+            if options.needle:
+                found = needle_suite(
+                    model, tokenizer, caches[name].empty, tokens, options.needle, options.depths, options.trials
+                )
+                write(options.out / "needle.csv", [{"recipe": name, **asdict(row), **common} for row in found])
+            if problems:
+                score = gsm8k(model, tokenizer, caches[name].empty, problems, options.problems, NEW_TOKENS)
+                row = {"recipe": name, "problems": score.problems, "exact_match": score.exact_match, **common}
+                write(options.out / "gsm8k.csv", [row])
 
 
 def quality(

@@ -1,6 +1,11 @@
+import os
 from pathlib import Path
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: kernels run on the CPU
 
 from kvfold.models import EMBEDDED, load_model
 

@@ -25,7 +25,18 @@ from kvfold.models import EMBEDDED
 from kvfold.recipes import RECIPES
 
 GIB = 2**30
-COMMANDS = ("recipes", "plan", "calibrate", "inspect", "push", "eval", "generate", "demo", "bench decode")
+COMMANDS = (
+    "recipes",
+    "plan",
+    "calibrate",
+    "inspect",
+    "push",
+    "eval",
+    "generate",
+    "demo",
+    "bench decode",
+    "bench kernels",
+)
 LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 16  # of the small model
 FITTED = ("-r", "oscar-int2:sink=8", "-r", "gtq-k3v3")
 BITS = {  # with a 16-bit scale and offset for each head of 128

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,6 +49,7 @@ ArtifactFolder = Annotated[
     str | None, typer.Option("--artifact", help="A folder written by `kvfold calibrate`, or its Hub id.")
 ]
 
+LEFT = ("recipe", "needs", "what it is", "key dims×bits", "value dims×bits", "op", "kernel", "why")  # columns of text
 DEMO_RECIPES = ("int4", "saw-int4", "saw-int4:sink=4", "int2", "int2:sink=16,recent=64")
 
 
@@ -404,12 +407,111 @@ def decode(
     out.print(table)
 
 
+@bench.command()
+def kernels(
+    recipe: Annotated[
+        list[str] | None,
+        typer.Option("--recipe", "-r", help="A recipe with options; repeatable. Default: 4, 3 and 2 bits, no windows."),
+    ] = None,
+    op: Annotated[
+        list[str] | None, typer.Option("--op", help="`decode`, `extend` or `store`; repeatable. Default: all.")
+    ] = None,
+    case: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--case", help="Sequences and tokens of each, `32x8192`, or with new ones `1x32768+512`; repeatable."
+        ),
+    ] = None,
+    page: Annotated[int, typer.Option(help="Tokens of a page.", min=1)] = 64,
+    head_dim: Annotated[int, typer.Option(help="The head dimension.", min=1)] = 128,
+    q_heads: Annotated[int, typer.Option(help="Query heads.", min=1)] = 32,
+    kv_heads: Annotated[int, typer.Option(help="KV heads.", min=1)] = 8,
+    dtype: Annotated[str, typer.Option(help="`bfloat16` or `float16`.")] = "bfloat16",
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say which kernel each recipe gets, and why. Needs no GPU.")
+    ] = False,
+    json_file: JsonFile = None,
+    csv_file: CsvFile = None,
+) -> None:
+    """Verify the kernels, then time them beside 16-bit attention and a plain INT4 store.
+
+    Example: `kvfold bench kernels -r saw-int4 --op decode --case 32x8192`, or `kvfold bench kernels --explain`
+    """
+    from kvfold.bench import kernels as run
+
+    _check_files(json_file, csv_file)
+    panel = [parse(name) for name in recipe or run.default_recipes(head_dim)]
+    geometry = Geometry("any", layers=1, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim)
+    for each in panel:
+        each.check(geometry)
+    shape = {"page": page, "head_dim": head_dim, "q_heads": q_heads, "kv_heads": kv_heads, "dtype": dtype}
+    cases = run.cases(op, case, **shape)
+    rows: list[dict[str, Any]] = []
+    if explain:
+        rows = run.explain(cases, panel)
+        _write_csv(csv_file, rows)
+        if not _write_json(json_file, rows):
+            _print_choices(rows)
+        return
+    try:
+        with _progress("Timing") as advance:
+            for row in run.run(cases, panel, advance):
+                rows.append(asdict(row))
+    finally:
+        if rows:  # of a run that was broken off, those that there are
+            _write_csv(csv_file, rows)
+    if not _write_json(json_file, rows):
+        _print_times(rows)
+
+
+def _print_choices(rows: list[dict[str, Any]]) -> None:
+    table = _table(f"Kernels on {rows[0]['gpu']}", "recipe", "op", "kernel", "why")
+    for row in rows:
+        table.add_row(row["recipe"], row["op"], row["kernel"], row["reason"])
+    out.print(table)
+
+
+def _print_times(rows: list[dict[str, Any]]) -> None:
+    """A table for each case."""
+    for (op, batch, context, new), group in groupby(rows, itemgetter("op", "batch", "context", "new")):
+        some = list(group)
+        table = _table(
+            f"{op}, {batch} × {context:,} tokens, {new:,} of them new",
+            *("recipe", "kernel", "MB", "µs", "TB/s", "of copy", "speed-up"),
+        )
+        for row in some:
+            table.add_row(
+                row["recipe"],
+                row["kernel"],
+                f"{row['bytes'] / 1e6:.1f}",
+                f"{row['us']:.1f}",
+                f"{row['tb_per_s']:.2f}",
+                f"{row['fraction_of_copy']:.0%}",
+                f"{row['speedup']:.2f}×",
+            )
+        out.print(table)
+        beside = [(" or ".join(sorted({row["baseline"] for row in some})), [row["baseline_us"] for row in some])]
+        if op == "store":
+            beside.append(("a copy", [row["copy_us"] for row in some]))
+        listed = ", ".join(f"{name}: {min(times):.1f} to {max(times):.1f} µs" for name, times in beside)
+        out.print(f"beside {listed}\n", highlight=False)
+    worst = max(row["error"] / row["allowed_error"] if row["error"] else 0.0 for row in rows)
+    first = rows[0]
+    out.print(
+        f"{first['q_heads']} query and {first['kv_heads']} KV heads of {first['head_dim']}, {first['dtype']}, pages of "
+        f"{first['page']} tokens; {first['gpu']}, torch {first['torch']}, triton {first['triton']}. A large copy moves "
+        f"{first['copy_tb_per_s']:.2f} TB/s. All were verified first: errors reach {worst:.2f} of what is allowed.",
+        highlight=False,
+    )
+
+
 def _table(title: str, *columns: str) -> Table:
     """A table whose first column names recipes, with numbers to the right of it."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for column in columns:
-        left = " ".join(column.split()) in ("recipe", "needs", "what it is", "key dims×bits", "value dims×bits")
-        table.add_column(column, justify="left" if left else "right", no_wrap=column != "what it is", vertical="top")
+        left = " ".join(column.split()) in LEFT
+        wrapped = column in ("what it is", "why")
+        table.add_column(column, justify="left" if left else "right", no_wrap=not wrapped, vertical="top")
     return table
 
 
@@ -427,12 +529,16 @@ def _fitting(geometry: Geometry) -> tuple[dict[str, Recipe], list[str]]:
 
 def _check(model: str, panel: list[Recipe] | None = None, files: tuple[str | Path | None, ...] = ()) -> None:
     """Refuse what can be refused before the long work: a model or recipe that does not fit, a file in no folder."""
-    for file in files:
-        if file and file != "-" and not Path(file).parent.is_dir():
-            raise FileNotFoundError(f"cannot write {file}: there is no folder {Path(file).parent}")
+    _check_files(*files)
     geometry = Geometry.from_config(load_config(model))
     for recipe in panel or ():
         recipe.check(geometry)
+
+
+def _check_files(*files: str | Path | None) -> None:
+    for file in files:
+        if file and file != "-" and not Path(file).parent.is_dir():
+            raise FileNotFoundError(f"cannot write {file}: there is no folder {Path(file).parent}")
 
 
 def _load(model: str) -> tuple[Any, Any]:

@@ -176,7 +176,7 @@ class PageLayout:
             )
 
     @cached_property
-    def _offsets(self) -> tuple[int, ...]:
+    def offsets(self) -> tuple[int, ...]:
         """Where K codes, V codes, K metadata and V metadata begin, and where the page ends."""
         sizes = [self.page_size * slot.code_bytes for slot in (self.key, self.value)]
         sizes += [self._meta_rows(slot) * slot.meta_bytes for slot in (self.key, self.value)]
@@ -187,7 +187,7 @@ class PageLayout:
 
     @property
     def page_bytes(self) -> int:
-        return self._offsets[-1]
+        return self.offsets[-1]
 
     @property
     def is_raw(self) -> bool:
@@ -221,7 +221,7 @@ class PageLayout:
         Both sides (0: keys, 1: values) `together`, which takes the same layout, or each alone; the slice says which.
         """
         if together:
-            middle, end = self._offsets[2], self._offsets[4]
+            middle, end = self.offsets[2], self.offsets[4]
             codes = pool[..., :middle].unflatten(-1, (2, middle // 2))
             entries = pool.view(torch.float16)[..., middle // META_BYTES :]
             meta = entries.unflatten(-1, (2, (end - middle) // META_BYTES // 2))
@@ -236,10 +236,10 @@ class PageLayout:
         ]
 
     def _codes(self, pages: Tensor, slot: SlotLayout, array: int) -> Tensor:
-        return self._rows(pages[..., self._offsets[array] :], self.page_size, slot.code_bytes)
+        return self._rows(pages[..., self.offsets[array] :], self.page_size, slot.code_bytes)
 
     def _meta(self, pages: Tensor, slot: SlotLayout, array: int) -> Tensor:
-        return self._meta_view(pages.view(torch.float16)[..., self._offsets[array] // META_BYTES :], slot)
+        return self._meta_view(pages.view(torch.float16)[..., self.offsets[array] // META_BYTES :], slot)
 
     def _meta_view(self, entries: Tensor, slot: SlotLayout) -> Tensor:
         return self._rows(entries, self._meta_rows(slot), slot.meta_entries)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvfold.ops.attend import naive
-from kvfold.ops.store import store
+from kvfold.ops.store.naive import store
 from kvfold.paged import PagedCache
 from kvfold.recipes import parse
 

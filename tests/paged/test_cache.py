@@ -19,7 +19,7 @@ from random_layers import random_layer
 from kvfold.codec import Codec
 from kvfold.layout import SlotLayout, affine_slot, channel_slot, raw_slot
 from kvfold.ops.attend import blocked, naive
-from kvfold.ops.store import store
+from kvfold.ops.store.naive import store
 from kvfold.paged import PagedCache
 from kvfold.quantizers.lloyd_max import levels
 from kvfold.recipe import Recipe
@@ -201,8 +201,8 @@ class Side:
         return np.stack((wide, decoded(self.codec.encode(x), self.codec)), axis=1)
 
     def packed(self, stored: np.ndarray, page_size: int, sink: int) -> np.ndarray:
-        """All tokens of a sequence [tokens, 2, kv_heads, d] -> their packed form; NaN in a page that is not full, and in
-        the sink of one that is quantized as a whole."""
+        """All tokens of a sequence [tokens, 2, kv_heads, d] -> their packed form; NaN in a page that is not full, and
+        in the sink of pages that are quantized as a whole."""
         if not self.codec.layout.per_page:
             return stored[:, 1]
         (segment,), packed = self.codec.layout.segments, stored[:, 1].copy()

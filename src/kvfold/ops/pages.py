@@ -16,6 +16,24 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
+class Batch:
+    """A step as kernels see it: its tokens one sequence after the other, described in device memory alone, so that a
+    captured CUDA graph sees what has changed there since.
+
+    The tokens of sequence r are rows `query_starts[r]` to `query_starts[r + 1]` of k, v and q; the last of them is at
+    position `lengths[r] − 1`, the others before it. Those before position `starts[r]` are padding.
+    """
+
+    slots: Tensor  # int64[tokens]: page · page_size + offset; negative: padding, not stored
+    query_starts: Tensor  # int32[sequences + 1]
+    starts: Tensor  # int32[sequences]: tokens before this step
+    lengths: Tensor  # int32[sequences]: and with it
+    table: Tensor  # int64[sequences, pages]
+    shadow_of: Tensor  # int64[pages of the pool]: the shadow of each page, -1 where it has none
+    max_queries: int  # tokens of the longest sequence of the step
+
+
+@dataclass(frozen=True, eq=False)
 class Step:
     """One call's new tokens of a batch of sequences, the same for all layers.
 
@@ -28,7 +46,7 @@ class Step:
     lengths: Sequence[int]  # and with it
     page_size: int
     table: Tensor  # int64[sequences, pages of the longest]; rows are padded with page 0
-    shadow_table: Tensor  # like table, the shadow of each page, -1 where it has none
+    shadow_of: Tensor  # int64[pages of the pool]: the shadow of each page, -1 where it has none
     _memory: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def once(self, make: Callable[..., T], *arguments: Hashable) -> T:
@@ -53,8 +71,23 @@ class Step:
     def slots(self) -> tuple[Tensor, Tensor, Tensor]:
         """Page, shadow page (-1: none) and offset in them of every new token."""
         position = self.positions.to(self.table.device)[self._new]
-        index = (self._new[0], position // self.page_size)
-        return self.table[index], self.shadow_table[index], position % self.page_size
+        page = self.table[self._new[0], position // self.page_size]
+        return page, self.shadow_of[page], position % self.page_size
+
+    @cached_property
+    def batch(self) -> Batch:
+        starts, lengths = torch.tensor(self.starts, dtype=torch.int32), torch.tensor(self.lengths, dtype=torch.int32)
+        page, _, offset = self.slots
+        device = self.table.device
+        return Batch(
+            self.scatter(page * self.page_size + offset + 1).flatten() - 1,
+            torch.arange(len(lengths) + 1, dtype=torch.int32, device=device) * self.n,
+            starts.to(device),
+            lengths.to(device),
+            self.table,
+            self.shadow_of,
+            self.n,
+        )
 
     @cached_property
     def filled(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,9 +7,8 @@ from torch import Tensor
 
 from kvfold.codec import Codec
 from kvfold.layout import PageLayout
-from kvfold.ops.attend import attend
+from kvfold.ops.dispatch import choose
 from kvfold.ops.pages import LayerPages, Step
-from kvfold.ops.store import store
 from kvfold.paged.shadows import Shadows
 from kvfold.paged.tables import PageTables
 from kvfold.windows import Windows
@@ -87,14 +86,17 @@ class PagedCache:
     def _describe(self, starts: list[int], n: int) -> Step:
         width = max(map(len, self.tables.pages), default=0)
         table = [pages + [0] * (width - len(pages)) for pages in self.tables.pages]
-        shadow_table = [[self.shadow_map.of.get(page, -1) for page in pages] for pages in table]
+        shadow_of = torch.full((self.tables.capacity,), -1)
+        if self.shadow_map.of:
+            pages, shadows = torch.tensor(list(self.shadow_map.of.items())).unbind(dim=1)
+            shadow_of[pages] = shadows
         return Step(
             n,
             starts,
             list(self.lengths),
             self.tables.page_size,
             torch.tensor(table, dtype=torch.int64, device=self.device),
-            torch.tensor(shadow_table, dtype=torch.int64, device=self.device),
+            shadow_of.to(self.device),
         )
 
     def pages(self, layer: int) -> LayerPages:
@@ -114,8 +116,8 @@ class PagedCache:
 
         All are [sequences, n, heads, d] with n the largest of the step's counts, left-padded where a count is smaller.
         """
-        pages = self.pages(layer)
-        return attend(pages, q, store(pages, k, v), scale)
+        pages, ops = self.pages(layer), choose(self.layouts[layer], q.shape[2] // self.kv_heads, self.device)
+        return ops.attend(pages, q, ops.store.run(pages, k, v), scale)
 
     def crop(self, counts: Sequence[int]) -> None:
         """Forget the last `counts[i]` tokens of sequence i."""

@@ -34,13 +34,19 @@ def distortion(bits: int) -> float:
     return float(1 - 2 * mass @ mean**2)
 
 
+def boundaries(bits: int) -> Tensor:
+    """What lies halfway between neighbouring levels, float32[2^bits − 1]."""
+    table = torch.tensor(levels(bits), dtype=torch.float64)
+    return ((table[1:] + table[:-1]) / 2).float()
+
+
 def quantize(x: Tensor, bits: int) -> Tensor:
     """float32[..., n] of unit variance -> uint8[..., n], the indices of the nearest levels.
 
     NaN and Inf are not looked for: who scales x to unit variance meets them in the scale.
     """
-    _, boundaries = _tables(bits, x.device)
-    return torch.bucketize(x.contiguous(), boundaries, out_int32=True).to(torch.uint8)
+    _, between = _tables(bits, x.device)
+    return torch.bucketize(x.contiguous(), between, out_int32=True).to(torch.uint8)
 
 
 def dequantize(codes: Tensor, bits: int) -> Tensor:
@@ -52,9 +58,7 @@ def dequantize(codes: Tensor, bits: int) -> Tensor:
 @lru_cache
 def _tables(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """The levels and the boundaries between them, float32 on `device`."""
-    table = torch.tensor(levels(bits), dtype=torch.float64)
-    boundaries = (table[1:] + table[:-1]) / 2
-    return table.to(device, torch.float32), boundaries.to(device, torch.float32)
+    return torch.tensor(levels(bits), dtype=torch.float32, device=device), boundaries(bits).to(device)
 
 
 def _cells(below: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -1,10 +1,13 @@
 """Centring and rotation of keys, values and queries."""
 
-from dataclasses import dataclass
-from typing import Protocol, Self
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 class Rotation(Protocol):
@@ -14,6 +17,10 @@ class Rotation(Protocol):
     def invert(self, y: Tensor) -> Tensor: ...
     def dual(self, q: Tensor) -> Tensor:
         """The map of queries under which dual(q)·apply(k) = q·k."""
+        ...
+
+    def terms(self, dims: int, dtype: torch.dtype, device: torch.device) -> tuple[tuple[Tensor, ...], float]:
+        """16-bit matrices [kv_heads or 1, d, d] and a factor, with apply(x) = factor·Σ x·term, for tensor cores."""
         ...
 
     def to(self, device: torch.device | str) -> Self: ...
@@ -31,6 +38,14 @@ class Transform:
 
     mean: Tensor | None = None  # [kv_heads, d]
     rotation: Rotation | None = None
+    _memory: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def once(self, make: Callable[..., T], *arguments: Hashable) -> T:
+        """make(transform, *arguments), computed when it is first asked for."""
+        key = (make, arguments)
+        if key not in self._memory:
+            self._memory[key] = make(self, *arguments)
+        return self._memory[key]
 
     def to(self, device: torch.device | str) -> "Transform":
         mean, rotation = self.mean, self.rotation

@@ -33,23 +33,27 @@ class Hadamard:
     def apply(self, x: Tensor) -> Tensor:
         """Sums of ±x in float64 are exact for 16-bit inputs, and for float32 ones unless magnitudes differ by more than
         2^22, so what is stored of a token does not depend on how many tokens come along."""
-        signs, _ = self._matrices(x)
+        signs, _ = self._matrices(x.shape[-1], x.device)
         return (x.double() @ signs).mul_(self.order**-0.5).float()
 
     def invert(self, y: Tensor) -> Tensor:
-        _, orthonormal = self._matrices(y)
+        _, orthonormal = self._matrices(y.shape[-1], y.device)
         return y @ orthonormal
 
     dual = invert
 
+    def terms(self, dims: int, dtype: torch.dtype, device: torch.device) -> tuple[tuple[Tensor, ...], float]:
+        """Signs are exact in any type."""
+        signs, _ = self._matrices(dims, device)
+        return (signs.to(dtype).unsqueeze(0),), self.order**-0.5
+
     def to(self, device: torch.device | str) -> "Hadamard":
         return self
 
-    def _matrices(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        dims = x.shape[-1]
+    def _matrices(self, dims: int, device: torch.device) -> tuple[Tensor, Tensor]:
         if dims % self.order:
             raise ValueError(f"order={self.order} does not divide the head dimension {dims}")
-        return _matrix(dims, self.order, x.device)
+        return _matrix(dims, self.order, device)
 
 
 def hadamard_matrix(dims: int) -> Tensor:

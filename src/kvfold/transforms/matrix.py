@@ -29,6 +29,11 @@ class Matrix:
     def dual(self, q: Tensor) -> Tensor:
         return _by_head(q, self.matrix)
 
+    def terms(self, dims: int, dtype: torch.dtype, device: torch.device) -> tuple[tuple[Tensor, ...], float]:
+        """Two, of which the second is what the first leaves: 16 bits of A at least."""
+        high = self.matrix.to(dtype)
+        return (high, (self.matrix - high.float()).to(dtype)), 1.0
+
     def to(self, device: torch.device | str) -> "Matrix":
         return Matrix(self.matrix.to(device))
 

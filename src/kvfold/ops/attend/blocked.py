@@ -175,7 +175,7 @@ def _window_block(step: Step, tokens: Tensor, windows: Windows | None) -> _Windo
         _additive(mask).to(device),
         (tokens - lengths + step.n).clamp_min(0).to(device),
         (row, place),
-        (step.shadow_table[row, old_tokens // step.page_size], old_tokens % step.page_size),
+        (step.shadow_of[step.table[row, old_tokens // step.page_size]], old_tokens % step.page_size),
     )
 
 

@@ -27,7 +27,7 @@ def read(pages: LayerPages, row: int, position: int, new: tuple[Tensor, Tensor] 
             if j >= step.starts[row]:
                 x[j] = torch.stack([side[row, j - step.lengths[row]] for side in new], dim=1)
             else:
-                x[j] = pages.shadows[step.shadow_table[row, j // step.page_size], :, :, j % step.page_size]
+                x[j] = pages.shadows[step.shadow_of[page[j]], :, :, offset[j]]
     return x[:, :, 0], x[:, :, 1]
 
 

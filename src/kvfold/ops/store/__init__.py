@@ -1,5 +1,1 @@
 """Transform, quantize and pack new tokens into their pages, and into the 16-bit shadows of those pages."""
-
-from kvfold.ops.store.naive import store
-
-__all__ = ["store"]

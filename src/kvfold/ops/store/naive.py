@@ -49,7 +49,7 @@ def _filled(pages: LayerPages, new: Tensor, sides: slice) -> tuple[Tensor, Tenso
     """
     step = pages.step
     row, page, column = step.filled
-    old = pages.shadows[step.shadow_table[row, page]][:, :, sides].permute(0, 3, 1, 2, 4)
+    old = pages.shadows[step.shadow_of[step.table[row, page]]][:, :, sides].permute(0, 3, 1, 2, 4)
     full = torch.where((column >= 0)[..., None, None, None], new[row.unsqueeze(1), column], old)
     first = (pages.windows.sink - page * step.page_size).clamp(0, step.page_size - 1).unsqueeze(1)
     token = first + (torch.arange(step.page_size, device=page.device) - first) % (step.page_size - first)

@@ -1,0 +1,102 @@
+"""The picture of what `kvfold bench kernels --csv` measured.
+
+    kvfold bench kernels --csv results/kernels-h200.csv
+    python benchmarks/roofline.py results/kernels-h200.csv kernels.svg
+
+Above: the share of the bandwidth of a large device copy that each recipe reaches, by case. Below: attention as
+operations per second over operations per byte of the cache, under the roof that this bandwidth is, with 16-bit
+attention as hollow marks. --peak draws the roof of the tensor cores, in TFLOP/s; what it is was not measured here.
+"""
+
+import argparse
+import csv
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+
+MARKERS = {"decode": "o", "extend": "s"}
+Row = dict[str, str]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", type=Path, help="CSV file of `kvfold bench kernels`")
+    parser.add_argument("picture", type=Path, help="PNG or SVG file to write")
+    parser.add_argument("--peak", type=float, help="TFLOP/s of the tensor cores")
+    options = parser.parse_args()
+    with options.rows.open() as file:
+        rows = list(csv.DictReader(file))
+    if not rows:
+        parser.error(f"{options.rows} has no rows")
+    draw(rows, options.picture, options.peak)
+
+
+def draw(rows: list[Row], picture: Path, peak: float | None = None) -> None:
+    colours = {recipe: f"C{i}" for i, recipe in enumerate(dict.fromkeys(row["recipe"] for row in rows))}
+    figure, (above, below) = plt.subplots(2, 1, figsize=(9, 9), layout="constrained")
+    fractions(above, rows, colours)
+    roofline(below, [row for row in rows if row["op"] in MARKERS], colours, peak)
+    first = rows[0]
+    figure.suptitle(f"{first['gpu']}, torch {first['torch']}, triton {first['triton']}, {first['date']}", fontsize=10)
+    figure.savefig(picture, dpi=150)
+    plt.close(figure)
+
+
+def fractions(axes: Axes, rows: list[Row], colours: dict[str, str]) -> None:
+    cases = list(dict.fromkeys(map(case, rows)))
+    width = 0.8 / len(colours)
+    for i, (recipe, colour) in enumerate(colours.items()):
+        own = [row for row in rows if row["recipe"] == recipe]
+        places = [cases.index(case(row)) - 0.4 + (i + 0.5) * width for row in own]
+        bars = axes.bar(places, [float(row["fraction_of_copy"]) for row in own], width, color=colour, label=recipe)
+        axes.bar_label(bars, [f"{float(row['speedup']):.1f}×" for row in own], fontsize=6)
+    axes.axhline(1, color="grey", linewidth=0.8)
+    axes.set_xticks(range(len(cases)), cases, fontsize=7)
+    axes.set_ylabel("share of copy bandwidth")
+    axes.set_title("bandwidth; above the bars, the speed-up over the baseline of the same run", fontsize=9)
+    axes.legend(fontsize=7)
+
+
+def roofline(axes: Axes, rows: list[Row], colours: dict[str, str], peak: float | None) -> None:
+    if not rows:
+        axes.set_axis_off()
+        return
+    points = []
+    for row in rows:
+        dense = 4 * int(row["head_dim"]) * int(row["kv_heads"]) * int(row["batch"]) * int(row["context"])
+        for size, us, filled in ((int(row["bytes"]), row["us"], True), (dense, row["baseline_us"], False)):
+            points.append((operations(row) / size, operations(row) / float(us) / 1e6))
+            face = colours[row["recipe"]] if filled else "none"
+            edge = colours[row["recipe"]] if filled else "black"
+            axes.plot(*points[-1], MARKERS[row["op"]], markerfacecolor=face, markeredgecolor=edge)
+    left, right = min(x for x, _ in points) / 2, max(x for x, _ in points) * 2
+    bandwidth = max(float(row["copy_tb_per_s"]) for row in rows)
+    axes.plot([left, right], [bandwidth * left, bandwidth * right], color="grey")
+    if peak:
+        axes.axhline(peak, color="grey", linestyle="--")
+    axes.set(xscale="log", yscale="log", xlabel="operations per byte of keys and values", ylabel="TFLOP/s")
+    axes.set_ylim(top=2 * (peak or max(y for _, y in points)))
+    axes.set_title(f"attention under the roof of a copy's {bandwidth:.2f} TB/s", fontsize=9)
+    marks = [Line2D([], [], marker=marker, linestyle="", color="grey", label=op) for op, marker in MARKERS.items()]
+    hollow = Line2D([], [], marker="o", linestyle="", color="black", markerfacecolor="none", label="16-bit attention")
+    axes.legend(handles=[*marks, hollow], fontsize=7)
+
+
+def case(row: Row) -> str:
+    return f"{row['op']}\n{row['batch']} × {row['context']}" + (f"\n{row['new']} new" if row["op"] == "extend" else "")
+
+
+def operations(row: Row) -> float:
+    """Of attention: two products of head_dim, each a multiplication and an addition, for all that queries see."""
+    new, context = int(row["new"]), int(row["context"])
+    pairs = new * context - new * (new - 1) / 2
+    return 4 * int(row["batch"]) * int(row["q_heads"]) * int(row["head_dim"]) * pairs
+
+
+if __name__ == "__main__":
+    main()

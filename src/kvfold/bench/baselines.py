@@ -1,0 +1,62 @@
+"""What the kernels are timed beside: attention over dense 16-bit keys and values, and a copy of what is stored."""
+
+import math
+import re
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvfold.bench.graphs import Calls, copies
+
+if TYPE_CHECKING:
+    from kvfold.bench.kernels import Case
+
+
+def copy_calls(k: Tensor, v: Tensor) -> Calls:
+    """A device copy of keys and values."""
+    both = torch.stack((k, v))
+    sources = [both.clone() for _ in range(copies(2 * both.nbytes, both.device))]
+    return [partial(torch.empty_like(source).copy_, source) for source in sources]
+
+
+def dense_calls(case: "Case", device: torch.device) -> dict[str, Calls]:
+    """Attention over dense 16-bit keys and values of the same shape, by cuDNN; for `extend`, and where cuDNN has no
+    kernel, also by FlashAttention.
+
+    Of several new tokens the last see more. cuDNN has no mask for that, so it goes without one, over as many tokens as
+    the new ones see on average.
+    """
+    shape = (case.batch, case.kv_heads, case.context, case.head_dim)
+    q = torch.randn(case.batch, case.q_heads, case.new, case.head_dim, dtype=case.torch_dtype, device=device)
+    states = [
+        torch.randn(2, *shape, dtype=case.torch_dtype, device=device)
+        for _ in range(copies(4 * math.prod(shape), device))
+    ]
+    mask = causal_lower_right(case.new, case.context) if case.new > 1 else None
+    average = case.context - case.new // 2
+
+    def attend(backend: SDPBackend, kv: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            if backend == SDPBackend.FLASH_ATTENTION:
+                return scaled_dot_product_attention(q, kv[0], kv[1], attn_mask=mask, enable_gqa=True)
+            return scaled_dot_product_attention(q, kv[0, :, :, :average], kv[1, :, :, :average], enable_gqa=True)
+
+    calls: dict[str, Calls] = {}
+    for name, backend in (("cuDNN", SDPBackend.CUDNN_ATTENTION), ("FlashAttention", SDPBackend.FLASH_ATTENTION)):
+        if calls and case.op == "decode":
+            break
+        try:
+            attend(backend, states[0])
+        except RuntimeError as error:
+            if not re.search("No available kernel|No viable backend", str(error)):
+                raise
+            continue
+        calls[name] = [partial(attend, backend, kv) for kv in states]
+    if not calls:
+        raise ValueError(f"neither cuDNN nor FlashAttention has a kernel to compare with: {case}")
+    return calls

@@ -1,0 +1,323 @@
+"""The ops of one layer on a GPU, beside 16-bit attention and a plain INT4 store: verified first, then timed."""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from functools import lru_cache, partial
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvfold.bench.baselines import copy_calls, dense_calls
+from kvfold.bench.graphs import Calls, copies, times
+from kvfold.bench.verify import attend_error, store_error
+from kvfold.codec import Codec
+from kvfold.layout import PageLayout
+from kvfold.ops.dispatch import HOPPER, Choice, New, Ops, choose
+from kvfold.ops.pages import LayerPages
+from kvfold.paged import PagedCache
+from kvfold.recipe import Recipe
+from kvfold.recipes import parse
+from kvfold.windows import Windows
+
+CASES = {  # of each op, by default
+    "decode": ("32x8192", "32x16384", "8x16384", "1x32768", "1x131072"),
+    "extend": ("1x32768+512",),
+    "store": ("32x1", "1x8192"),
+}
+EXTENDED = 512  # new tokens of `extend`, where a case does not say
+PLAIN_STORE = "int4:centre=false"
+COPIED = 2**30  # bytes of the copy that bandwidth is measured with
+FILL_TOKENS = 2**16  # stored at once while pages are filled
+FIT_TOKENS = 320  # of the random layer that recipes are fitted to
+
+
+@dataclass(frozen=True)
+class Case:
+    op: str
+    batch: int
+    context: int  # tokens of each sequence, with the new ones
+    new: int  # of them, the last: queries of attention, or what is stored
+    page: int = 64
+    head_dim: int = 128
+    q_heads: int = 32
+    kv_heads: int = 8
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("bfloat16", "float16"):
+            raise ValueError(f"{self}: the kernels take bfloat16 and float16")
+        if min(self.batch, self.new, self.page, self.head_dim, self.q_heads, self.kv_heads) < 1:
+            raise ValueError(f"{self}: all sizes are at least 1")
+        if self.new > self.context or (self.op == "decode" and self.new > 1):
+            raise ValueError(f"{self}: decode has 1 new token, and others as many as there are tokens at most")
+        if self.q_heads % self.kv_heads:
+            raise ValueError(f"{self}: query heads are no multiple of KV heads")
+
+    @classmethod
+    def parse(cls, op: str, text: str, **shape: Any) -> "Case":
+        """`32x8192`: 32 sequences of 8192 tokens; `1x32768+512`: one of 32768 tokens and 512 new ones. Without +NEW the
+        last token is new in `decode`, the last 512 in `extend`, and all in `store`."""
+        if op not in CASES:
+            raise ValueError(f"unknown op {op!r}: there are {', '.join(CASES)}")
+        match = re.fullmatch(r"(\d+)x(\d+)(?:\+(\d+))?", text)
+        if not match:
+            raise ValueError(
+                f"{text!r} is no case: write BATCHxCONTEXT or BATCHxCONTEXT+NEW, as 32x8192 or 1x32768+512"
+            )
+        batch, context, new = (int(number or 0) for number in match.groups())
+        usual = {"decode": 1, "extend": EXTENDED, "store": context}[op]
+        return cls(op, batch, context + new, usual if match[3] is None else new, **shape)
+
+    @property
+    def history(self) -> int:
+        return self.context - self.new
+
+    @property
+    def scale(self) -> float:
+        """Of the logits."""
+        return self.head_dim**-0.5
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.op}, {self.batch} × {self.context} tokens of which {self.new} new, {self.q_heads} query and "
+            f"{self.kv_heads} KV heads of {self.head_dim}, pages of {self.page}, {self.dtype}"
+        )
+
+
+@dataclass(frozen=True)
+class Row:
+    op: str
+    recipe: str
+    batch: int
+    context: int
+    new: int
+    page: int
+    head_dim: int
+    q_heads: int
+    kv_heads: int
+    dtype: str
+    kernel: str
+    bytes: int  # that have to be moved
+    us: float
+    baseline: str
+    baseline_us: float
+    speedup: float
+    copy_us: float | None  # of a device copy of what is to be stored; `store` only
+    tb_per_s: float
+    copy_tb_per_s: float  # of a large device copy, reads and writes
+    fraction_of_copy: float
+    error: float  # relative
+    allowed_error: float  # twice that of the reference in the same precision
+    gpu: str
+    torch: str
+    triton: str
+    date: str
+
+
+def default_recipes(head_dim: int) -> tuple[str, ...]:
+    """4, 2 and 3 bits without windows."""
+    oscar = "oscar-int2:sink=0,recent=0"
+    return "saw-int4", f"{oscar},group={head_dim}", oscar, "gtq-k3v3:sink=0"
+
+
+def cases(ops: Sequence[str] | None, texts: Sequence[str] | None, **shape: Any) -> list[Case]:
+    """Each of `texts` (see `Case.parse`) for each of `ops`; by default all ops, each with its own cases."""
+    return [Case.parse(op, text, **shape) for op in ops or CASES for text in texts or CASES.get(op, ("",))]
+
+
+def run(
+    cases: Sequence[Case], recipes: Sequence[Recipe], progress: Callable[[float], None] = lambda share: None
+) -> Iterator[Row]:
+    """Every case with every recipe, verified and then timed. What has no kernel is refused before anything runs."""
+    if not torch.cuda.is_available():
+        raise ValueError(
+            f"kernels are timed on a GPU, and torch {torch.__version__} sees none: run this on a machine with one, "
+            "with a CUDA build of torch, or ask with --explain what would run there"
+        )
+    device = torch.device("cuda")
+    for case in cases:
+        for recipe in recipes:
+            choice = _choice(case, ops_of(case, recipe, device))
+            if choice.implementation == "torch":
+                raise ValueError(f"{recipe} has no kernel for {case}: {choice.reason}")
+    copied = torch.empty(COPIED, dtype=torch.uint8, device=device).random_()
+    copy_us = times({"copy": [partial(torch.empty_like(copied).copy_, copied)]})["copy"]
+    del copied
+    for case in cases:
+        for recipe in recipes:
+            yield measure(case, recipe, 2 * COPIED / copy_us, device)
+            progress(1 / (len(cases) * len(recipes)))
+
+
+def explain(cases: Sequence[Case], recipes: Sequence[Recipe]) -> list[dict[str, Any]]:
+    """Which kernel each op gets with each recipe, and why, on the GPU that is there or else on Hopper."""
+    there = torch.cuda.is_available()
+    gpu, capability = (torch.cuda.get_device_name(), None) if there else ("Hopper", HOPPER)
+    rows = []
+    for recipe in recipes:
+        for case in {case.op: case for case in cases}.values():
+            choice = _choice(case, ops_of(case, recipe, torch.device("cuda"), capability))
+            row = {"recipe": str(recipe), "op": case.op, "kernel": choice.implementation, "reason": choice.reason}
+            rows.append({**row, "gpu": gpu})
+    return rows
+
+
+@torch.no_grad()
+def measure(case: Case, recipe: Recipe, copy_rate: float, device: torch.device) -> Row:
+    """One case with one recipe; `copy_rate` is in bytes per microsecond."""
+    filled = fill(case, recipe, device)
+    ops, pages, q, k, v, new = filled
+    if case.op == "store":
+        error, allowed = store_error(pages, k, v, new)
+    else:
+        outputs = _choice(case, ops).run(pages, q, new, case.scale)
+        error, allowed = attend_error(pages, q, new, case.scale, outputs)
+    if not error <= allowed:
+        raise ValueError(f"{recipe} is wrong by {error:.2g}, {allowed:.2g} at most, and not timed: {case}")
+    size = moved_bytes(case, pages.layout, pages.windows)
+    runs = {"own": _calls(case, filled, size)}
+    if case.op == "store":
+        runs["copy"] = copy_calls(k, v)
+        plain = fill(case, parse(PLAIN_STORE), device)
+        runs[PLAIN_STORE] = _calls(case, plain, moved_bytes(case, plain.pages.layout, plain.pages.windows))
+    else:
+        runs |= dense_calls(case, device)
+    us = times(runs)
+    own, copy_us = us.pop("own"), us.pop("copy", None)
+    baseline = min(us, key=lambda name: us[name])
+    return Row(
+        **asdict(case),
+        recipe=str(recipe),
+        kernel=_choice(case, ops).implementation,
+        bytes=size,
+        us=round(own, 3),
+        baseline=baseline,
+        baseline_us=round(us[baseline], 3),
+        speedup=round(us[baseline] / own, 4),
+        copy_us=None if copy_us is None else round(copy_us, 3),
+        tb_per_s=round(size / own / 1e6, 4),
+        copy_tb_per_s=round(copy_rate / 1e6, 4),
+        fraction_of_copy=round(size / own / copy_rate, 4),
+        error=float(f"{error:.3g}"),
+        allowed_error=float(f"{allowed:.3g}"),
+        gpu=torch.cuda.get_device_name() if device.type == "cuda" else device.type,
+        torch=torch.__version__,
+        triton=version("triton") if find_spec("triton") else "",
+        date=datetime.now(UTC).date().isoformat(),
+    )
+
+
+def moved_bytes(case: Case, layout: PageLayout, windows: Windows) -> int:
+    """What has to be read of the cache, each token once packed, in 16 bits or both; queries and outputs do not count.
+    For `store`: keys and values, their slots, and with windows what is returned and goes to shadows."""
+    slot, wide = layout.key.slot_bytes + layout.value.slot_bytes, 2 * (layout.key.dims + layout.value.dims)
+    if case.op == "store":
+        kept = windows.pages(case.history, case.context, case.page) if windows else ()
+        shadowed = sum(token // case.page in kept for token in range(case.history, case.context))
+        size = case.new * (wide + slot) + (case.new * bool(windows) + shadowed) * wide
+    else:
+        sink = min(windows.sink, case.context)
+        packed = max(0, windows.exact_from(case.context - 1) - sink)
+        recent = max(0, case.context - max(sink, windows.exact_from(case.history))) if windows.recent else 0
+        size = packed * slot + (sink + recent) * wide
+    return case.batch * case.kv_heads * size
+
+
+class Filled(NamedTuple):
+    """A layer's pages with a step that has been stored, and what the step came with."""
+
+    ops: Ops
+    pages: LayerPages
+    q: Tensor  # [sequences, n, q_heads, d]
+    k: Tensor  # [sequences, n, kv_heads, d]
+    v: Tensor
+    new: New
+
+
+def fill(case: Case, recipe: Recipe, device: torch.device) -> Filled:
+    """Random tokens, stored by the op itself in pages that come in random order."""
+    key, value = _codecs(recipe, case.head_dim, case.q_heads, case.kv_heads, case.torch_dtype)
+    cache = PagedCache(
+        [(key.to(device), value.to(device))],
+        case.kv_heads,
+        case.batch,
+        windows=recipe.windows,
+        page_size=case.page,
+        wide=case.torch_dtype,
+        device=device,
+    )
+    pages = case.batch * -(-case.context // case.page)
+    order = torch.randperm(pages, generator=torch.Generator().manual_seed(0)).tolist()
+    cache.tables.references, cache.tables.free = [0] * pages, order
+    generator, ops = torch.Generator(device).manual_seed(0), ops_of(case, recipe, device)
+
+    def tokens(n: int, heads: int) -> Tensor:
+        return _states((case.batch, n, heads, case.head_dim), generator).to(case.torch_dtype)
+
+    chunk = max(1, FILL_TOKENS // case.batch)
+    for start in range(0, case.history, chunk):
+        n = min(chunk, case.history - start)
+        cache.extend([n] * case.batch)
+        ops.store.run(cache.pages(0), tokens(n, case.kv_heads), tokens(n, case.kv_heads))
+    cache.extend([case.new] * case.batch)
+    q, k, v = (tokens(case.new, heads) for heads in (case.q_heads, case.kv_heads, case.kv_heads))
+    return Filled(ops, cache.pages(0), q, k, v, ops.store.run(cache.pages(0), k, v))
+
+
+def ops_of(case: Case, recipe: Recipe, device: torch.device, capability: tuple[int, int] | None = None) -> Ops:
+    key, value = _codecs(recipe, case.head_dim, case.q_heads, case.kv_heads, case.torch_dtype)
+    layout = PageLayout(key.layout, value.layout, case.page)
+    return choose(layout, case.q_heads // case.kv_heads, device, capability)
+
+
+def _choice(case: Case, ops: Ops) -> Choice:
+    return getattr(ops, case.op)
+
+
+@lru_cache(maxsize=64)
+def _codecs(recipe: Recipe, head_dim: int, q_heads: int, kv_heads: int, wide: torch.dtype) -> tuple[Codec, Codec]:
+    """The codecs of a recipe that is fitted to a random layer."""
+    from kvfold.calibration.statistics import LayerStatistics
+    from kvfold.calibration.tap import Seen
+    from kvfold.rope import Rope
+
+    generator, half = torch.Generator().manual_seed(0), head_dim // 2
+    q, k, v, out = (
+        _states((FIT_TOKENS, heads, head_dim), generator) for heads in (q_heads, kv_heads, kv_heads, q_heads)
+    )
+    seen = Seen(0, q, k, v, out, head_dim**-0.5)
+    layer = LayerStatistics.begin(seen, FIT_TOKENS)
+    layer.add(seen, torch.arange(FIT_TOKENS), 0)
+    rope = Rope(head_dim, tuple((i, i + half) for i in range(half)), tuple(1e4 ** (-i / half) for i in range(half)))
+    means = (layer.k.mean, layer.v.mean) if recipe.centre else (None, None)
+    centred = {"key_mean": layer.k.mean.float(), "value_mean": layer.v.mean.float()} if recipe.centre else {}
+    return recipe.layer_codecs(0, head_dim, {**centred, **recipe.fit(layer, rope, means)}, wide)
+
+
+def _states(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Around a mean, and of sizes that differ as those of keys do, to which Block-GTQ gives several widths."""
+    sizes = torch.linspace(1.5, -1.5, shape[-1], device=generator.device).exp()
+    return torch.randn(shape, generator=generator, device=generator.device) * sizes / sizes.square().mean().sqrt() + 1
+
+
+def _calls(case: Case, filled: Filled, size: int) -> Calls:
+    """The op on each of several copies of the layer."""
+    ops, pages, q, k, v, new = filled
+    _ = pages.step.batch  # made once, before graphs are captured
+    calls: Calls = []
+    for _ in range(copies(size, pages.pool.device)):
+        pool = pages.pool.clone()
+        sides = pages.layout.sides(pool, together=pages.key.quantizes_like(pages.value))
+        copy = replace(pages, pool=pool, sides=sides, shadows=pages.shadows.clone())
+        inputs = (k.clone(), v.clone()) if case.op == "store" else (q, new, case.scale)
+        calls.append(partial(_choice(case, ops).run, copy, *inputs))
+    return calls

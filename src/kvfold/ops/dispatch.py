@@ -1,0 +1,69 @@
+"""Which implementation of each op a layer gets, and why."""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvfold.layout import PageLayout
+from kvfold.ops.attend import blocked
+from kvfold.ops.pages import LayerPages
+from kvfold.ops.store import naive
+
+New = tuple[Tensor, Tensor] | None
+HOPPER = (9, 0)  # compute capability
+
+
+class Choice(NamedTuple):
+    implementation: str
+    reason: str
+    run: Callable[..., Any]
+
+
+class Ops(NamedTuple):
+    """`decode` is `attend` for a single query of each sequence, `extend` for several."""
+
+    store: Choice
+    decode: Choice
+    extend: Choice
+
+    def attend(self, pages: LayerPages, q: Tensor, new: New, scale: float) -> Tensor:
+        return (self.decode if q.shape[1] == 1 else self.extend).run(pages, q, new, scale)
+
+
+@lru_cache
+def choose(layout: PageLayout, ratio: int, device: torch.device, capability: tuple[int, int] | None = None) -> Ops:
+    """The ops for pages of this layout and `ratio` query heads for each KV head, on this device; `capability` is that
+    of a GPU that is not there."""
+    if device.type != "cuda":
+        return _torch(f"the kernels are for GPUs, and the cache is on {device.type}")
+    from kvfold.ops import tiles
+    from kvfold.ops.attend import gluon
+    from kvfold.ops.attend import triton as attend
+    from kvfold.ops.store import triton as store
+
+    for side, slot in (("keys", layout.key), ("values", layout.value)):
+        if reason := tiles.unsupported(slot):
+            return _torch(f"there is no kernel for these {side}: {reason}")
+    everywhere = "segments are affine, codebooks or raw"
+    portable = Ops(
+        Choice("triton", everywhere, store.store),
+        Choice("triton", everywhere, attend.attend),
+        Choice("triton", everywhere, attend.attend),
+    )
+    capability = capability or torch.cuda.get_device_capability(device)
+    if capability < HOPPER:
+        return portable._replace(decode=Choice("triton", f"the GPU is older than Hopper: {capability}", attend.attend))
+    if reason := gluon.unsupported(layout, ratio):
+        return portable._replace(decode=Choice("triton", reason, attend.attend))
+    return portable._replace(decode=Choice("gluon", "affine integers on Hopper or later", gluon.attend))
+
+
+def _torch(reason: str) -> Ops:
+    return Ops(
+        Choice("torch", reason, naive.store),
+        Choice("torch", reason, blocked.attend),
+        Choice("torch", reason, blocked.attend),
+    )

@@ -1,0 +1,139 @@
+"""What the Triton kernels of all ops share: how they see a slot, and the codes of many slots as a tile.
+
+A segment of n coordinates is a tile of `columns`·8 columns, with columns the power of two from n/8 up. Column 8·j + p
+is coordinate start + p·n/8 + j, so that the bytes of every plane of its codes (see packing.py) are loaded as runs of
+n/8, and each byte spreads over neighbouring columns. Queries are loaded, and outputs stored, in the same order.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvfold.layout import META_BYTES, PageLayout, Rule, SlotLayout
+from kvfold.quantizers import lloyd_max
+
+AFFINE = tl.constexpr(0)
+CODEBOOK = tl.constexpr(1)
+RAW = tl.constexpr(2)
+_RULES: dict[Rule, int] = {"affine": 0, "codebook": 1, "raw": 2}
+
+
+class Side(NamedTuple):
+    """The keys or the values of a page, for kernels: numbers of each segment, then of the whole."""
+
+    start: tuple[int, ...]  # the first coordinate
+    dims: tuple[int, ...]
+    eighth: tuple[int, ...]  # of the codes that are stored
+    columns: tuple[int, ...]
+    bits: tuple[int, ...]
+    rule: tuple[int, ...]
+    byte: tuple[int, ...]  # where its codes begin in the codes of a slot
+    entry: tuple[int, ...]  # where its metadata begin in the metadata of a slot
+    head_dim: int
+    codes: int  # byte of a page at which the codes begin
+    code_stride: int  # bytes
+    meta: int  # 16-bit entry of a page at which the metadata begin
+    meta_stride: int  # entries
+
+
+def unsupported(slot: SlotLayout) -> str | None:
+    """Why there is no kernel for slots of this layout, or None."""
+    if slot.per_page:
+        return "whole pages are quantized together"
+    if slot.heads:
+        return "KV heads have layouts of their own"
+    if slot.centroid:
+        return "slots name a centroid"
+    odd = [segment for segment in slot.segments if segment.padded_dims % 8]
+    if odd:
+        return f"{odd[0].dims} coordinates of a segment are no multiple of 8"
+    raw = any(segment.rule == "raw" for segment in slot.segments)
+    if raw and any(segment.code_bytes % 2 for segment in slot.segments):
+        return "numbers of 16 bits lie at odd bytes"
+    return None
+
+
+def key_side(layout: PageLayout) -> Side:
+    return _side(layout.key, layout.offsets[0], layout.offsets[2])
+
+
+def value_side(layout: PageLayout) -> Side:
+    return _side(layout.value, layout.offsets[1], layout.offsets[3])
+
+
+@lru_cache
+def _side(slot: SlotLayout, codes: int, meta: int) -> Side:
+    if reason := unsupported(slot):
+        raise ValueError(f"no kernel reads or writes this slot, as {reason}: {slot}")
+    byte = entry = 0
+    rows = []
+    for segment in slot.segments:
+        eighth = segment.padded_dims // 8
+        columns = max(2, triton.next_power_of_2(eighth))  # tensor cores take 16 columns at least
+        row = (segment.start, segment.dims, eighth, columns, segment.bits, _RULES[segment.rule], byte, entry)
+        rows.append(row)
+        byte += segment.code_bytes
+        entry += segment.meta_entries
+    start, dims, eighths, widths, bits, rule, at_byte, at_entry = zip(*rows, strict=True)
+    return Side(
+        start, dims, eighths, widths, bits, rule, at_byte, at_entry,
+        slot.dims, codes, slot.code_bytes, meta // META_BYTES, slot.meta_entries,
+    )  # fmt: skip
+
+
+@lru_cache
+def level_table(device: torch.device) -> Tensor:
+    """float32[512]: the levels of b-bit codebooks from entry 2^b on."""
+    tables = [torch.zeros(2), *(torch.tensor(lloyd_max.levels(bits)) for bits in range(1, 9))]
+    return torch.cat(tables).float().to(device)
+
+
+@lru_cache
+def boundary_table(device: torch.device) -> Tensor:
+    """float32[512]: what lies between levels 0 and 1, 1 and 2, … of b-bit codebooks, from entry 2^b on."""
+    between = [lloyd_max.boundaries(bits) for bits in range(1, 9)]
+    return torch.cat([torch.zeros(2), *(torch.cat((edges, edges.new_zeros(1))) for edges in between)]).to(device)
+
+
+@triton.jit
+def coordinates(SIDE: tl.constexpr, SEGMENT: tl.constexpr):
+    """The coordinate of every column of a segment, and whether there is one."""
+    column = tl.arange(0, SIDE.columns[SEGMENT] * 8)
+    within = column % 8 * SIDE.eighth[SEGMENT] + column // 8
+    return SIDE.start[SEGMENT] + within, (column // 8 < SIDE.eighth[SEGMENT]) & (within < SIDE.dims[SEGMENT])
+
+
+@triton.jit
+def unpack(slots, seen, SIDE: tl.constexpr, SEGMENT: tl.constexpr, TOKENS: tl.constexpr):
+    """The codes of a segment, int32[TOKENS, columns·8], out of the codes of slots at pointers `slots`, where `seen`."""
+    COLUMNS: tl.constexpr = SIDE.columns[SEGMENT]
+    codes = tl.zeros([TOKENS, COLUMNS, 8], tl.int32)
+    for plane in tl.static_range(4):
+        if SIDE.bits[SEGMENT] & (8 >> plane):
+            codes |= _plane(slots, seen, SIDE, SEGMENT, TOKENS, 8 >> plane)
+    return tl.reshape(codes, [TOKENS, COLUMNS * 8])
+
+
+@triton.jit
+def _plane(slots, seen, SIDE: tl.constexpr, SEGMENT: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr):
+    """The bits of one plane, at their place in the codes: int32[TOKENS, columns, 8]."""
+    EIGHTH: tl.constexpr = SIDE.eighth[SEGMENT]
+    COLUMNS: tl.constexpr = SIDE.columns[SEGMENT]
+    BELOW: tl.constexpr = bits_below(SIDE.bits[SEGMENT], WIDTH)
+    j, run = tl.arange(0, COLUMNS), tl.arange(0, WIDTH)
+    byte = SIDE.byte[SEGMENT] + (BELOW + run[None, :]) * EIGHTH + j[:, None]
+    mask = seen[:, None, None] & (j < EIGHTH)[None, :, None]
+    packed = tl.load(slots[:, None, None] + byte[None], mask=mask, other=0).to(tl.int32)
+    shifts = tl.arange(0, 8 // WIDTH) * WIDTH
+    part = (packed[:, :, None, :] >> shifts[None, None, :, None]) & ((1 << WIDTH) - 1)
+    return tl.reshape(part, [TOKENS, COLUMNS, 8]) << BELOW
+
+
+@triton.constexpr_function
+def bits_below(bits, width):
+    """How many bits of a code lie in planes before that of `width`."""
+    return bits // (2 * width) * (2 * width)

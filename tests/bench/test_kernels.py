@@ -1,0 +1,320 @@
+"""`kvfold bench kernels` as far as a machine without a GPU can follow it."""
+
+import csv
+import json
+import runpy
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from kvfold.bench import kernels, verify
+from kvfold.bench.baselines import dense_calls
+from kvfold.bench.kernels import Case, Filled, cases, fill, measure, moved_bytes
+from kvfold.cli import app
+from kvfold.layout import PageLayout, affine_slot, codebook_slot
+from kvfold.ops.attend import naive
+from kvfold.recipes import parse
+from kvfold.windows import Windows
+
+CPU = torch.device("cpu")
+SMALL = {"page": 16, "head_dim": 64, "q_heads": 4, "kv_heads": 2}
+ASKED = {  # columns that the results must have
+    *("op", "recipe", "batch", "context", "page", "head_dim", "q_heads", "kv_heads", "us", "baseline_us", "speedup"),
+    *("fraction_of_copy", "error", "gpu", "torch", "triton", "date"),
+}
+INT4 = PageLayout(affine_slot(128, 4), affine_slot(128, 4), 64)
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["bench", "kernels", *map(str, arguments)])
+
+
+# Cases
+
+
+@pytest.mark.parametrize(
+    ("op", "text", "expected"),
+    [
+        ("decode", "32x8192", (32, 8192, 1)),
+        ("decode", "2x7+1", (2, 8, 1)),
+        ("extend", "1x4096", (1, 4096, 512)),
+        ("extend", "1x32768+512", (1, 33280, 512)),
+        ("store", "32x1", (32, 1, 1)),
+        ("store", "4x100+8", (4, 108, 8)),
+    ],
+)
+def test_cases(op: str, text: str, expected: tuple[int, int, int]):
+    case = Case.parse(op, text)
+    assert (case.batch, case.context, case.new) == expected
+    assert case.history == case.context - case.new
+
+
+@pytest.mark.parametrize(
+    ("op", "text", "shape", "message"),
+    [
+        ("prefill", "1x1", {}, "unknown op 'prefill': there are decode, extend, store"),
+        ("decode", "8192", {}, "'8192' is no case: write BATCHxCONTEXT"),
+        ("decode", "1x8192+", {}, "is no case"),
+        ("decode", "0x8192", {}, "sizes are at least 1"),
+        ("store", "8x64+0", {}, "sizes are at least 1"),
+        ("decode", "1x8+2", {}, "decode has 1 new token"),
+        ("extend", "1x100", {}, "of which 512 new"),
+        ("decode", "1x8", {"q_heads": 12}, "12 query and 8 KV heads of 128, pages of 64, bfloat16: query heads"),
+        ("decode", "1x8", {"dtype": "float32"}, "the kernels take bfloat16 and float16"),
+    ],
+)
+def test_what_is_no_case(op: str, text: str, shape: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        Case.parse(op, text, **shape)
+
+
+def test_every_op_has_its_own_cases_by_default():
+    assert {case.op for case in cases(None, None)} == {"decode", "extend", "store"}
+    assert [(case.op, case.new) for case in cases(["store", "decode"], ["2x600"])] == [("store", 600), ("decode", 1)]
+
+
+# Bytes, by hand: a slot of 128 coordinates of 4 bits has 64 bytes of codes and 4 of metadata
+
+
+@pytest.mark.parametrize(
+    ("op", "text", "windows", "head_bytes"),
+    [
+        ("decode", "1x1000", Windows(), 1000 * 2 * 68),
+        ("decode", "1x1000", Windows(sink=4, recent=10), 986 * 2 * 68 + 14 * 512),
+        ("decode", "1x1000", Windows(sink=4), 996 * 2 * 68 + 4 * 512),
+        ("decode", "1x8", Windows(sink=4, recent=10), 8 * 512),
+        ("decode", "1x8", Windows(sink=16), 8 * 512),
+        ("extend", "1x900+100", Windows(), 1000 * 2 * 68),
+        # the first query is at 900 and reads tokens from 891 on in 16 bits, the last at 999 those up to 989 packed
+        ("extend", "1x900+100", Windows(sink=4, recent=10), (990 - 4) * 2 * 68 + (4 + 1000 - 891) * 512),
+        ("store", "1x1000", Windows(), 1000 * (512 + 2 * 68)),
+        # 16-bit copies of all new tokens are returned, and those on the page of the sink kept
+        ("store", "1x1000", Windows(sink=4), 1000 * (512 + 2 * 68 + 512) + 64 * 512),
+        ("store", "1x900+100", Windows(sink=4), 100 * (512 + 2 * 68 + 512)),
+    ],
+)
+def test_bytes(op: str, text: str, windows: Windows, head_bytes: int):
+    case = Case.parse(op, text)
+    assert moved_bytes(case, INT4, windows) == 8 * head_bytes
+    assert moved_bytes(replace(case, batch=3, kv_heads=2), INT4, windows) == 3 * 2 * head_bytes
+
+
+def test_bytes_of_codebooks():
+    layout = PageLayout(codebook_slot([(64, 4), (64, 2)]), codebook_slot([(128, 3)]), 64)
+    assert moved_bytes(Case.parse("decode", "2x50"), layout, Windows()) == 2 * 8 * 50 * (32 + 16 + 4 + 48 + 2)
+
+
+# Verification
+
+
+@pytest.mark.parametrize("recipe", ["saw-int4", "oscar-int2:sink=5,recent=20,group=16", "gtq-k3v3", "kivi-2", "bf16"])
+@pytest.mark.parametrize(("op", "text"), [("decode", "2x50"), ("extend", "2x37+9"), ("extend", "1x0+21")])
+def test_the_reference_is_that_of_the_naive_op(recipe: str, op: str, text: str):
+    case = Case.parse(op, text, **SMALL)
+    _, pages, q, _, _, new = fill(case, parse(recipe), CPU)
+    expected = naive.attend(pages, q, new, case.scale)
+    for row in range(case.batch):
+        torch.testing.assert_close(verify.attend(pages, q, new, case.scale, row), expected[row], rtol=1e-4, atol=1e-5)
+
+
+def test_errors_are_allowed_by_the_precision():
+    largest = []
+    for dtype in ("bfloat16", "float16"):
+        case = Case.parse("extend", "2x60+4", **SMALL, dtype=dtype)
+        _, pages, q, _, _, new = fill(case, parse("saw-int4:recent=8"), CPU)
+        error, allowed = verify.attend_error(pages, q, new, case.scale, naive.attend(pages, q, new, case.scale))
+        assert error < 1e-5
+        largest.append(allowed)
+    assert 2**-12 < largest[0] < 2**-6
+    assert 4 < largest[0] / largest[1] < 16  # bfloat16 has three bits less
+
+
+def test_pages_come_in_random_order_and_hold_all_tokens():
+    case = Case.parse("decode", "3x100", **SMALL)
+    pages = fill(case, parse("int4"), CPU).pages
+    numbers = pages.step.table.flatten().tolist()
+    assert sorted(numbers) == list(range(3 * 7)) == list(range(len(pages.pool)))
+    assert numbers != sorted(numbers)
+    assert list(pages.step.lengths) == [100] * 3
+    assert list(pages.step.starts) == [99] * 3
+
+
+@pytest.fixture
+def fake_times(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Runs what would be timed once, at 8 microseconds for the op and 20 for everything else; gives calls by name."""
+    counted: dict[str, int] = {}
+
+    def times(runs: dict[str, list[Callable[[], object]]]) -> dict[str, float]:
+        for name, calls in runs.items():
+            counted[name] = len([call() for call in calls])
+        return {name: 8.0 if name == "own" else 20.0 for name in runs}
+
+    monkeypatch.setattr(kernels, "times", times)
+    monkeypatch.setattr(kernels, "dense_calls", lambda case, device: {"cuDNN": [list]})
+    return counted
+
+
+@pytest.mark.parametrize(
+    "recipe", ["saw-int4:sink=4,recent=8", "oscar-int2:sink=0,recent=0", "gtq-k3v3", "int8", "bf16"]
+)
+@pytest.mark.parametrize(("op", "text"), [("decode", "2x50"), ("extend", "1x40+9"), ("store", "2x20+30")])
+def test_a_measurement(fake_times: dict[str, int], recipe: str, op: str, text: str):
+    case = Case.parse(op, text, **SMALL)
+    row = measure(case, parse(recipe), 1000.0, CPU)
+    assert row.error <= row.allowed_error
+    assert row.kernel == "torch"
+    assert (row.us, row.baseline_us, row.speedup) == (8, 20, 2.5)
+    assert row.fraction_of_copy == pytest.approx(row.bytes / 8 / 1000, abs=1e-4)
+    assert row.tb_per_s == pytest.approx(row.bytes / 8e-6 / 1e12, abs=1e-4)
+    assert fake_times["own"] == 2
+    if op == "store":
+        assert (row.baseline, row.copy_us) == ("int4:centre=false", 20)
+    else:
+        assert (row.baseline, row.copy_us) == ("cuDNN", None)
+
+
+@pytest.mark.parametrize("op", ["decode", "extend", "store"])
+def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch, op: str):
+    """A byte of each of the first tokens is changed after it was stored, or before it is compared."""
+    right = kernels.fill
+
+    def wrong(*arguments: Any) -> Filled:
+        filled = right(*arguments)
+        choice = getattr(filled.ops, op)
+        if op == "store":
+            page, _, offset = filled.pages.step.slots
+            filled.pages.sides[0][1][page[:4], offset[:4]] ^= 0x55
+            return filled
+        spoiled = choice._replace(run=lambda *inputs: choice.run(*inputs) * 1.05)
+        return filled._replace(ops=filled.ops._replace(**{op: spoiled}))
+
+    monkeypatch.setattr(kernels, "fill", wrong)
+    monkeypatch.setattr(kernels, "times", lambda runs: pytest.fail("timed"))
+    with pytest.raises(ValueError, match=rf"saw-int4 is wrong by .* not timed: {op}, 1 × 46 tokens of which"):
+        measure(Case.parse(op, "1x45+1" if op == "decode" else "1x30+16", **SMALL), parse("saw-int4"), 1.0, CPU)
+
+
+@no_gpu
+def test_baselines_that_are_not_there_are_passed_over():
+    assert list(dense_calls(Case.parse("extend", "1x40+9", **SMALL), CPU)) == ["FlashAttention"]
+    out = dense_calls(Case.parse("decode", "2x40", **SMALL), CPU)["FlashAttention"][0]()
+    assert isinstance(out, torch.Tensor)
+    assert out.shape == (2, 4, 1, 64)
+
+
+# The command
+
+
+def test_rows_have_all_columns():
+    assert {field.name for field in fields(kernels.Row)} >= ASKED
+
+
+@no_gpu
+def test_without_a_gpu_nothing_is_timed():
+    result = run("--op", "decode", "-r", "int4")
+    assert isinstance(result.exception, ValueError)
+    assert "sees none: run this on a machine with one, with a CUDA build of torch, or ask with --explain" in str(
+        result.exception
+    )
+    assert not result.stdout
+
+
+@no_gpu
+def test_explain_without_a_gpu(tmp_path: Path):
+    pytest.importorskip("triton")
+    recipes = ("-r", "saw-int4", "-r", "kivi-2", "-r", "gtq-k3v3")
+    result = run("--explain", *recipes, "--json", "-", "--csv", tmp_path / "rows.csv", "--head-dim", 64)
+    rows = json.loads(result.stdout)
+    assert {(row["recipe"], row["op"]) for row in rows} == {
+        (recipe, op) for recipe in ("saw-int4", "kivi-2", "gtq-k3v3") for op in ("decode", "extend", "store")
+    }
+    assert all(row["kernel"] != "torch" for row in rows if row["recipe"] != "kivi-2")
+    refused = [row for row in rows if row["recipe"] == "kivi-2"]
+    assert all(row["kernel"] == "torch" and "whole pages are quantized together" in row["reason"] for row in refused)
+    with (tmp_path / "rows.csv").open() as file:
+        assert list(csv.DictReader(file)) == rows
+    shown = run("--explain", "-r", "kivi-2", "--op", "decode").stdout
+    assert all(word in shown for word in ("kivi-2", "decode", "torch", "whole pages"))
+    assert "extend" not in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--op", "prefill"), "unknown op 'prefill'"),
+        (("--case", "32"), "'32' is no case"),
+        (("-r", "saw-int4:order=48"), "order=48 does not divide the head dimension 128"),
+        (("--csv", "missing/rows.csv"), "there is no folder missing"),
+    ],
+)
+def test_refusals(arguments: tuple[str, ...], message: str):
+    result = run("--explain", *arguments)
+    assert result.exit_code
+    assert message in str(result.exception)
+
+
+def test_shapes_without_a_kernel_are_refused_by_shape(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(kernels, "times", lambda runs: pytest.fail("timed"))
+    result = run("-r", "kivi-2", "--case", "2x640", "--op", "decode", "--page", 32)
+    expected = (
+        "kivi-2 has no kernel for decode, 2 × 640 tokens of which 1 new, 32 query and 8 KV heads of 128, pages of 32"
+    )
+    assert str(result.exception).startswith(expected)
+
+
+@pytest.fixture
+def measured(fake_times: dict[str, int]) -> list[kernels.Row]:
+    names = ("saw-int4", "oscar-int2:sink=0,recent=0")
+    texts = (("decode", "2x50"), ("decode", "1x80"), ("extend", "1x40+9"), ("store", "2x20+30"))
+    return [measure(Case.parse(op, text, **SMALL), parse(name), 1e4, CPU) for op, text in texts for name in names]
+
+
+def test_tables_and_rows(monkeypatch: pytest.MonkeyPatch, measured: list[kernels.Row], tmp_path: Path):
+    monkeypatch.setattr(kernels, "run", lambda *arguments: iter(measured))
+    result = run("--csv", tmp_path / "rows.csv", "--json", tmp_path / "rows.json")
+    assert not result.exit_code, result.exception
+    shown = " ".join(result.stdout.split())
+    assert all(text in shown for text in ("decode, 2 × 50 tokens", "2.50×", "cuDNN: 20.0 to 20.0 µs", "verified first"))
+    assert "int4:centre=false: 20.0 to 20.0 µs, a copy: 20.0 to 20.0 µs" in shown
+    assert json.loads((tmp_path / "rows.json").read_text()) == [asdict(row) for row in measured]
+    with (tmp_path / "rows.csv").open() as file:
+        assert [row["us"] for row in csv.DictReader(file)] == ["8.0"] * len(measured)
+
+
+def test_a_run_that_breaks_off_leaves_its_rows(
+    monkeypatch: pytest.MonkeyPatch, measured: list[kernels.Row], tmp_path: Path
+):
+    def broken(*arguments: Any) -> Iterator[kernels.Row]:
+        yield measured[0]
+        raise ValueError("wrong")
+
+    monkeypatch.setattr(kernels, "run", broken)
+    assert str(run("--csv", tmp_path / "rows.csv").exception) == "wrong"
+    assert len((tmp_path / "rows.csv").read_text().splitlines()) == 2
+
+
+def test_the_picture(monkeypatch: pytest.MonkeyPatch, measured: list[kernels.Row], tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(kernels, "run", lambda *arguments: iter(measured))
+    run("--csv", tmp_path / "rows.csv")
+    script = Path(__file__).parents[2] / "benchmarks" / "roofline.py"
+    arguments = [str(script), str(tmp_path / "rows.csv"), str(tmp_path / "rows.svg"), "--peak", "900"]
+    monkeypatch.setattr("sys.argv", arguments)
+    runpy.run_path(str(script), run_name="__main__")
+    picture = (tmp_path / "rows.svg").read_text()
+    assert all(f"<!-- {recipe} -->" in picture for recipe in {row.recipe for row in measured})

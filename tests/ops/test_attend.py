@@ -1,0 +1,547 @@
+"""The Triton kernel of `attend` against its definition, on pages that the definition of `store` wrote.
+
+Without a GPU the kernel runs in Triton's interpreter (see tests/conftest.py).
+"""
+
+import dataclasses
+import functools
+import math
+import random
+import resource
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from random_layers import fitted
+from torch import Tensor
+
+from kvfold.codec import Codec
+from kvfold.layout import Segment, SlotLayout, affine_slot, channel_slot, codebook_slot, mixed_slot, raw_slot
+from kvfold.ops.attend import naive
+from kvfold.ops.attend import triton as kernels
+from kvfold.ops.pages import LayerPages
+from kvfold.ops.store.naive import store
+from kvfold.paged import PagedCache
+from kvfold.recipes import parse
+from kvfold.transforms import Transform
+from kvfold.windows import Windows
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LAYER = 0
+FLOAT32 = 2**-21  # a few roundings, relative to the largest number that goes into a sum
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory() -> Iterator[None]:
+    """Fresh memory is 0xFF bytes, and NaN as numbers of 16 or 32 bits."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@functools.cache
+def codecs(recipes: str, dims: int, kv_heads: int, wide: torch.dtype = torch.bfloat16) -> tuple[Codec, Codec]:
+    """Of one recipe, or keys as in the first of two and values as in the second: "int8 / bf16"."""
+    both = [
+        parse(text).layer_codecs(LAYER, dims, fitted(text, dims, kv_heads), wide)[side].to(DEVICE)
+        for side, text in enumerate((recipes.split(" / ") * 2)[:2])
+    ]
+    return both[0], both[1]
+
+
+class World:
+    """One layer of a cache whose pages come in random order, fed with random tokens; every checked step is compared
+    with the definition."""
+
+    def __init__(
+        self,
+        codecs: tuple[Codec, Codec],
+        sequences: int = 1,
+        *,
+        kv_heads: int = 2,
+        ratio: int = 2,
+        page_size: int = 16,
+        sink: int = 0,
+        recent: int = 0,
+        dtype: torch.dtype = torch.bfloat16,
+        seed: int = 0,
+        pages: int = 160,
+    ) -> None:
+        self.kv_heads, self.q_heads, self.dims = kv_heads, kv_heads * ratio, codecs[0].layout.dims
+        self.dtype, self.scale = dtype, self.dims**-0.5
+        self.generator = torch.Generator().manual_seed(seed)
+        self.cache = PagedCache(
+            [codecs], kv_heads, sequences,
+            windows=Windows(sink, recent), page_size=page_size, wide=codecs[0].wide, device=DEVICE,
+        )  # fmt: skip
+        rng = random.Random(seed)
+        self.cache.tables.references, self.cache.tables.free = [0] * pages, rng.sample(range(pages), pages)
+        self.cache.shadow_map.capacity, self.cache.shadow_map.free = pages, rng.sample(range(pages), pages)
+
+    def randn(self, *shape: int) -> Tensor:
+        """Not around zero, as keys and values are not."""
+        return (torch.randn(*shape, generator=self.generator) + 0.3).to(DEVICE, self.dtype)
+
+    def fill(self, *counts: int) -> tuple[LayerPages, tuple[Tensor, Tensor] | None]:
+        """Store new tokens, with NaN for padding."""
+        self.cache.extend(counts)
+        pages = self.cache.pages(LAYER)
+        k, v = (self.randn(len(counts), max(counts), self.kv_heads, self.dims) for _ in range(2))
+        for x in (k, v):
+            x[~live(pages)] = torch.nan
+        return pages, store(pages, k, v)
+
+    def queries(self, n: int) -> Tensor:
+        return self.randn(len(self.cache.lengths), n, self.q_heads, self.dims)
+
+    def step(self, *counts: int) -> None:
+        """Store new tokens, and check what their queries get."""
+        pages, new = self.fill(*counts)
+        check(pages, self.queries(max(counts)), new, self.scale)
+
+
+def live(pages: LayerPages) -> Tensor:
+    """bool[sequences, n]: which columns are no padding."""
+    return (pages.step.positions >= torch.tensor(pages.step.starts).unsqueeze(1)).to(DEVICE)
+
+
+def check(pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scale: float) -> None:
+    out = kernels.attend(pages, q, new, scale)
+    assert out.dtype == torch.float32
+    assert out.shape == q.shape
+    assert out.isfinite().all()
+    compare(out, pages, q, new, scale)
+
+
+def compare(out: Tensor, pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scale: float) -> None:
+    """Outputs are as near to the definition as 16-bit arithmetic allows: in every sequence the largest error is at most
+    twice that of `fp16_error`, in transformed coordinates, which are what the kernel computes."""
+    rotation = Transform(rotation=pages.value.transform.rotation)
+    errors = rotation.forward(out - naive.attend(pages, q, new, scale)).abs().amax(dim=(2, 3))
+    for row, columns in enumerate(live(pages).tolist()):
+        allowed = [
+            2 * fp16_error(scaled(pages, q[row, column], scale), *naive.read(pages, row, position, new))
+            for column, position in enumerate(pages.step.positions[row].tolist())
+            if columns[column]
+        ]
+        if allowed:
+            worst = errors[row, -len(allowed) :].max().item()
+            assert worst <= max(allowed), f"sequence {row}: off by {worst:.2e}, where {max(allowed):.2e} are allowed"
+
+
+def scaled(pages: LayerPages, q: Tensor, scale: float) -> Tensor:
+    """Queries [q_heads, d] -> [kv_heads, ratio, d], whose products with transformed keys are logits to base 2."""
+    return (pages.key.transform.dual(q) * (scale * math.log2(math.e))).unflatten(0, (pages.pool.shape[1], -1))
+
+
+def attention(query: Tensor, k: Tensor, v: Tensor, narrow: Callable[[Tensor], Tensor] = Tensor.double) -> Tensor:
+    """Of queries [kv_heads, ratio, d] over k, v [tokens, kv_heads, d], in float64 but for what `narrow` does."""
+    logits = torch.einsum("hgd,jhd->hgj", narrow(query), narrow(k))
+    weights = torch.exp2(logits - logits.amax(dim=-1, keepdim=True))
+    return torch.einsum("hgj,jhd->hgd", narrow(weights), narrow(v)) / weights.sum(dim=-1, keepdim=True)
+
+
+def fp16_error(query: Tensor, k: Tensor, v: Tensor) -> float:
+    """How far attention is off if all that tensor cores take is rounded to fp16: queries times scale, keys, weights and
+    values, each by up to 2^-11 of it. All else is exact but for float32 sums, which come on top.
+
+    The kernel rounds the same numbers, apart from keys, of which it rounds the levels of codebooks and nothing else.
+    """
+    error = (attention(query, k, v, lambda x: x.half().double()) - attention(query, k, v)).abs().max()
+    terms = query.abs().sum(dim=-1).max() * k.abs().max()  # of a logit
+    return (error + FLOAT32 * (2 + terms) * v.abs().max()).item()
+
+
+# --- what is stored
+
+
+@pytest.mark.parametrize(
+    "recipes",
+    [
+        "int8",
+        "int4",
+        "int2",
+        "int8:group=8",
+        "int4:group=16",
+        "int2:group=32",
+        "saw-int4",
+        "saw-int4:order=8",
+        "saw-int4:values=true,order=16",
+        "quarot-int2",
+        "hessian-int4",
+        "oscar-int2",  # with a dense rotation and a clip; windows as below
+        "oscar-int2:per_head=true,group=16",
+        "bf16",
+        "int4:skip=0",
+        *(f"tq-k{bits}v{9 - bits}" for bits in range(1, 9)),
+        "gtq-k3v3",
+        "gtq-k4v2:widths=all",
+        "int8 / bf16",
+        "bf16 / int2:group=16",
+        "tq-k3v3 / saw-int4",
+        "int2 / gtq-k2v2",
+    ],
+)
+def test_recipes(recipes):
+    world = World(codecs(recipes, 64, 2), 2, sink=3, recent=5)
+    world.fill(38, 0)
+    world.step(2, 1)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        (affine_slot(64, 1), affine_slot(64, 3, 32)),
+        (affine_slot(64, 5), affine_slot(64, 7)),
+        (affine_slot(64, 6, 8), affine_slot(64, 8, 16)),
+        (codebook_slot([(20, 3), (4, 8), (40, 1)]), codebook_slot([(8, 7), (56, 2)])),  # 20 and 4: padded codes
+        (SlotLayout((Segment(0, 16, 4), Segment(16, 40, 6, "codebook"), Segment(40, 64, 16, "raw"))), raw_slot(64)),
+        (raw_slot(64), SlotLayout((Segment(0, 24, 16, "raw"), Segment(24, 64, 2)))),
+    ],
+    ids=lambda slot: "+".join(f"{segment.dims}x{segment.bits}{segment.rule[0]}" for segment in slot.segments),
+)
+def test_layouts(key, value):
+    world = World((Codec(key), Codec(value)), 2, sink=1)
+    world.fill(38, 0)
+    world.step(2, 1)
+
+
+@pytest.mark.parametrize("wide", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("recipes", ["bf16", "int4 / bf16"])
+def test_types_of_sixteen_bits(recipes, wide):
+    world = World(codecs(recipes, 64, 2, wide), 2, sink=3, recent=5)
+    world.fill(21, 3)
+    world.step(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("recipes", "dims", "ratio", "n"),
+    [
+        ("int4", 64, 1, 1),
+        ("int4", 80, 2, 3),
+        ("tq-k3v3", 80, 7, 1),
+        ("int2:group=24", 96, 3, 2),
+        ("gtq-k3v4", 96, 16, 1),
+        ("saw-int4", 128, 4, 1),
+        ("gtq-k3v3", 128, 8, 2),
+        ("bf16", 128, 16, 5),
+        ("saw-int4", 256, 7, 1),
+        ("tq-k4v2", 256, 2, 2),
+        ("int4", 64, 80, 1),  # more query heads than a block has rows
+        ("int4", 32, 3, 22),  # queries of more than one block
+        ("int4", 16, 2, 1),
+    ],
+)
+def test_shapes_of_heads(recipes, dims, ratio, n):
+    world = World(codecs(recipes, dims, 1), 2, kv_heads=1, ratio=ratio, sink=2, recent=3)
+    world.fill(35, 2)
+    world.step(n, 1)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 3, 8])
+def test_numbers_of_kv_heads(kv_heads):
+    world = World(codecs("saw-int4", 32, kv_heads), kv_heads=kv_heads, recent=3)
+    world.fill(20)
+    world.step(1)
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16, 24, 32, 64, 128])
+@pytest.mark.parametrize("windows", [{}, {"sink": 5, "recent": 9}])
+def test_page_sizes(page_size, windows):
+    world = World(codecs("int4", 64, 1), 2, kv_heads=1, page_size=page_size, **windows)
+    world.fill(0, 67 + page_size)
+    world.step(1, 1)
+
+
+# --- what queries come as
+
+
+@pytest.mark.parametrize("sequences", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("recipes", ["int4", "tq-k4v4"])  # whose queries are those of the engine, or turned ones
+def test_queries_in_any_type_and_order(recipes, dtype, sequences):
+    world = World(codecs(recipes, 32, 1), sequences, kv_heads=1, ratio=3, recent=4, dtype=dtype)
+    world.fill(*(20, 7)[:sequences])
+    pages, new = world.fill(*(2, 1)[:sequences])
+    n, heads = pages.step.n, world.q_heads
+    by_head = world.randn(sequences, heads, n, 32).transpose(1, 2)
+    among_others = world.randn(sequences, n, heads + 4, 32)[:, :, 1 : heads + 1]
+    expanded = world.randn(1, 1, heads, 32).expand(sequences, n, heads, 32)
+    for q in (by_head, among_others, expanded):
+        assert not q.is_contiguous()
+        check(pages, q, new, world.scale)
+
+
+def test_padding_is_not_read():
+    """Neither its queries nor its keys and values."""
+    world = World(codecs("int4", 32, 1), 3, kv_heads=1, sink=2, recent=4)
+    for counts in ((11, 3, 0), (2, 9, 1), (0, 1, 4)):
+        pages, new = world.fill(*counts)
+        q = world.queries(max(counts))
+        for x in (q, *new):
+            x[~live(pages)] = torch.nan
+        compare(kernels.attend(pages, q, new, world.scale), pages, q, new, world.scale)
+
+
+def test_batches_without_padding():
+    """As engines describe them: tokens of all sequences in a row, some sequences without any, room for more queries."""
+    world = World(codecs("saw-int4", 32, 2), 4, sink=2, recent=6)
+    world.fill(30, 3, 9, 1)
+    counts = (1, 0, 21, 4)
+    pages, new = world.fill(*counts)
+    q = world.queries(max(counts))
+    starts = torch.tensor([0, *counts], device=DEVICE).cumsum(0).int()
+    pages.step.__dict__["batch"] = dataclasses.replace(pages.step.batch, query_starts=starts, max_queries=40)
+    tokens = [x[live(pages)].unsqueeze(1) for x in (q, *new)]
+    out = torch.zeros(q.shape, device=DEVICE)
+    out[live(pages)] = kernels.attend(pages, tokens[0], (tokens[1], tokens[2]), world.scale).squeeze(1)
+    compare(out, pages, q, new, world.scale)
+
+
+def test_a_step_without_tokens():
+    world = World(codecs("int4", 32, 2), 2)
+    world.fill(3, 4)
+    world.cache.extend([0, 0])
+    pages = world.cache.pages(LAYER)
+    assert kernels.attend(pages, world.queries(0), None, world.scale).shape == (2, 0, world.q_heads, 32)
+
+
+# --- histories
+
+
+WINDOWS = {"sink": 3, "recent": 7}
+
+
+@pytest.mark.parametrize(
+    ("steps", "windows"),
+    [
+        ([(1,)] * 4, {}),  # decoding from the first token on
+        ([(1, 1)] * 4, {"sink": 1, "recent": 2}),
+        ([(61, 2), (2, 2), (3, 3), (4, 4), (5, 5)], WINDOWS),  # verification
+        ([(7,), (33,), (47,), (1,)], {}),  # chunked prefill
+        ([(7,), (33,), (47,), (1,)], WINDOWS),
+        ([(0, 40), (13, 0), (0, 1), (27, 2)], WINDOWS),  # chunks beside sequences that decode, or have nothing
+    ],
+    ids=str,
+)
+def test_histories(steps, windows):
+    world = World(codecs("int4", 16, 1), len(steps[0]), kv_heads=1, page_size=8, **windows)
+    for counts in steps:
+        world.step(*counts)
+
+
+@pytest.mark.parametrize(
+    ("sink", "recent"),
+    [
+        *((1, 0), (5, 0), (64, 0), (70, 0), (200, 0)),
+        *((0, 1), (0, 4), (0, 64), (0, 100), (0, 200)),
+        *((1, 1), (70, 9), (9, 70), (64, 64), (100, 100), (130, 1), (200, 200)),
+    ],
+)
+def test_windows(sink, recent):
+    """Of tokens in a tile, up to its borders, over several, and more than there are."""
+    world = World(codecs("int4", 16, 1), kv_heads=1, sink=sink, recent=recent)
+    world.fill(127)
+    world.step(1)
+    world.step(3)
+
+
+def test_layers_in_sixteen_bits_have_no_windows():
+    world = World(codecs("bf16", 32, 2), 2, sink=3, recent=5)
+    world.fill(20, 3)
+    pages, new = world.fill(2, 2)
+    assert new is None
+    assert not len(pages.shadows)
+    check(pages, world.queries(2), new, world.scale)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 7, 10])
+@pytest.mark.parametrize("windows", [{}, {"sink": 70, "recent": 66}])
+def test_splits(splits, windows, monkeypatch):
+    """Fewer than tiles, as many, and more, of which some are left without any."""
+    monkeypatch.setattr(kernels, "_splits", lambda *_: splits)
+    world = World(codecs("int4", 16, 1), kv_heads=1, **windows)
+    world.fill(330)
+    world.step(2)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5, 128])
+def test_merged_parts(splits):
+    """Some of them without any token."""
+    generator = torch.Generator().manual_seed(splits)
+    parts, weights = torch.randn(splits, 3, 2, 80, generator=generator), torch.randn(splits, 3, 2, generator=generator)
+    weights = torch.where(torch.rand(weights.shape, generator=generator) < 0.3, -1e30, 9 * weights)
+    shares = torch.softmax(weights.double() * math.log(2), dim=0).unsqueeze(-1)
+    merged = kernels.merge(parts.to(DEVICE), weights.to(DEVICE)).cpu().double()
+    torch.testing.assert_close(merged, (shares * parts).sum(dim=0), rtol=0, atol=2**-20)
+
+
+@pytest.mark.parametrize("sequences", [1, 3, 200])
+@pytest.mark.parametrize("length", [1, 100, 5000])
+def test_numbers_of_splits(sequences, length):
+    world = World(codecs("int4", 16, 1), sequences, kv_heads=1)
+    world.cache.extend([length - 1] * sequences)
+    world.cache.extend([1] * sequences)
+    splits = kernels._splits(world.cache.pages(LAYER), world.randn(sequences, 2, 16))
+    assert 1 <= splits <= min(-(-length // 16), kernels.MAX_SPLITS)
+    if DEVICE == "cpu":  # as if there were 4 processors
+        assert (splits > 1) == (sequences < 16 and length > 64)
+
+
+@pytest.mark.parametrize(("sink", "recent"), [(3, 70), (0, 1), (2, 0)])
+def test_windows_alone(sink, recent):
+    """For kernels that read the packed tokens themselves."""
+    world = World(codecs("int4", 32, 2), 2, sink=sink, recent=recent)
+    world.fill(100, 1)
+    pages, new = world.fill(1, 1)
+    q = world.queries(1)
+    rotated = pages.key.transform.dual(q).flatten(0, 1)
+    parts, weights = torch.empty(2, *rotated.shape, device=DEVICE), torch.empty(2, *rotated.shape[:2], device=DEVICE)
+    kernels.exact_parts(pages, rotated, (new[0].flatten(0, 1), new[1].flatten(0, 1)), world.scale, parts, weights)
+    out = kernels.merge(parts, weights)
+    for row, length in enumerate(pages.step.lengths):
+        tokens = torch.arange(length, device=DEVICE)
+        k, v = (x[(tokens < sink) | (tokens >= length - recent)] for x in naive.read(pages, row, length - 1, new))
+        query = scaled(pages, q[row, 0], world.scale)
+        error = out[row].unflatten(0, (2, -1)) - attention(query, k, v)
+        assert error.abs().max().item() <= 2 * fp16_error(query, k, v)
+        total = torch.exp2(weights[:, row].double()).sum(dim=0).log2()
+        exact = torch.exp2(torch.einsum("hgd,jhd->hgj", query.double(), k.double())).sum(dim=-1).log2().flatten()
+        rounding = 2**-11 * torch.einsum("hgd,jhd->hgj", query.abs(), k.abs()).max().item()
+        torch.testing.assert_close(total, exact, rtol=0, atol=rounding + 1e-5)
+
+
+# --- what must not be read
+
+
+@pytest.mark.parametrize(("sink", "recent"), [(0, 0), (5, 0), (0, 6), (5, 6), (18, 70)])
+@pytest.mark.parametrize(
+    ("recipes", "counts"), [("int4", (1, 1)), ("int4", (0, 9)), ("int4", (9, 2)), ("tq-k3v3 / bf16", (2, 5))]
+)
+def test_what_no_query_reads_may_be_anything(recipes, counts, sink, recent):
+    """NaN in every slot and every shadow that no query of the step reads, by the definition of windows."""
+    world = World(codecs(recipes, 16, 1), 2, kv_heads=1, sink=sink, recent=recent)
+    world.fill(20, 63)
+    pages, new = world.fill(*counts)
+    step = pages.step
+    for row, (start, length) in enumerate(zip(step.starts, step.lengths, strict=True)):
+        for token in range(length):
+            page, offset = step.table[row, token // step.page_size], token % step.page_size
+            readers = range(max(start, token), length)  # positions
+            if token < sink or not any(token <= position - recent for position in readers):
+                for _, codes, meta in pages.sides:
+                    codes[page, offset], meta[page, offset] = 0xFF, torch.nan
+            in_sixteen_bits = any(token < sink or token > position - recent for position in readers)
+            if step.shadow_of[page] >= 0 and (token >= start or not in_sixteen_bits):
+                pages.shadows[step.shadow_of[page], :, :, offset] = torch.nan
+    q = world.queries(max(counts))
+    compare(kernels.attend(pages, q, new, world.scale), pages, q, new, world.scale)
+
+
+@pytest.fixture
+def _untouched_memory(_poisoned_memory: None) -> None:
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("_untouched_memory")
+def test_addresses_past_two_to_the_31():
+    """Pages and shadows at both ends of memory for more than 2^31 numbers of 16 bits, of which only these are used."""
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    world = World(codecs("saw-int4", 128, 2), 2, sink=3, recent=40, page_size=64)
+    cache = world.cache
+    pages = 2**32 // (2 * cache.layouts[LAYER].page_bytes) + 9
+    shadows = 2**31 // (2 * 2 * 64 * 128) + 9
+    cache.tables.references, cache.tables.free = [0] * pages, [0, *range(pages - 3, pages), 1]  # taken from the end
+    cache.shadow_map.capacity, cache.shadow_map.free = shadows, [0, *range(shadows - 3, shadows), 1]
+    world.fill(70, 90)
+    world.step(1, 3)
+    used = [page for pages_ in cache.tables.pages for page in pages_]
+    assert min(used) < 2
+    assert max(used) * cache.pools[LAYER].stride(0) > 2**32
+    assert max(cache.shadow_map.of.values()) * cache.shadows[LAYER].stride(0) > 2**31
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - resident
+    assert DEVICE == "cuda" or grown < 256 * 1024, f"{grown} KiB of memory were touched"
+
+
+# --- numbers
+
+
+@pytest.mark.parametrize("windows", [{}, {"sink": 2, "recent": 9}])
+@pytest.mark.parametrize("recipes", ["int8:centre=false", "int2:centre=false", "tq-k4v4:centre=false", "bf16"])
+def test_large_logits(recipes, windows):
+    """Of up to ±12 800: a query like one key gets the value of that key alone, and its opposite something finite."""
+    dims, tokens = 64, 24
+    world = World(codecs(recipes, dims, 1), kv_heads=1, ratio=1, dtype=torch.float32, **windows)
+    world.cache.extend([tokens])
+    pages = world.cache.pages(LAYER)
+    k = 40 * world.randn(1, tokens, 1, dims).sign()
+    v = world.randn(1, tokens, 1, dims)
+    new = store(pages, k, v)
+    stored = torch.stack([naive.read(pages, 0, t, new)[1][t] for t in range(tokens)])  # as its own query reads it
+    own = pages.value.transform.inverse(stored)
+    out = kernels.attend(pages, k, new, world.scale)
+    torch.testing.assert_close(out[0], own, rtol=0, atol=2**-10 * stored.norm(dim=-1).max().item())
+    assert kernels.attend(pages, -k, new, world.scale).isfinite().all()
+
+
+def test_equal_logits_far_below_zero():
+    """Every weight would be zero if it were not taken relative to the highest."""
+    world = World(codecs("int8:centre=false", 64, 1), kv_heads=1, ratio=1, dtype=torch.float32)
+    world.cache.extend([70])
+    pages = world.cache.pages(LAYER)
+    k, v = torch.full((1, 70, 1, 64), 40.0, device=DEVICE), world.randn(1, 70, 1, 64)
+    out = kernels.attend(pages, -k, store(pages, k, v), world.scale)
+    means = naive.read(pages, 0, 69, None)[1].cumsum(0) / torch.arange(1, 71, device=DEVICE)[:, None, None]
+    torch.testing.assert_close(out[0], means.expand_as(out[0]), rtol=0, atol=2**-10 * v.abs().max().item())
+
+
+@pytest.mark.parametrize("windows", [{}, {"sink": 1}, {"recent": 1}])
+@pytest.mark.parametrize("recipes", ["int8", "int4 / bf16", "int4 / tq-k3v3", "oscar-int2"])
+def test_a_query_that_sees_one_token_gets_its_value(recipes, windows):
+    world = World(codecs(recipes, 32, 1), 2, kv_heads=1, **windows)
+    world.cache.extend([1, 1])
+    pages = world.cache.pages(LAYER)
+    k, v = world.randn(2, 2, 1, 1, 32)
+    new = store(pages, k, v)
+    out = kernels.attend(pages, 50 * world.queries(1), new, world.scale)
+    value = pages.value
+    expected = value.transform.inverse(new[1].float()) if new is not None else value.decode(value.encode(v))
+    bound = 2**-11 * value.transform.forward(v).norm(dim=-1).max().item() + 1e-5
+    torch.testing.assert_close(out, expected.repeat_interleave(2, dim=2), rtol=0, atol=bound)
+
+
+# --- what there is no kernel for
+
+
+@pytest.mark.parametrize(
+    ("slot", "reason"),
+    [
+        (channel_slot(32, 2), "whole pages are quantized together"),
+        (channel_slot(32, 2, boosted=8), "whole pages are quantized together"),
+        (SlotLayout(affine_slot(32, 4).segments, centroid=True), "slots name a centroid"),
+        (
+            mixed_slot([codebook_slot([(32, 3)]), codebook_slot([(16, 4), (16, 2)])]),
+            "KV heads have layouts of their own",
+        ),
+        (affine_slot(32, 4, 4), "4 coordinates of a segment are no multiple of 8"),
+        (SlotLayout((Segment(0, 20, 16, "raw"), Segment(20, 32, 4))), "20 coordinates of a segment"),
+        (SlotLayout((Segment(0, 8, 1), Segment(8, 32, 16, "raw"))), "16 bits lie at odd bytes"),
+    ],
+    ids=["channel", "boosted", "centroid", "heads", "group", "raw", "odd"],
+)
+@pytest.mark.parametrize("side", ["key", "value"])
+def test_other_layouts_are_refused_by_name(slot, reason, side):
+    both = (slot, affine_slot(32, 8)) if side == "key" else (affine_slot(32, 8), slot)
+    world = World((Codec(both[0]), Codec(both[1])))
+    world.cache.extend([3])
+    with pytest.raises(ValueError, match=reason) as error:
+        kernels.attend(world.cache.pages(LAYER), world.queries(3), None, world.scale)
+    assert str(slot) in str(error.value)
+
+
+@pytest.mark.parametrize("recipe", ["kivi-2", "kitty-2", "kmeans-int4:centroids=8", "gtq-k3v3:per_head=true"])
+def test_other_recipes_are_refused(recipe):
+    world = World(codecs(recipe, 64, 2))
+    world.cache.extend([3])
+    with pytest.raises(ValueError, match="no kernel reads or writes this slot"):
+        kernels.attend(world.cache.pages(LAYER), world.queries(3), None, world.scale)

@@ -1,0 +1,473 @@
+"""The Triton kernel of `store` against its definition, and against float64.
+
+On a machine without a GPU it runs in Triton's interpreter, with TRITON_INTERPRET=1.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import pytest
+import torch
+from random_layers import fitted
+
+from kvfold.codec import Codec
+from kvfold.layout import affine_slot, codebook_slot
+from kvfold.packing import unpack
+from kvfold.paged import PagedCache
+from kvfold.quantizers import lloyd_max
+from kvfold.recipes import parse
+from kvfold.transforms import Hadamard, Matrix, Transform
+from kvfold.windows import Windows
+
+knobs = pytest.importorskip("triton").knobs
+if not torch.cuda.is_available() and not knobs.runtime.interpret:
+    pytest.skip("the kernel takes a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
+
+from kvfold.ops.store import naive, triton  # noqa: E402
+
+DEVICE = torch.device("cpu" if knobs.runtime.interpret else "cuda")
+PAGES = 24
+ULP = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+
+
+@dataclass(frozen=True)
+class Case:
+    recipe: str
+    dims: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    page_size: int = 4
+    kv_heads: int = 2
+    layer: int = 0
+    centred: bool = True
+
+    @property
+    def windows(self) -> Windows:
+        return parse(self.recipe).windows
+
+    @cached_property
+    def codecs(self) -> tuple[Codec, Codec]:
+        fit = fitted(self.recipe, self.dims, self.kv_heads, self.centred)
+        return parse(self.recipe).layer_codecs(self.layer, self.dims, fit, self.dtype)
+
+    def __str__(self) -> str:
+        return f"{self.recipe}-d{self.dims}-{str(self.dtype)[6:]}-page{self.page_size}"
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Codecs that no recipe has."""
+
+    codecs: tuple[Codec, Codec]
+    dtype: torch.dtype = torch.bfloat16
+    windows: Windows = Windows()  # noqa: RUF009 - frozen
+    page_size: int = 4
+    kv_heads: int = 2
+
+    @property
+    def dims(self) -> int:
+        return self.codecs[0].layout.dims
+
+
+def plain(slot, clip=None, mean=None, rotation=None, **options) -> Plain:
+    codec = Codec(slot, Transform(mean, rotation), options.get("dtype", torch.bfloat16), clip)
+    return Plain((codec, codec), **options)
+
+
+class Twins:
+    """The same cache twice, full of the same garbage: one for the definition, one for the kernel."""
+
+    def __init__(self, case: Case | Plain, sequences: int, seed: int = 0) -> None:
+        self.case, self.generator = case, torch.Generator().manual_seed(seed)
+        self.expected, self.got = (self._cache(sequences, seed, device) for device in (torch.device("cpu"), DEVICE))
+        self.pool, self.shadows = (
+            torch.randint(0, 256, tensor.view(torch.uint8).shape, dtype=torch.uint8, generator=self.generator)
+            for tensor in (self.expected.pools[0], self.expected.shadows[0])
+        )
+        for cache in (self.expected, self.got):
+            cache.pools[0].copy_(self.pool)
+            cache.shadows[0].view(torch.uint8).copy_(self.shadows)
+
+    def _cache(self, sequences: int, seed: int, device: torch.device) -> PagedCache:
+        case, rng = self.case, random.Random(seed)
+        key, value = (codec.to(device) for codec in case.codecs)
+        cache = PagedCache(
+            [(key, value)], case.kv_heads, sequences,
+            windows=case.windows, page_size=case.page_size, wide=case.dtype, device=device,
+        )  # fmt: skip
+        cache.tables.references = [0] * PAGES
+        cache.tables.free = rng.sample(range(PAGES), PAGES)
+        cache.shadow_map.capacity = PAGES
+        cache.shadow_map.free = rng.sample(range(PAGES), PAGES)
+        cache.extend([0] * sequences)
+        return cache
+
+    def extend(self, counts: Sequence[int]) -> torch.Tensor:
+        """Begin a step of random tokens [2, sequences, n, kv_heads, d] around the means, left-padded with NaN."""
+        case, n = self.case, max(counts)
+        for cache in (self.expected, self.got):
+            cache.extend(counts)
+        x = torch.randn(2, len(counts), n, case.kv_heads, case.dims, generator=self.generator)
+        x *= torch.rand(case.dims, generator=self.generator).mul(3).exp()
+        for side, codec in zip(x, case.codecs, strict=True):
+            if codec.transform.mean is not None:
+                side += codec.transform.mean
+        for row, count in enumerate(counts):
+            x[:, row, : n - count] = torch.nan
+        return x.to(case.dtype)
+
+    def store(self, x: torch.Tensor, view=lambda x: x) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Both ways; `view` makes the kernel's inputs. Returns what both returned, by side."""
+        new = naive.store(self.expected.pages(0), *x)
+        faults = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+        got = triton.store(self.got.pages(0), *(view(side.to(DEVICE)) for side in x), faults)
+        assert faults.item() == 0
+        assert (new is None) == (got is None)
+        return [] if new is None else [(a, b.cpu()) for a, b in zip(new, got, strict=True)]
+
+    def check(self, new: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Bit for bit without a rotation; with one, up to what float32 sums may change."""
+        pairs = [*new, (self.expected.shadows[0], self.got.shadows[0].cpu())]
+        pools = self.expected.pools[0], self.got.pools[0].cpu()
+        if all(codec.transform.rotation is None for codec in self.case.codecs):
+            assert torch.equal(*pools)
+            assert all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in pairs)
+            return
+        check_pools(self.expected, pools[0], self.expected, pools[1], self.pool)
+        for a, b in pairs:
+            different = a.view(torch.int16) != b.view(torch.int16)
+            assert different.sum() <= 0.01 * different.numel()
+            a, b = a[different].float(), b[different].float()
+            assert ((a - b).abs() <= ULP[self.case.dtype] * a.abs() + 1e-4).all()
+
+
+def slots(cache: PagedCache) -> tuple[torch.Tensor, torch.Tensor]:
+    """Page and place of every token."""
+    size = cache.tables.page_size
+    places = [
+        (pages[token // size], token % size)
+        for pages, length in zip(cache.tables.pages, cache.lengths, strict=True)
+        for token in range(length)
+    ]
+    page, place = torch.tensor(places).unbind(dim=1)
+    return page, place
+
+
+def check_pools(
+    expected: PagedCache, pool: torch.Tensor, got: PagedCache, got_pool: torch.Tensor, before: torch.Tensor | None
+) -> None:
+    """Every token has the expected slots, and all other bytes are as they were `before`."""
+    layout, touched = expected.layouts[0], torch.zeros_like(pool)
+    for slot, views in ((layout.key, layout.key_views), (layout.value, layout.value_views)):
+        (page, place), (got_page, got_place) = slots(expected), slots(got)
+        arrays, got_arrays = views(pool), views(got_pool)
+        check_slots(
+            slot,
+            [array[page, :, place] for array in arrays],
+            [array[got_page.to(array.device), :, got_place.to(array.device)].cpu() for array in got_arrays],
+        )
+        codes, meta = views(touched)
+        codes[page, :, place] = 1
+        meta.view(torch.int16)[page, :, place] = 0x0101
+    if before is not None:
+        assert torch.equal(got_pool[touched == 0], before[touched == 0])
+
+
+def check_slots(slot, expected, got) -> None:
+    """Codes may be a step away where rounding decides, metadata the last bit."""
+    for (segment, codes, meta), (_, got_codes, got_meta) in zip(slot.split(*expected), slot.split(*got), strict=True):
+        ulps = (meta.contiguous().view(torch.int16).int() - got_meta.contiguous().view(torch.int16).int()).abs()
+        assert ulps.max() <= 1
+        same = (ulps == 0).all(dim=-1)
+        assert (~same).sum() <= 1 + 0.01 * same.numel()
+        steps = (unpack(codes, segment.bits).int() - unpack(got_codes, segment.bits).int()).abs()
+        assert steps.max() <= 1
+        assert (steps[same] > 0).sum() <= 1e-3 * steps.numel()
+
+
+def run(case: Case | Plain, steps=((5, 3), (0, 2)), view=lambda x: x) -> Twins:
+    twins = Twins(case, len(steps[0]))
+    for counts in steps:
+        new = twins.store(twins.extend(counts), view)
+        for row, count in enumerate(counts):
+            assert all((side[row, : max(counts) - count] == 0).all() for pair in new for side in pair)
+        twins.check(new)
+    assert not torch.equal(twins.got.pools[0].cpu(), twins.pool)
+    return twins
+
+
+# --- against the definition
+
+UNROTATED = [
+    *(Case(f"int{bits}:sink=2,recent=3", dims) for bits, dims in ((8, 64), (4, 80), (2, 96), (4, 128), (2, 256))),
+    Case("int4:group=32", 128, torch.float16, page_size=16),
+    Case("int2:group=40,sink=1", 80, torch.float16, page_size=1),
+    Case("int8:recent=5", 256, torch.float16, page_size=5),
+    Case("int4", 64, centred=False),
+    Case("bf16", 80, page_size=3),
+    Case("saw-int4:skip=0", 128, torch.float16),
+]
+ROTATED = [
+    Case("saw-int4:sink=2,recent=3", 64),
+    Case("saw-int4:order=16,values=true", 80, torch.float16, page_size=16),
+    Case("saw-int4:order=32", 96, page_size=1),
+    Case("saw-int4:sink=3,recent=7", 128, torch.float16),
+    Case("saw-int4:values=true", 256, page_size=5),
+    Case("saw-int4:order=1,group=16", 64),
+    Case("quarot-int2:group=32,recent=2", 128),
+    Case("quarot-int2", 64, torch.float16, centred=False),
+    Case("hessian-int4", 64),
+    Case("oscar-int2:sink=2,recent=3", 128),
+    Case("oscar-int2:per_head=true", 64, torch.float16, page_size=16),
+    Case("oscar-int2:group=80,sink=0,recent=0", 80),
+    Case("tq-k3v3:sink=1", 80),
+    Case("tq-k8v7", 128, torch.float16),
+    Case("tq-k6v5", 64, page_size=3),
+    Case("tq-k4v1", 96, torch.float16),
+    Case("tq-k2v2", 256),
+    Case("gtq-k3v3", 128),
+    Case("gtq-k2v4:sink=3,recent=5", 64, torch.float16),
+]
+
+
+@pytest.mark.parametrize("case", [*UNROTATED, *ROTATED], ids=str)
+def test_kernel_agrees_with_the_definition(case):
+    run(case)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_every_width_is_packed_as_defined(bits):
+    affine, codebook = affine_slot(48, bits, 24), codebook_slot([(20, bits), (13, 9 - bits), (7, 3)])
+    run(plain(affine, mean=torch.randn(2, 48)), [[6, 2]])
+    run(plain(codebook, rotation=Hadamard(8)), [[6, 2]])
+
+
+def test_keys_and_values_of_different_layouts():
+    key = Codec(affine_slot(64, 4), Transform(torch.randn(2, 64), Hadamard(64)))
+    value = Codec(codebook_slot([(64, 3)]), Transform(None, Hadamard(32)))
+    run(Plain((key, value), windows=Windows(2, 3)))
+
+
+VIEWS = {
+    "heads first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "part of a wider tensor": lambda x: torch.cat((x, -x), dim=2).contiguous()[:, :, : x.shape[2]],
+    "coordinates apart": lambda x: torch.stack((x, -x), dim=-1)[..., 0],
+    "sequences inside": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+@pytest.mark.parametrize("recipe", ["int4:recent=3", "saw-int4"])
+def test_inputs_need_not_be_contiguous(recipe, view):
+    run(Case(recipe), [[5, 3, 7]], view)
+
+
+def test_many_tokens():
+    """More than a block of each size."""
+    twins = Twins(Case("saw-int4:recent=4", page_size=16, kv_heads=2), 3)
+    for many in (triton.MANY, 16):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(triton, "MANY", many)
+            twins.check(twins.store(twins.extend([40, 17, 23])))
+
+
+@pytest.mark.parametrize("clip", [0.01, 0.5, 0.9, 0.96, 1.0])
+@pytest.mark.parametrize("ties", [False, True])
+def test_limits_are_the_exact_order_statistic(clip, ties):
+    case = plain(affine_slot(80, 2, 40), clip)
+    twins = Twins(case, 2)
+    x = twins.extend([6, 4])
+    twins.check(twins.store(x.div(8).round() * 8 if ties else x))
+
+
+# --- against float64
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("recipe", ["int8", "saw-int4", "quarot-int2", "oscar-int2:clip=false", "tq-k3v5"])
+def test_errors_are_those_of_rounding(recipe, dtype):
+    case = Case(recipe, 64, dtype, page_size=4)
+    twins = Twins(case, 1)
+    x = twins.extend([12])
+    triton.store(twins.got.pages(0), *x.to(DEVICE))
+    pool, layout = twins.got.pools[0].cpu()[twins.got.tables.pages[0]], twins.got.layouts[0]
+    for tokens, codec, views in zip(x, case.codecs, (layout.key_views, layout.value_views), strict=True):
+        codes, meta = (array.transpose(1, 2).flatten(0, 1) for array in views(pool))  # [tokens, kv_heads, …]
+        y = transformed(tokens[0], codec)
+        for segment, part_codes, part_meta in codec.layout.split(codes, meta):
+            part = y[..., segment.start : segment.stop]
+            code, entries = unpack(part_codes, segment.bits).numpy(), part_meta.double().numpy()
+            if segment.rule == "affine":
+                low, high = part.min(-1), part.max(-1)
+                assert np.allclose(entries[..., 0], (high - low) / (2**segment.bits - 1), rtol=2**-10)
+                assert np.allclose(entries[..., 1], low, rtol=2**-10, atol=1e-6)
+                # half a step, and at the ends what the rounding of scale and offset takes
+                room = entries[..., :1] * (0.5 + 2**-10 * 2**segment.bits) + 2**-11 * np.abs(low)[..., None] + 1e-5
+                assert (np.abs(code * entries[..., :1] + entries[..., 1:] - part) <= room).all()
+            else:
+                levels = np.array(lloyd_max.levels(segment.bits))
+                norm = np.linalg.norm(part, axis=-1, keepdims=True)
+                distance = np.abs(levels - (part / norm * segment.dims**0.5)[..., None])
+                chosen = np.take_along_axis(distance, code[..., None].astype(np.int64), -1)[..., 0]
+                assert (chosen <= distance.min(-1) + 1e-4).all()
+                decoded = np.linalg.norm(levels[code] * entries, axis=-1, keepdims=True)
+                assert np.allclose(decoded, norm, rtol=2**-10)
+
+
+def transformed(x: torch.Tensor, codec: Codec) -> np.ndarray:
+    """(x − mean)·A in float64."""
+    mean, rotation = codec.transform.mean, codec.transform.rotation
+    y = x.double().numpy() - (0 if mean is None else mean.double().numpy())
+    if isinstance(rotation, Matrix):
+        matrix = rotation.matrix.double().expand(x.shape[1], -1, -1).numpy()
+        return np.einsum("...hd,hde->...he", y, matrix)
+    if isinstance(rotation, Hadamard):
+        order = rotation.order
+        signs = [[(-1.0) ** (i & j).bit_count() for j in range(order)] for i in range(order)]
+        return y @ np.kron(np.eye(y.shape[-1] // order), np.array(signs)) * order**-0.5
+    return y
+
+
+# --- odd numbers
+
+
+@pytest.mark.parametrize("value", [0.0, -3.0, 1e-30, 30000.0, -30000.0])
+@pytest.mark.parametrize("slot", [affine_slot(64, 4, 32), codebook_slot([(64, 3)])], ids=["affine", "codebook"])
+def test_constant_vectors(slot, value):
+    twins = Twins(plain(slot), 1)
+    twins.store(torch.full_like(twins.extend([3]), value))
+    for a, b in zip(*(decoded(cache) for cache in (twins.expected, twins.got)), strict=True):
+        assert torch.equal(a, b)
+
+
+def decoded(cache: PagedCache) -> list[torch.Tensor]:
+    """The three tokens of a cache with a page of four, as they are read."""
+    layout, pool = cache.layouts[0], cache.pools[0].cpu()[cache.tables.pages[0]]
+    return [
+        codec.to("cpu").dequantize(*(array[:, :, :3] for array in views(pool)))
+        for codec, views in zip(cache.codecs[0], (layout.key_views, layout.value_views), strict=True)
+    ]
+
+
+def test_ranges_as_wide_as_metadata_allow():
+    twins = Twins(plain(affine_slot(64, 8), dtype=torch.float16), 1)
+    x = twins.extend([3]).clamp(-2, 2) * 30000
+    twins.check(twins.store(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_ties_go_to_even(dtype):
+    """Numbers halfway between two of 16 bits, in shadows and what is returned, and codes halfway between two."""
+    low = int(1 / ULP[dtype])  # from here on 16-bit floats are integers
+    case = plain(affine_slot(64, 8), mean=torch.full((2, 64), 0.5), dtype=dtype, windows=Windows(2, 3))
+    twins = Twins(case, 1)
+    x = torch.randint(low + 1, 2 * low, twins.extend([6]).shape, generator=twins.generator)
+    twins.check(twins.store(x.to(dtype)))
+    twins = Twins(plain(affine_slot(64, 4), dtype=dtype), 1)
+    x = torch.randint(0, 31, twins.extend([6]).shape, generator=twins.generator)
+    x[..., :2] = torch.tensor([0, 30])  # a scale of 2
+    twins.check(twins.store(x.to(dtype)))
+
+
+BAD = {"nan": torch.nan, "-inf": -torch.inf, "beyond float16": 1e6, "largest": 3e38}
+
+
+@pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
+@pytest.mark.parametrize(
+    "case",
+    [Case("int4"), Case("int4:recent=3"), Case("saw-int4:values=true"), Case("tq-k3v2")],
+    ids=str,
+)
+def test_what_cannot_be_stored_is_reported_and_writes_nothing(case, bad):
+    twins = Twins(case, 2)
+    x = twins.extend([4, 3])
+    broken, (side, row, column, head) = x.clone(), (1, 1, 2, 0)
+    broken[side, row, column, head, 5] = bad
+    with pytest.raises(ValueError, match="cannot"):
+        naive.store(twins.expected.pages(0), *broken)
+    new = naive.store(twins.expected.pages(0), *x)
+    faults = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    got = triton.store(twins.got.pages(0), *broken.to(DEVICE), faults)
+    assert faults.item() == 1
+    page, place = twins.expected.tables.pages[row][0], column - 1
+    value_views = twins.expected.layouts[0].value_views  # the definition, less what must not be written
+    for view, old in zip(value_views(twins.expected.pools[0]), value_views(twins.pool), strict=True):
+        view[page, head, place] = old[page, head, place]
+    if new is not None:
+        assert got is not None
+        new[side][row, column, head] = 0
+        shadow = twins.expected.step.shadow_of[page]
+        if shadow >= 0:
+            old = twins.shadows.view(case.dtype)
+            twins.expected.shadows[0][shadow, head, side, place] = old[shadow, head, side, place]
+    twins.check([] if new is None else [(a, b.cpu()) for a, b in zip(new, got, strict=True)])
+
+
+def test_padding_is_no_fault():
+    run(Case("tq-k3v2"), [[1, 6]])
+
+
+def test_faults_stay_and_need_not_be_asked_for():
+    twins = Twins(Case("int4"), 1)
+    x = twins.extend([2]).to(DEVICE)
+    faults = torch.ones(1, dtype=torch.int32, device=DEVICE)
+    triton.store(twins.got.pages(0), *x, faults)
+    assert faults.item() == 1
+    triton.store(twins.got.pages(0), *x * torch.nan)
+
+
+# --- refusals
+
+
+def test_other_types_are_refused():
+    twins = Twins(Case("int4"), 1)
+    x = twins.extend([2]).float()
+    with pytest.raises(ValueError, match=r"not torch\.float32"):
+        triton.store(twins.got.pages(0), *x.to(DEVICE))
+
+
+@pytest.mark.parametrize("wrong", [lambda x: x[:, :, :1], lambda x: x[..., :32], lambda x: x[:, :, :, :1]])
+def test_other_shapes_are_refused(wrong):
+    twins = Twins(Case("int4"), 1)
+    with pytest.raises(ValueError, match="of the step"):
+        triton.store(twins.got.pages(0), *wrong(twins.extend([2])).to(DEVICE))
+
+
+@pytest.mark.parametrize("recipe", ["kivi-2", "kmeans-int4:centroids=4", "gtq-k3v3:per_head=true"])
+def test_layouts_without_a_kernel_are_refused(recipe):
+    case = Case(recipe)
+    cache = PagedCache([tuple(c.to(DEVICE) for c in case.codecs)], 2, 1, windows=case.windows, device=DEVICE)
+    cache.extend([2])
+    x = torch.zeros(1, 2, 2, 64, dtype=torch.bfloat16, device=DEVICE)
+    with pytest.raises(ValueError, match="no kernel"):
+        triton.store(cache.pages(0), x, x)
+
+
+# --- large pools
+
+
+@pytest.fixture
+def large() -> PagedCache:
+    """A cache of more than 2^31 bytes of pages, of which only those in use are touched."""
+    case = Case("saw-int4:sink=2,recent=3", 128, page_size=16)
+    cache = PagedCache(
+        [tuple(codec.to(DEVICE) for codec in case.codecs)], 2, 2, windows=case.windows, page_size=16, device=DEVICE
+    )
+    pages = 2**31 // (2 * cache.layouts[0].page_bytes) + 1000
+    cache.tables.references = [0] * pages
+    cache.tables.free = [*range(2), *range(pages - 2, pages)]
+    return cache
+
+
+def test_pages_past_two_gibibytes(large):
+    twins = Twins(Case("saw-int4:sink=2,recent=3", 128, page_size=16), 2)
+    x = twins.extend([20, 5])
+    large.extend([20, 5])
+    naive.store(twins.expected.pages(0), *x)
+    triton.store(large.pages(0), *x.to(DEVICE))
+    assert large.pools[0].nbytes > 2**31
+    used = [page for pages in large.tables.pages for page in pages]
+    assert max(used) * large.pools[0].stride(0) > 2**31
+    check_pools(twins.expected, twins.expected.pools[0], large, large.pools[0], None)
