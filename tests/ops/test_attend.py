@@ -19,6 +19,8 @@ from kvfold.codec import Codec
 from kvfold.layout import Segment, SlotLayout, affine_slot, channel_slot, codebook_slot, mixed_slot, raw_slot
 from kvfold.ops.attend import naive
 from kvfold.ops.attend import triton as kernels
+from kvfold.ops.attend import windows as window_kernel
+from kvfold.ops.attend.parts import MAX_SPLITS, Blocks, merge
 from kvfold.ops.pages import LayerPages
 from kvfold.ops.store.naive import store
 from kvfold.paged import PagedCache
@@ -227,8 +229,8 @@ def test_types_of_sixteen_bits(recipes, wide):
         ("bf16", 128, 16, 5),
         ("saw-int4", 256, 7, 1),
         ("tq-k4v2", 256, 2, 2),
-        ("int4", 64, 80, 1),  # more query heads than a block has rows
-        ("int4", 32, 3, 22),  # queries of more than one block
+        ("int4", 64, 132, 1),  # more query heads than a block has rows
+        ("int4", 32, 3, 40),  # queries of more than one block
         ("int4", 16, 2, 1),
     ],
 )
@@ -359,7 +361,7 @@ def test_layers_in_sixteen_bits_have_no_windows():
 @pytest.mark.parametrize("windows", [{}, {"sink": 70, "recent": 66}])
 def test_splits(splits, windows, monkeypatch):
     """Fewer than tiles, as many, and more, of which some are left without any."""
-    monkeypatch.setattr(kernels, "_splits", lambda *_: splits)
+    monkeypatch.setattr(Blocks, "splits", lambda *_: splits)
     world = World(codecs("int4", 16, 1), kv_heads=1, **windows)
     world.fill(330)
     world.step(2)
@@ -372,7 +374,7 @@ def test_merged_parts(splits):
     parts, weights = torch.randn(splits, 3, 2, 80, generator=generator), torch.randn(splits, 3, 2, generator=generator)
     weights = torch.where(torch.rand(weights.shape, generator=generator) < 0.3, -1e30, 9 * weights)
     shares = torch.softmax(weights.double() * math.log(2), dim=0).unsqueeze(-1)
-    merged = kernels.merge(parts.to(DEVICE), weights.to(DEVICE)).cpu().double()
+    merged = merge(parts.to(DEVICE), weights.to(DEVICE)).cpu().double()
     torch.testing.assert_close(merged, (shares * parts).sum(dim=0), rtol=0, atol=2**-20)
 
 
@@ -382,8 +384,8 @@ def test_numbers_of_splits(sequences, length):
     world = World(codecs("int4", 16, 1), sequences, kv_heads=1)
     world.cache.extend([length - 1] * sequences)
     world.cache.extend([1] * sequences)
-    splits = kernels._splits(world.cache.pages(LAYER), world.randn(sequences, 2, 16))
-    assert 1 <= splits <= min(-(-length // 16), kernels.MAX_SPLITS)
+    splits = Blocks(world.cache.pages(LAYER), world.randn(sequences, 2, 16)).splits(length, torch.device(DEVICE))
+    assert 1 <= splits <= min(-(-length // 16), MAX_SPLITS)
     if DEVICE == "cpu":  # as if there were 4 processors
         assert (splits > 1) == (sequences < 16 and length > 64)
 
@@ -397,8 +399,9 @@ def test_windows_alone(sink, recent):
     q = world.queries(1)
     rotated = pages.key.transform.dual(q).flatten(0, 1)
     parts, weights = torch.empty(2, *rotated.shape, device=DEVICE), torch.empty(2, *rotated.shape[:2], device=DEVICE)
-    kernels.exact_parts(pages, rotated, (new[0].flatten(0, 1), new[1].flatten(0, 1)), world.scale, parts, weights)
-    out = kernels.merge(parts, weights)
+    flat = (new[0].flatten(0, 1), new[1].flatten(0, 1))
+    window_kernel.attend(pages, rotated, flat, world.scale, parts, weights)
+    out = merge(parts, weights)
     for row, length in enumerate(pages.step.lengths):
         tokens = torch.arange(length, device=DEVICE)
         k, v = (x[(tokens < sink) | (tokens >= length - recent)] for x in naive.read(pages, row, length - 1, new))

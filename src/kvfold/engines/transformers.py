@@ -109,10 +109,10 @@ class PackedLayer(CacheLayerMixin):
         return Incoming(self.cache, self.index, key_states), Incoming(self.cache, self.index, value_states)
 
     def get_seq_length(self) -> int:
-        return self.cache.tokens
+        return self.cache.tokens - self.cache.begun
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.cache.tokens + query_length, 0
+        return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
         return -1
@@ -143,6 +143,7 @@ class PackedCache(Cache):
         """Forget every sequence, and free their pages."""
         self.paged: PagedCache | None = None
         self.tokens = 0  # columns of the batch so far, padding included
+        self.begun = 0  # of them, those of a step that no forward call has taken up yet
 
     @property
     def is_initialized(self) -> bool:
@@ -156,9 +157,10 @@ class PackedCache(Cache):
     @torch.no_grad()
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
         """Pack a layer's new tokens and attend its queries: [sequences, heads, n, d] -> [sequences, n, heads, d]."""
-        if layer == 0:
-            self._begin(q.shape[0], q.shape[2], mask)
+        if layer == 0 and not self.begun:
+            self.begin(q.shape[0], q.shape[2], mask)
         assert self.paged is not None
+        self.begun = 0
         n = q.shape[2]
         width = self.paged.step.n  # smaller where the first columns are padding in every row
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -171,7 +173,13 @@ class PackedCache(Cache):
             raise
         return out if width == n else nn.functional.pad(out, (0, 0, 0, 0, n - width, 0))
 
-    def _begin(self, sequences: int, n: int, mask: Tensor | None) -> None:
+    def begin(self, sequences: int, n: int, mask: Tensor | None = None, reserve: int = 0) -> None:
+        """Make room for a step of n tokens for each sequence, in the first step with pages for `reserve` tokens.
+
+        The model's forward call does this by itself. After `begin` it does no bookkeeping, so that a CUDA graph can be
+        captured of it and replayed, each time after another `begin`. Until a forward call takes a step up, the length
+        that transformers sees is that before it; replays are no forward calls.
+        """
         if self.paged is None:
             self.paged = PagedCache(
                 self.codecs,
@@ -182,11 +190,14 @@ class PackedCache(Cache):
                 wide=self.wide,
                 device=self.device,
             )
+            if reserve:
+                self.paged.reserve(reserve)
         if sequences != len(self.paged.lengths):
             raise ValueError(f"the cache holds {len(self.paged.lengths)} sequences, the call brings {sequences}")
         counts = [n] * sequences if mask is None else _left_padded(mask, n, self.paged.lengths)
         self.paged.extend(counts)
         self.tokens += n
+        self.begun = n
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens of every sequence (transformers passes a negative number)."""
@@ -196,6 +207,7 @@ class PackedCache(Cache):
             removed = min(-tokens_to_remove, self.tokens)
             self.paged.crop([min(removed, length) for length in self.paged.lengths])
             self.tokens -= removed
+            self.begun = 0
 
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.paged is not None:

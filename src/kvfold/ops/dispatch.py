@@ -13,7 +13,7 @@ from kvfold.ops.pages import LayerPages
 from kvfold.ops.store import naive
 
 New = tuple[Tensor, Tensor] | None
-HOPPER = (9, 0)  # compute capability
+AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities
 
 
 class Choice(NamedTuple):
@@ -40,25 +40,27 @@ def choose(layout: PageLayout, ratio: int, device: torch.device, capability: tup
     if device.type != "cuda":
         return _torch(f"the kernels are for GPUs, and the cache is on {device.type}")
     from kvfold.ops import tiles
-    from kvfold.ops.attend import gluon
+    from kvfold.ops.attend import gluon, unpacked
     from kvfold.ops.attend import triton as attend
     from kvfold.ops.store import triton as store
 
     for side, slot in (("keys", layout.key), ("values", layout.value)):
         if reason := tiles.unsupported(slot):
             return _torch(f"there is no kernel for these {side}: {reason}")
-    everywhere = "segments are affine, codebooks or raw"
-    portable = Ops(
-        Choice("triton", everywhere, store.store),
-        Choice("triton", everywhere, attend.attend),
-        Choice("triton", everywhere, attend.attend),
-    )
     capability = capability or torch.cuda.get_device_capability(device)
     if capability < HOPPER:
-        return portable._replace(decode=Choice("triton", f"the GPU is older than Hopper: {capability}", attend.attend))
-    if reason := gluon.unsupported(layout, ratio):
-        return portable._replace(decode=Choice("triton", reason, attend.attend))
-    return portable._replace(decode=Choice("gluon", "affine integers on Hopper or later", gluon.attend))
+        decode = Choice("triton", f"the GPU is older than Hopper: {capability}", attend.attend)
+    elif reason := gluon.unsupported(layout, ratio):
+        decode = Choice("triton", reason, attend.attend)
+    else:
+        decode = Choice("gluon", "affine integers on Hopper or later", gluon.attend)
+    if capability < AMPERE:
+        extend = Choice("triton", f"the GPU is older than Ampere: {capability}", attend.attend)
+    elif reason := unpacked.unsupported(layout):
+        extend = Choice("triton", reason, attend.attend)
+    else:
+        extend = Choice("unpacked", "torch has flash attention for heads of this size", unpacked.attend)
+    return Ops(Choice("triton", "segments are affine, codebooks or raw", store.store), decode, extend)
 
 
 def _torch(reason: str) -> Ops:

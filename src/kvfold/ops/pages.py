@@ -32,6 +32,15 @@ class Batch:
     shadow_of: Tensor  # int64[pages of the pool]: the shadow of each page, -1 where it has none
     max_queries: int  # tokens of the longest sequence of the step
 
+    def update(self, other: "Batch") -> bool:
+        """Become `other` where this one lies, if it is a step of the same sizes; else say no."""
+        pairs = [(mine, getattr(other, name)) for name, mine in vars(self).items() if isinstance(mine, Tensor)]
+        if any(mine.shape != new.shape for mine, new in pairs):
+            return False
+        for mine, new in pairs:
+            mine.copy_(new)
+        return True
+
 
 @dataclass(frozen=True, eq=False)
 class Step:
@@ -133,6 +142,7 @@ class LayerPages:
     pool: Tensor  # uint8[pages, kv_heads, page_bytes]
     sides: list[tuple[slice, Tensor, Tensor]]  # layout.sides(pool): views of it, by token
     shadows: Tensor  # 16-bit float [shadow pages, kv_heads, 2 (K, V), page_size, d]
+    faults: Tensor  # int32[1], which kernels set where a number cannot be stored, since they cannot raise
 
     def codec(self, sides: slice) -> Codec:
         """The codec whose layout these sides (0: keys, 1: values) have."""

@@ -1,7 +1,9 @@
 """PagedCache: packed pages of all layers of a batch of sequences."""
 
+from array import array
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,7 +42,9 @@ class PagedCache:
         self.windows = [layout.windows(windows) for layout in self.layouts]
         self.tables = PageTables(page_size, sequences)
         self.shadow_map = Shadows(max(self.windows, key=lambda windows: (windows.group, windows.recent, windows.sink)))
+        self.reserved = 0  # pages of each sequence
         self.step = self._describe(self.lengths, 0)
+        self.faults = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.pools = [layout.allocate(0, kv_heads, self.device) for layout in self.layouts]
         self._sides = self._views()
         self.shadows = [
@@ -57,6 +61,18 @@ class PagedCache:
     def allocated_bytes(self) -> int:
         """Bytes of all pages and shadow pages, in use or not."""
         return sum(tensor.untyped_storage().nbytes() for tensor in (*self.pools, *self.shadows))
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for sequences of `tokens` tokens. Steps of one token each up to there move no memory, and a step
+        that brings as many tokens as the last describes itself where that did: a CUDA graph of it can be replayed."""
+        self.reserved = -(-tokens // self.tables.page_size)
+        self.pools = [_grown(pool, len(self.lengths) * self.reserved) for pool in self.pools]
+        self._sides = self._views()
+        pages = max(len(windows.pages(tokens - 1, tokens, self.tables.page_size)) for windows in self.windows)
+        self.shadows = [
+            _grown(shadows, len(self.lengths) * (pages + 1)) if windows else shadows
+            for shadows, windows in zip(self.shadows, self.windows, strict=True)
+        ]
 
     def extend(self, counts: Sequence[int]) -> None:
         """Begin a step: make room for `counts[i]` more tokens in sequence i."""
@@ -75,7 +91,9 @@ class PagedCache:
             for tensor in tensors:
                 for source, target in pairs if len(tensor) else ():
                     tensor[target] = tensor[source]
-        self.step = self._describe(starts, max(counts, default=0))
+        last, self.step = self.step, self._describe(starts, max(counts, default=0))
+        if self.reserved and "batch" in vars(last) and last.n == self.step.n and last.batch.update(self.step.batch):
+            vars(self.step)["batch"] = last.batch
 
     def _views(self) -> list[list[tuple[slice, Tensor, Tensor]]]:
         return [
@@ -84,9 +102,11 @@ class PagedCache:
         ]
 
     def _describe(self, starts: list[int], n: int) -> Step:
-        width = max(map(len, self.tables.pages), default=0)
-        table = [pages + [0] * (width - len(pages)) for pages in self.tables.pages]
-        shadow_of = torch.full((self.tables.capacity,), -1)
+        width = max(self.reserved, *map(len, self.tables.pages)) if self.tables.pages else 0
+        table = np.zeros((len(self.tables.pages), width), dtype=np.int64)
+        for row, held in zip(table, self.tables.pages, strict=True):
+            row[: len(held)] = array("q", held)  # many times faster than a list
+        shadow_of = torch.full((max(self.tables.capacity, len(self.lengths) * self.reserved),), -1)
         if self.shadow_map.of:
             pages, shadows = torch.tensor(list(self.shadow_map.of.items())).unbind(dim=1)
             shadow_of[pages] = shadows
@@ -95,7 +115,7 @@ class PagedCache:
             starts,
             list(self.lengths),
             self.tables.page_size,
-            torch.tensor(table, dtype=torch.int64, device=self.device),
+            torch.from_numpy(table).to(self.device),
             shadow_of.to(self.device),
         )
 
@@ -109,6 +129,7 @@ class PagedCache:
             self.pools[layer],
             self._sides[layer],
             self.shadows[layer],
+            self.faults,
         )
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -117,7 +138,16 @@ class PagedCache:
         All are [sequences, n, heads, d] with n the largest of the step's counts, left-padded where a count is smaller.
         """
         pages, ops = self.pages(layer), choose(self.layouts[layer], q.shape[2] // self.kv_heads, self.device)
-        return ops.attend(pages, q, ops.store.run(pages, k, v), scale)
+        out = ops.attend(pages, q, ops.store.run(pages, k, v), scale)
+        if layer == len(self.layouts) - 1 and self.device.type == "cuda":
+            self.check_faults()
+        return out
+
+    def check_faults(self) -> None:
+        """Raise where kernels met what cannot be stored in the last step; not while a CUDA graph is captured."""
+        if not torch.cuda.is_current_stream_capturing() and self.faults.item():
+            self.faults.zero_()
+            raise ValueError("cannot store NaN, Inf or numbers beyond the range of 16-bit floats")
 
     def crop(self, counts: Sequence[int]) -> None:
         """Forget the last `counts[i]` tokens of sequence i."""

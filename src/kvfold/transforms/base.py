@@ -19,6 +19,11 @@ class Rotation(Protocol):
         """The map of queries under which dual(q)·apply(k) = q·k."""
         ...
 
+    def dense(self, dims: int, device: torch.device) -> Tensor:
+        """The matrix A of apply(x) = x·A, float32[kv_heads or 1, d, d]; orthogonal, so that invert is y·Aᵀ and dual is
+        q·A."""
+        ...
+
     def terms(self, dims: int, dtype: torch.dtype, device: torch.device) -> tuple[tuple[Tensor, ...], float]:
         """16-bit matrices [kv_heads or 1, d, d] and a factor, with apply(x) = factor·Σ x·term, for tensor cores."""
         ...

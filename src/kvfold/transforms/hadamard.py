@@ -42,6 +42,10 @@ class Hadamard:
 
     dual = invert
 
+    def dense(self, dims: int, device: torch.device) -> Tensor:
+        _, orthonormal = self._matrices(dims, device)
+        return orthonormal.unsqueeze(0)
+
     def terms(self, dims: int, dtype: torch.dtype, device: torch.device) -> tuple[tuple[Tensor, ...], float]:
         """Signs are exact in any type."""
         signs, _ = self._matrices(dims, device)

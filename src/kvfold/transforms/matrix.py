@@ -29,6 +29,9 @@ class Matrix:
     def dual(self, q: Tensor) -> Tensor:
         return _by_head(q, self.matrix)
 
+    def dense(self, dims: int, device: torch.device) -> Tensor:
+        return self.matrix
+
     def terms(self, dims: int, dtype: torch.dtype, device: torch.device) -> tuple[tuple[Tensor, ...], float]:
         """Two, of which the second is what the first leaves: 16 bits of A at least."""
         high = self.matrix.to(dtype)

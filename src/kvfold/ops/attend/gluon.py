@@ -21,8 +21,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from kvfold.layout import PageLayout, SlotLayout
-from kvfold.ops.attend.triton import exact_parts, merge
+from kvfold.ops.attend import windows
+from kvfold.ops.attend.parts import empty, merge
 from kvfold.ops.pages import LayerPages
+from kvfold.ops.rotate import dual, inverse
 
 TILE = 64
 UNSEEN = gl.constexpr(-1e30)
@@ -60,45 +62,46 @@ def attend(pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scal
 
     `new` is what `store` returned for the same step.
     """
-    rotated = pages.key.transform.dual(q).flatten(0, 1)
-    batch, layout, windows = pages.step.batch, pages.layout, pages.windows
+    batch, layout = pages.step.batch, pages.layout
+    # each kernel begins before the one before it ends: decoding waits for rotated queries, or does not wait for windows
+    rotated = dual(pages.key.transform, q.flatten(0, 1), early=new is None).contiguous()
     sequences, q_heads, dims = rotated.shape
     kv_heads = pages.pool.shape[1]
     ratio = q_heads // kv_heads
     tiles = triton.cdiv(batch.table.shape[1] * layout.page_size, TILE)
     splits = _splits(sequences * kv_heads, tiles, q.device)
-    exact = int(new is not None)  # parts of the windows
-    parts = rotated.new_empty(splits + exact, sequences, q_heads, dims)
-    weights = rotated.new_empty(splits + exact, sequences, q_heads)
+    outs, weights = empty(splits + (0 if new is None else windows.splits(pages, rotated)), rotated)
+    if new is not None:
+        flat = (new[0].flatten(0, 1), new[1].flatten(0, 1))
+        windows.attend(pages, rotated, flat, scale, outs[splits:], weights[splits:], early=True)
     key, value = words(layout.key, layout.offsets[0], layout.offsets[2]), words(layout.value, *layout.offsets[1:4:2])
     paired = ratio <= 4 or key.segments == 2 or value.segments == 2
     heads = 4 if ratio <= 4 else 8
     _decode[(splits, kv_heads, sequences)](
         rotated,
-        parts,
+        outs,
         weights,
         pages.pool.view(torch.int32),
         batch.table,
         batch.lengths,
         scale * math.log2(math.e),
+        pages.windows.sink,
+        pages.windows.recent,
         batch.table.stride(0),
         batch.table.shape[1],
         KEY=key,
         VALUE=value,
         DIMS=dims,
-        SINK=windows.sink,
-        RECENT=windows.recent,
         PAGE=layout.page_size,
         PAGE_WORDS=layout.page_bytes // 4,
         RATIO=ratio,
         HEADS=heads,
         COLUMNS=heads * (2 if paired else 1),
+        LATE=new is not None,
         num_warps=1,
+        launch_pdl=new is not None or pages.key.transform.rotation is not None,
     )
-    if new is not None:
-        flat = (new[0].flatten(0, 1), new[1].flatten(0, 1))
-        exact_parts(pages, rotated, flat, scale, parts[splits:], weights[splits:])
-    return pages.value.transform.inverse(merge(parts, weights).view(q.shape))
+    return inverse(pages.value.transform, merge(outs, weights, early=True)).view(q.shape)
 
 
 def _splits(programs: int, tiles: int, device: torch.device) -> int:
@@ -111,27 +114,28 @@ def words(slot: SlotLayout, codes: int, meta: int) -> Words:
     return Words(slot.segments[0].bits, len(slot.segments), slot.code_bytes // 4, codes // 4, meta // 4)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["sink", "recent"])
 def _decode(
-    q,  # float32[sequences, q_heads, DIMS]
-    parts,
+    q,  # [sequences, q_heads, DIMS]
+    outs,
     weights,
     pool,
     table,
     lengths,
     scale,  # of the logits, times log2(e)
+    sink,
+    recent,
     table_stride,
     table_pages,
     KEY: gl.constexpr,
     VALUE: gl.constexpr,
     DIMS: gl.constexpr,
-    SINK: gl.constexpr,
-    RECENT: gl.constexpr,
     PAGE: gl.constexpr,
     PAGE_WORDS: gl.constexpr,
     RATIO: gl.constexpr,  # query heads of a KV head
     HEADS: gl.constexpr,  # and up to 4 or 8
     COLUMNS: gl.constexpr,  # one or two for each of them
+    LATE: gl.constexpr,  # whether the kernel before is waited for at the end
 ):
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
     LOGITS: gl.constexpr = logits_layout(HEADS, COLUMNS)
@@ -142,15 +146,26 @@ def _decode(
     length = gl.load(lengths + sequence)
 
     # this program's tiles; of the first and the last, some tokens may be another's or nobody's
-    begin, end = SINK, length - RECENT
-    first = SINK // 64
+    begin, end = sink, length - recent
+    first = sink // 64
     tiles = gl.maximum((end + 63) // 64 - first, 0)
     share = (tiles + splits - 1) // splits
     first += split * share
     last = gl.minimum(first + share, (end + 63) // 64) - 1
+    final = gl.maximum(first, last)  # what there is to prefetch, even where there is nothing to read
     pool += head.to(gl.int64) * PAGE_WORDS
     final_page = table_pages - 1
 
+    # loads of the first tile go out before the queries are there
+    k_page, v_page = _page(table, first, final_page, kv_heads, PAGE)
+    k = _load_keys(pool, k_page, first, KEY, PAGE, PAGE_WORDS)
+    k_meta = _load_meta(pool, k_page, first, KEY, PAGE, PAGE_WORDS)
+    v_meta = _load_meta(pool, k_page, first, VALUE, PAGE, PAGE_WORDS)
+    va, vb = _load_values(pool, v_page, first, VALUE, PAGE, PAGE_WORDS)
+    k_page, v_page = _page(table, gl.minimum(first + 1, final), final_page, kv_heads, PAGE)
+
+    if not LATE:
+        _control("griddepcontrol.wait")
     row = (sequence * kv_heads + head) * RATIO
     queries, sum0, sum1 = _queries(q + row.to(gl.int64) * DIMS, KEY, DIMS, RATIO, HEADS, COLUMNS, MMA)
     sum0, sum1 = gl.convert_layout(sum0 * scale, HEAD), gl.convert_layout(sum1 * scale, HEAD)
@@ -160,46 +175,42 @@ def _decode(
     shift0 = gl.zeros([8, HEADS], gl.float32, gl.SliceLayout(0, LOGITS))
     shift1 = gl.zeros([8, HEADS], gl.float32, gl.SliceLayout(0, LOGITS))
     out = gl.zeros([DIMS, COLUMNS], gl.float32, MMA)
-    if first <= last:
-        k_page, v_page = _page(table, first, final_page, kv_heads, PAGE)
-        k = _load_keys(pool, k_page, first, KEY, PAGE, PAGE_WORDS)
-        k_meta = _load_meta(pool, k_page, first, KEY, PAGE, PAGE_WORDS)
-        v_meta = _load_meta(pool, k_page, first, VALUE, PAGE, PAGE_WORDS)
-        va, vb = _load_values(pool, v_page, first, VALUE, PAGE, PAGE_WORDS)
-        k_page, v_page = _page(table, gl.minimum(first + 1, last), final_page, kv_heads, PAGE)
-        for tile in range(first, last + 1):
-            following = gl.minimum(tile + 1, last)
-            next_k = _load_keys(pool, k_page, following, KEY, PAGE, PAGE_WORDS)
-            next_k_meta = _load_meta(pool, k_page, following, KEY, PAGE, PAGE_WORDS)
-            next_v_meta = _load_meta(pool, k_page, following, VALUE, PAGE, PAGE_WORDS)
-            next_va, next_vb = _load_values(pool, v_page, following, VALUE, PAGE, PAGE_WORDS)
-            k_page, v_page = _page(table, gl.minimum(tile + 2, last), final_page, kv_heads, PAGE)
+    for tile in range(first, last + 1):
+        following = gl.minimum(tile + 1, final)
+        next_k = _load_keys(pool, k_page, following, KEY, PAGE, PAGE_WORDS)
+        next_k_meta = _load_meta(pool, k_page, following, KEY, PAGE, PAGE_WORDS)
+        next_v_meta = _load_meta(pool, k_page, following, VALUE, PAGE, PAGE_WORDS)
+        next_va, next_vb = _load_values(pool, v_page, following, VALUE, PAGE, PAGE_WORDS)
+        k_page, v_page = _page(table, gl.minimum(tile + 2, final), final_page, kv_heads, PAGE)
 
-            logits = _logits(k, k_meta, queries, sum0, sum1, scale, KEY, DIMS, HEADS, COLUMNS, MMA)
-            scale0, offset0, scale1, offset1 = _scales(v_meta, VALUE, LOGITS)
-            if (tile * 64 < begin) | (tile * 64 + 64 > end):
-                run = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, LOGITS)))
-                place = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, LOGITS)))
-                token = tile * 64 + run[None, :] * 8 + place[:, None]
-                seen = ((token >= begin) & (token < end))[:, :, None]
-                logits = gl.where(seen, logits, UNSEEN)
-                scale0, offset0 = gl.where(seen, scale0, 0.0), gl.where(seen, offset0, 0.0)
-                scale1, offset1 = gl.where(seen, scale1, 0.0), gl.where(seen, offset1, 0.0)
-            now = gl.maximum(highest, gl.max(gl.max(logits, 0), 0))
-            fade = _exp2(highest - now)
-            highest = now
-            weight = _exp2(logits - now[None, :][None, :, :])
-            total = total * fade[None, :] + gl.sum(weight, 0)
-            shift0 = shift0 * fade[None, :] + gl.sum(weight * offset0, 0)
-            if VALUE.segments == 2:
-                shift1 = shift1 * fade[None, :] + gl.sum(weight * offset1, 0)
-            scaled = _weights(weight * scale0, weight * scale1, VALUE, HEADS, COLUMNS, MMA)
-            out = mma_v2(_values(va, vb, VALUE, DIMS, MMA), scaled, _faded(out, fade, VALUE, DIMS, HEADS, COLUMNS, MMA))
-            k, va, vb, k_meta, v_meta = next_k, next_va, next_vb, next_k_meta, next_v_meta
+        logits = _logits(k, k_meta, queries, sum0, sum1, scale, KEY, DIMS, HEADS, COLUMNS, MMA)
+        scale0, offset0, scale1, offset1 = _scales(v_meta, VALUE, LOGITS)
+        if (tile * 64 < begin) | (tile * 64 + 64 > end):
+            run = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, LOGITS)))
+            place = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, LOGITS)))
+            token = tile * 64 + run[None, :] * 8 + place[:, None]
+            seen = ((token >= begin) & (token < end))[:, :, None]
+            logits = gl.where(seen, logits, UNSEEN)
+            scale0, offset0 = gl.where(seen, scale0, 0.0), gl.where(seen, offset0, 0.0)
+            scale1, offset1 = gl.where(seen, scale1, 0.0), gl.where(seen, offset1, 0.0)
+        now = gl.maximum(highest, gl.max(gl.max(logits, 0), 0))
+        fade = _exp2(highest - now)
+        highest = now
+        weight = _exp2(logits - now[None, :][None, :, :])
+        total = total * fade[None, :] + gl.sum(weight, 0)
+        shift0 = shift0 * fade[None, :] + gl.sum(weight * offset0, 0)
+        if VALUE.segments == 2:
+            shift1 = shift1 * fade[None, :] + gl.sum(weight * offset1, 0)
+        scaled = _weights(weight * scale0, weight * scale1, VALUE, HEADS, COLUMNS, MMA)
+        out = mma_v2(_values(va, vb, VALUE, DIMS, MMA), scaled, _faded(out, fade, VALUE, DIMS, HEADS, COLUMNS, MMA))
+        k, va, vb, k_meta, v_meta = next_k, next_va, next_vb, next_k_meta, next_v_meta
 
+    if LATE:
+        _control("griddepcontrol.wait")
+    _control("griddepcontrol.launch_dependents")
     total, shift0, shift1 = gl.sum(total, 0), gl.sum(shift0, 0), gl.sum(shift1, 0)
     place = (split.to(gl.int64) * sequences * kv_heads * RATIO) + row
-    _store_part(parts + place * DIMS, out, total, shift0, shift1, VALUE, DIMS, RATIO, HEADS, COLUMNS)
+    _store_part(outs + place * DIMS, out, total, shift0, shift1, VALUE, DIMS, RATIO, HEADS, COLUMNS)
     number = gl.arange(0, HEADS, HEAD)
     weight = gl.where(total > 0.0, highest + gl.log2(total), UNSEEN)
     gl.store(weights + place + number, weight, mask=number < RATIO)
@@ -246,7 +257,9 @@ def _queries(q, KEY: gl.constexpr, DIMS: gl.constexpr, RATIO: gl.constexpr, HEAD
         head, mine = column // 2, segment[:, None] == (column % 2)[None, :]
     else:
         head, mine = column, segment[:, None] == 0
-    x = gl.load(q + head[None, :] * DIMS + coordinate[:, None], mask=(head < RATIO)[None, :] & mine, other=0.0)
+    x = gl.load(q + head[None, :] * DIMS + coordinate[:, None], mask=(head < RATIO)[None, :] & mine, other=0.0).to(
+        gl.float32
+    )
     narrow = (x / place[:, None]).to(gl.float16)
     sums = gl.sum(narrow.to(gl.float32) * place[:, None], 0)
     if COLUMNS == 2 * HEADS:
@@ -388,6 +401,14 @@ def _scale(meta, LOGITS: gl.constexpr):
     scale = gl.convert_layout(gl.permute(scale, [1, 0]), gl.SliceLayout(2, LOGITS), assert_trivial=True)
     offset = gl.convert_layout(gl.permute(offset, [1, 0]), gl.SliceLayout(2, LOGITS), assert_trivial=True)
     return scale[:, :, None], offset[:, :, None]
+
+
+@gluon.jit
+def _control(INSTRUCTION: gl.constexpr):
+    nothing = gl.full([32], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+    gl.inline_asm_elementwise(
+        INSTRUCTION + "; mov.b32 $0, $1;", "=r,r", [nothing], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit

@@ -1,0 +1,121 @@
+"""Attention in parts: what the Triton kernels that compute them share, and their merge by log-sum-exp.
+
+A part is the attention of queries over some of the tokens that they read, float32[tokens, q_heads, d], and the log2 of
+the sum of its weights, float32[tokens, q_heads].
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
+
+from kvfold.ops.pages import LayerPages
+
+UNSEEN = tl.constexpr(-1e30)  # below every logit; finite, so that a row without tokens is no NaN
+MAX_ROWS = 128  # queries times heads of a block
+MAX_SPLITS = 128
+
+
+class Blocks:
+    """How a launch divides the queries [tokens, q_heads, d] of a step: blocks of `queries` of a sequence, which with
+    the heads of one KV head make `rows`."""
+
+    def __init__(self, pages: LayerPages, q: Tensor) -> None:
+        batch = pages.step.batch
+        self.kv_heads = pages.pool.shape[1]
+        self.ratio = triton.next_power_of_2(q.shape[1] // self.kv_heads)
+        self.queries = max(1, min(triton.next_power_of_2(batch.max_queries), MAX_ROWS // self.ratio))
+        self.rows = max(16, self.queries * self.ratio)  # tensor cores take 16 at least
+        self.each = triton.cdiv(batch.max_queries, self.queries)  # of a sequence
+        self.count = self.each * len(batch.lengths)
+        self.tokens = 64 if q.shape[-1] <= 128 else 32  # of a tile
+        self.num_warps = 8 if self.rows > 64 else 4
+
+    def splits(self, tokens: int, device: torch.device) -> int:
+        """Over how many programs `tokens` tokens of a sequence are split, so that every processor has work."""
+        processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+        wanted = triton.cdiv(4 * processors, self.count * self.kv_heads)
+        return max(1, min(wanted, triton.cdiv(tokens, self.tokens), MAX_SPLITS))
+
+
+def empty(splits: int, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for `splits` parts of queries [tokens, q_heads, d]: outputs and weights."""
+    outs = torch.empty(splits, *q.shape, dtype=torch.float32, device=q.device)
+    return outs, torch.empty(splits, *q.shape[:2], dtype=torch.float32, device=q.device)
+
+
+def merge(outs: Tensor, weights: Tensor, early: bool = False) -> Tensor:
+    """Parts [splits, tokens, q_heads, d] and their weights -> [tokens, q_heads, d].
+
+    With `early`, it is launched before the kernel that computes the parts ends, and waits for that.
+    """
+    splits, tokens, q_heads, dims = outs.shape
+    if splits == 1:
+        return outs[0]
+    merged = torch.empty_like(outs[0])
+    padded = triton.next_power_of_2(splits)
+    width = min(triton.next_power_of_2(dims), max(32, 2048 // padded))
+    _merge[(tokens * q_heads, triton.cdiv(dims, width))](
+        outs,
+        weights,
+        merged,
+        splits,
+        DIMS=dims,
+        WIDTH=width,
+        SPLITS=padded,
+        EARLY=early,
+        num_warps=4 if padded > 8 else 2,
+        **({"launch_pdl": True} if early else {}),
+    )
+    return merged
+
+
+@triton.jit
+def _merge(
+    outs, weights, merged, splits, DIMS: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr
+):
+    """The mean of the parts [splits, rows, DIMS] of one row, each weighted by 2^weight: WIDTH coordinates of it."""
+    if EARLY:
+        gdc_wait()
+    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    split = tl.arange(0, SPLITS)
+    weight = tl.load(weights + split * rows + row, mask=split < splits, other=UNSEEN)
+    share = tl.exp2(weight - tl.max(weight, 0))
+    share = tl.where(split < splits, share / tl.sum(share, 0), 0.0)
+    coordinate = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    mask = (split < splits)[:, None] & (coordinate < DIMS)[None, :]
+    part = tl.load(outs + (split[:, None] * rows + row) * DIMS + coordinate[None, :], mask=mask, other=0.0)
+    tl.store(merged + row * DIMS + coordinate, tl.sum(part * share[:, None], 0), mask=coordinate < DIMS)
+
+
+@triton.jit
+def block_rows(
+    query_starts, lengths, sequence, first, head,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, RATIO: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The rows of the block of queries from the `first` of a sequence on: which token and head each is, whether it is
+    one, and its position; then the positions of the block's first and last query."""
+    begin, end = tl.load(query_starts + sequence), tl.load(query_starts + sequence + 1)
+    to_position = tl.load(lengths + sequence) - end
+    row = tl.arange(0, ROWS)
+    query, group = begin + first + row // RATIO, row % RATIO
+    live = (row // RATIO < QUERIES) & (query < end) & (group < Q_HEADS // KV_HEADS)
+    last = tl.minimum(begin + first + QUERIES, end) - 1
+    q_head = head * (Q_HEADS // KV_HEADS) + group
+    return query, q_head, live, query + to_position, begin + first + to_position, last + to_position
+
+
+@triton.jit
+def exact_from(position, recent, group):
+    """The first of the recent tokens that a query at `position` reads in 16 bits (see windows.py)."""
+    return tl.minimum((position + 1) // group * group, position + 1 - recent)
+
+
+@triton.jit
+def softmax(logits, seen, highest, total):
+    """A tile's weights, by what to scale what came before, and the running maximum and sum."""
+    now = tl.maximum(highest, tl.max(tl.where(seen, logits, UNSEEN), 1))
+    fade = tl.exp2(highest - now)
+    weights = tl.where(seen, tl.exp2(logits - now[:, None]), 0.0)
+    return weights.to(tl.float16), fade, now, total * fade + tl.sum(weights, 1)

@@ -1,0 +1,175 @@
+"""`attend` for many queries: packed tokens are unpacked in chunks of bounded size, and the fastest attention that torch
+has runs on each; the parts are merged by their log-sum-exp. Windows are read by the portable kernel.
+
+Queries come in blocks. What all queries of a block read goes without a mask, to cuDNN where it can. Of the rest, each
+query reads one token more than the one before, and the last one all: FlashAttention has a mask for that.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
+from torch.nn.functional import pad
+
+from kvfold.layout import PageLayout
+from kvfold.ops.attend import triton as portable
+from kvfold.ops.attend import windows as exact
+from kvfold.ops.attend.parts import UNSEEN
+from kvfold.ops.pages import LayerPages, Step
+from kvfold.ops.rotate import dual, inverse
+from kvfold.ops.unpack import unpack
+from kvfold.windows import Windows
+
+WORKSPACE = 2**26  # bytes of unpacked keys and values, at most
+OPERANDS = {"cpu": torch.float32, "cuda": torch.float16}  # outputs are in it too, for which bfloat16 is too coarse
+MIN_QUERIES, MIN_TOKENS = 64, 1024  # of a sequence that read packed tokens, and those: below, one launch does better
+# cuDNN builds a graph for every shape, in a tenth of a second and more, so there are few: queries are padded, and
+# chunks are as large as the workspace, a quarter of it or a sixteenth
+QUERY_STEP = 256
+CHUNK_STEP, CHUNK_SIZES = 4, 3
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+aten = torch.ops.aten
+
+
+def unsupported(layout: PageLayout) -> str | None:
+    """Why torch has no flash attention for pages of this layout, or None."""
+    dims = layout.key.dims
+    return f"heads have {dims} dims, not a multiple of 8 up to 256" if dims % 8 or dims > 256 else None
+
+
+def attend(pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scale: float) -> Tensor:
+    """Queries [sequences, n, q_heads, d] (left-padded) -> outputs of the same shape, float32.
+
+    `new` is what `store` returned for the same step. Outputs of padding are finite and meaningless.
+    """
+    step = pages.step
+    many, few = step.once(_split, pages.windows)
+    if not many:
+        return portable.attend(pages, q, new, scale)
+    if not few:
+        return _attend(pages, q, new, scale)
+    out = torch.zeros(q.shape, device=q.device)
+    for rows, run in ((many, _attend), (few, portable.attend)):
+        part, index = step.once(_rows, rows)
+        columns = slice(step.n - part.n, None)
+        own = None if new is None else (new[0][index, columns], new[1][index, columns])
+        out[index, columns] = run(replace(pages, step=part), q[index, columns], own, scale)
+    return out
+
+
+def _first(step: Step, windows: Windows, row: int) -> int:
+    """The position of the first query of the step that reads anything packed."""
+    return max(step.starts[row], windows.packed_from(windows.sink))
+
+
+def _split(step: Step, windows: Windows) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The sequences for which unpacking pays, and the others."""
+    many: list[int] = []
+    few: list[int] = []
+    for row, length in enumerate(step.lengths):
+        queries, tokens = length - _first(step, windows, row), windows.exact_from(length - 1) - windows.sink
+        (many if queries >= MIN_QUERIES and tokens >= MIN_TOKENS else few).append(row)
+    return tuple(many), tuple(few)
+
+
+def _rows(step: Step, rows: tuple[int, ...]) -> tuple[Step, Tensor]:
+    """The step of some sequences alone, and which they are."""
+    starts, lengths = [step.starts[row] for row in rows], [step.lengths[row] for row in rows]
+    n = max(length - start for start, length in zip(starts, lengths, strict=True))
+    index = torch.tensor(rows, device=step.table.device)
+    return replace(step, n=n, starts=starts, lengths=lengths, table=step.table[index]), index
+
+
+def _attend(pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scale: float) -> Tensor:
+    step, windows = pages.step, pages.windows
+    rotated = dual(pages.key.transform, q.flatten(0, 1))  # [sequences · n, q_heads, d]
+    outs = torch.zeros(rotated.shape, device=q.device)
+    weights = torch.full(rotated.shape[:2], UNSEEN.value, device=q.device)  # by powers of two
+    if new is not None:
+        flat = (new[0].flatten(0, 1), new[1].flatten(0, 1))
+        exact.attend(pages, rotated, flat, scale, outs.unsqueeze(0), weights.unsqueeze(0))
+    room, workspace = _workspace(pages, q.device)
+    for row, length in enumerate(step.lengths):
+        for position in range(_first(step, windows, row), length, room // 2):
+            n = min(room // 2, length - position)
+            column = (row + 1) * step.n - length + position
+            block = slice(column, column + n)
+            queries = pad(rotated[block].to(workspace.dtype), (0, 0, 0, 0, 0, -n % QUERY_STEP))
+            queries = queries.transpose(0, 1).unsqueeze(0)
+            end = windows.exact_from(position + n - 1)
+            for tokens, causal in _chunks(windows.sink, windows.exact_from(position) - 1, end, room):
+                k, v = unpack(pages, row, tokens, workspace)
+                part = _flash(queries[:, :, :n] if causal else queries, k, v, scale, causal)
+                _merge(outs[block], weights[block], *part)
+    return inverse(pages.value.transform, outs).view(q.shape)
+
+
+def _workspace(pages: LayerPages, device: torch.device) -> tuple[int, Tensor]:
+    """For how many tokens there is room, a power of two, and the room for their keys and values."""
+    token, dtype = 2 * pages.pool.shape[1] * pages.layout.key.dims, OPERANDS[device.type]
+    room = 1 << (WORKSPACE // (token * dtype.itemsize)).bit_length() - 1
+    return room, torch.empty(room * token, dtype=dtype, device=device)
+
+
+def _chunks(start: int, shared: int, end: int, room: int) -> Iterator[tuple[range, bool]]:
+    """Tokens from `start` to `end`, and whether queries see one more each: those up to `shared` are seen by all."""
+    size, smallest = room, max(1, room // CHUNK_STEP ** (CHUNK_SIZES - 1))
+    while size >= smallest:
+        while shared - start >= size:
+            yield range(start, start + size), False
+            start += size
+        size //= CHUNK_STEP
+    yield range(start, end), True
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """Attention of q [1, q_heads, n, d] over k, v [1, kv_heads, tokens, d], and the log-sum-exp [1, q_heads, n, …] of
+    its logits; `causal`: the last query sees all tokens, each one before it one less."""
+    if not q.is_cuda:
+        mask = q.new_full((q.shape[2], k.shape[2]), -torch.inf).triu_(k.shape[2] - q.shape[2] + 1) if causal else None
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask, scale=scale)
+    if not causal and can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, False, True)):
+        return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, scale=scale)[:2]
+    return aten._scaled_dot_product_flash_attention(q, k, v, is_causal=causal, scale=scale)[:2]
+
+
+def _merge(outs: Tensor, weights: Tensor, part: Tensor, log_sum: Tensor) -> None:
+    """Add a part [1, q_heads, n or more, d] to outs [n, q_heads, d] of `weights`, in place."""
+    n, q_heads, dims = outs.shape
+    rows = 16
+    _merge_rows[(triton.cdiv(n * q_heads, rows),)](
+        outs,
+        weights,
+        part,
+        log_sum,
+        n * q_heads,
+        *part.stride()[1:3],
+        *log_sum.stride()[1:3],
+        Q_HEADS=q_heads,
+        DIMS=dims,
+        WIDTH=triton.next_power_of_2(dims),
+        ROWS=rows,
+    )
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _merge_rows(
+    outs, weights, part, log_sum, rows, part_head, part_query, log_sum_head, log_sum_query,
+    Q_HEADS: tl.constexpr, DIMS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row, coordinate = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    query, head = row // Q_HEADS, row % Q_HEADS
+    mask = (row < rows)[:, None] & (coordinate < DIMS)[None, :]
+    old = tl.load(weights + row, mask=row < rows, other=0.0)
+    new = LOG2_E * tl.load(log_sum + head * log_sum_head + query * log_sum_query, mask=row < rows, other=0.0)
+    place = outs + (row * DIMS)[:, None] + coordinate[None, :]
+    x = tl.load(place, mask=mask, other=0.0)
+    added = part + (head * part_head + query * part_query)[:, None] + coordinate[None, :]
+    y = tl.load(added, mask=mask, other=0.0).to(tl.float32)
+    tl.store(place, x + (y - x) * (1 / (1 + tl.exp2(old - new)))[:, None], mask=mask)
+    tl.store(weights + row, tl.maximum(old, new) + tl.log2(1 + tl.exp2(-tl.abs(old - new))), mask=row < rows)

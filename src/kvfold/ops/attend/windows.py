@@ -1,0 +1,157 @@
+"""The part of `attend` that is read in 16 bits: the sink and the recent windows, in Triton for any GPU."""
+
+import math
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from kvfold.ops.attend.parts import UNSEEN, Blocks, block_rows, exact_from, softmax
+from kvfold.ops.pages import LayerPages
+
+
+def splits(pages: LayerPages, q: Tensor) -> int:
+    """How many parts the windows of transformed queries [tokens, q_heads, d] make."""
+    windows = pages.windows
+    tokens = windows.sink + windows.recent + windows.group + pages.step.batch.max_queries
+    return Blocks(pages, q).splits(tokens, q.device)
+
+
+def attend(
+    pages: LayerPages,
+    q: Tensor,
+    new: tuple[Tensor, Tensor],
+    scale: float,
+    outs: Tensor,
+    weights: Tensor,
+    early: bool = False,
+) -> None:
+    """Let transformed queries [tokens, q_heads, d] read their windows, into parts [splits, tokens, q_heads, d].
+
+    `new` are the step's own tokens [tokens, kv_heads, d], the others come from shadows. With `early`, the next kernel
+    may begin before this one ends.
+    """
+    batch, windows, blocks = pages.step.batch, pages.windows, Blocks(pages, q)
+    tokens, q_heads, dims = q.shape
+    _windows[(blocks.count, blocks.kv_heads, len(outs))](
+        q,
+        outs,
+        weights,
+        pages.shadows,
+        *new,
+        batch.query_starts,
+        batch.starts,
+        batch.lengths,
+        batch.table,
+        batch.shadow_of,
+        scale * math.log2(math.e),
+        windows.sink,
+        windows.recent,
+        windows.group,
+        blocks.each,
+        tokens,
+        batch.table.stride(0),
+        *q.stride()[:2],
+        *new[0].stride()[:2],
+        PAGE=pages.layout.page_size,
+        KV_HEADS=blocks.kv_heads,
+        Q_HEADS=q_heads,
+        DIMS=dims,
+        PADDED=triton.next_power_of_2(dims),
+        RATIO=blocks.ratio,
+        QUERIES=blocks.queries,
+        ROWS=blocks.rows,
+        TOKENS=blocks.tokens,
+        EARLY=early,
+        num_warps=blocks.num_warps,
+    )
+
+
+@triton.jit(do_not_specialize=["sink", "recent", "group", "blocks", "tokens"])
+def _windows(
+    q,
+    outs,
+    weights,
+    shadows,
+    new_k,
+    new_v,
+    query_starts,
+    starts,
+    lengths,
+    table,
+    shadow_of,
+    scale,  # of the logits, times log2(e)
+    sink,
+    recent,
+    group,
+    blocks,  # of the queries of a sequence
+    tokens,
+    table_stride,
+    q_stride,
+    q_head_stride,
+    new_stride,
+    new_head_stride,
+    PAGE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    DIMS: tl.constexpr,
+    PADDED: tl.constexpr,  # dims, up to a power of two
+    RATIO: tl.constexpr,  # query heads of a KV head, up to a power of two
+    QUERIES: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    if EARLY:
+        gdc_launch_dependents()
+    head, split = tl.program_id(1), tl.program_id(2)
+    sequence, first = tl.program_id(0) // blocks, tl.program_id(0) % blocks * QUERIES
+    end = tl.load(query_starts + sequence + 1)
+    if first >= end - tl.load(query_starts + sequence):
+        return
+    length, start = tl.load(lengths + sequence), tl.load(starts + sequence)
+    table += sequence.to(tl.int64) * table_stride
+    query, q_head, live, position, oldest, last = block_rows(
+        query_starts, lengths, sequence, first, head, Q_HEADS, KV_HEADS, RATIO, QUERIES, ROWS
+    )
+    packed_to = exact_from(position, recent, group)
+    coordinate = tl.arange(0, PADDED)
+    real = (coordinate < DIMS)[None, :]
+    row = q + query.to(tl.int64) * q_stride + q_head * q_head_stride
+    queries = tl.load(row[:, None] + coordinate[None, :], mask=live[:, None] & real, other=0.0)
+    queries = (queries.to(tl.float32) * scale).to(tl.float16)
+    out = tl.zeros([ROWS, PADDED], tl.float32)
+    highest = tl.full([ROWS], UNSEEN, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+
+    # tiles: of the sink, then of the recent windows from that of the first query that is no padding on
+    recent_from = tl.maximum(sink, exact_from(tl.maximum(oldest, start), recent, group))
+    sink_tiles = tl.cdiv(tl.minimum(sink, last + 1), TOKENS)
+    tiles = sink_tiles + tl.cdiv(tl.maximum(last + 1 - recent_from, 0), TOKENS)
+    share = tl.cdiv(tiles, tl.num_programs(2))
+    for tile in range(split * share, tl.minimum((split + 1) * share, tiles)):
+        in_sink = tile < sink_tiles
+        tile_from = tl.where(in_sink, tile * TOKENS, recent_from + (tile - sink_tiles) * TOKENS)
+        token = tile_from + tl.arange(0, TOKENS)
+        exists = token < tl.where(in_sink, tl.minimum(sink, last + 1), last + 1)
+        of_step = token >= start
+        page = tl.load(table + token // PAGE, mask=exists, other=0)
+        shadow = tl.load(shadow_of + page, mask=exists & ~of_step, other=0).to(tl.int64)
+        old = shadows + ((shadow * KV_HEADS + head) * 2 * PAGE + token % PAGE) * DIMS
+        own = (token + end - length).to(tl.int64) * new_stride + head * new_head_stride
+        exists &= shadow >= 0
+        mask = exists[:, None] & real
+        k = tl.load(tl.where(of_step, new_k + own, old)[:, None] + coordinate[None, :], mask=mask, other=0.0)
+        v_at = tl.where(of_step, new_v + own, old + PAGE * DIMS)
+        v = tl.load(v_at[:, None] + coordinate[None, :], mask=mask, other=0.0)
+        logits = tl.dot(queries, tl.trans(k.to(tl.float16)))
+        exact = in_sink | (token[None, :] >= packed_to[:, None])
+        seen = exists[None, :] & exact & (token[None, :] <= position[:, None])
+        weight, fade, highest, total = softmax(logits, seen, highest, total)
+        out = tl.dot(weight, v.to(tl.float16), out * fade[:, None])
+
+    place = (split.to(tl.int64) * tokens + query) * Q_HEADS + q_head
+    tl.store(weights + place, tl.where(total > 0, highest + tl.log2(total), UNSEEN), mask=live)
+    mean = out / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(outs + place[:, None] * DIMS + coordinate[None, :], mean, mask=live[:, None] & real)

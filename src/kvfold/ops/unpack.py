@@ -1,0 +1,110 @@
+"""Packed tokens of a sequence as 16-bit keys and values, for attention that knows nothing of packing.
+
+`Codec.dequantize` is the definition.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvfold.ops.pages import LayerPages
+from kvfold.ops.tiles import AFFINE, RAW, bits_below, key_side, level_table, value_side
+
+
+def unpack(pages: LayerPages, row: int, tokens: range, workspace: Tensor) -> tuple[Tensor, Tensor]:
+    """The transformed keys and values [1, kv_heads, tokens, d] of packed tokens of a sequence, at the beginning of a
+    flat workspace and in its type."""
+    layout, (kv_heads, dims) = pages.layout, (pages.pool.shape[1], pages.layout.key.dims)
+    count = len(tokens)
+    k, v = workspace[: 2 * kv_heads * count * dims].view(2, 1, kv_heads, count, dims)
+    block = max(1, 4096 // triton.next_power_of_2(dims))
+    _unpack[(triton.cdiv(count, block), kv_heads)](
+        k,
+        v,
+        pages.pool,
+        pages.pool.view(torch.float16),
+        pages.pool.view(pages.key.wide),
+        level_table(pages.pool.device),
+        pages.step.table[row],
+        tokens.start,
+        count,
+        KEY=key_side(layout),
+        VALUE=value_side(layout),
+        PAGE=layout.page_size,
+        PAGE_BYTES=layout.page_bytes,
+        KV_HEADS=kv_heads,
+        TOKENS=block,
+        enable_fp_fusion=False,  # as the definition rounds
+    )
+    return k, v
+
+
+@triton.jit(do_not_specialize=["start", "count"])
+def _unpack(
+    k,
+    v,
+    pool,
+    pool_meta,  # the pool as float16
+    pool_wide,  # the pool as the 16-bit type of raw segments
+    levels,
+    table,
+    start,
+    count,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    PAGE: tl.constexpr,
+    PAGE_BYTES: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    head = tl.program_id(1).to(tl.int64)
+    place = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    exists = place < count
+    page = tl.load(table + (start + place) // PAGE, mask=exists, other=0).to(tl.int64) * KV_HEADS + head
+    offset = (start + place) % PAGE
+    row = head * count + place
+    for i in tl.static_range(len(KEY.columns)):
+        x = k + row * KEY.head_dim
+        _segment(x, pool, pool_meta, pool_wide, levels, page, offset, exists, KEY, i, PAGE_BYTES, TOKENS)
+    for i in tl.static_range(len(VALUE.columns)):
+        x = v + row * VALUE.head_dim
+        _segment(x, pool, pool_meta, pool_wide, levels, page, offset, exists, VALUE, i, PAGE_BYTES, TOKENS)
+
+
+@triton.jit
+def _segment(
+    x, pool, pool_meta, pool_wide, levels, page, offset, exists,
+    SIDE: tl.constexpr, SEGMENT: tl.constexpr, PAGE_BYTES: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Write a segment of tokens to pointers `x`. Unlike in tiles.py, columns are coordinates in order, so that threads
+    store neighbours."""
+    WIDTH: tl.constexpr = SIDE.columns[SEGMENT] * 8
+    EIGHTH: tl.constexpr = SIDE.eighth[SEGMENT]
+    BITS: tl.constexpr = SIDE.bits[SEGMENT]
+    coordinate = tl.arange(0, WIDTH)
+    mask = exists[:, None] & (coordinate < SIDE.dims[SEGMENT])[None, :]
+    byte = page * PAGE_BYTES + SIDE.codes + offset * SIDE.code_stride + SIDE.byte[SEGMENT]
+    if SIDE.rule[SEGMENT] == RAW:
+        y = tl.load(pool_wide + (byte // 2)[:, None] + coordinate[None, :], mask=mask, other=0.0).to(tl.float32)
+    else:
+        codes = tl.zeros([TOKENS, WIDTH], tl.int32)
+        for plane in tl.static_range(4):
+            if BITS & (8 >> plane):
+                codes |= _plane(pool + byte, mask, coordinate, BITS, EIGHTH, 8 >> plane)
+        meta = pool_meta + page * (PAGE_BYTES // 2) + SIDE.meta + offset * SIDE.meta_stride + SIDE.entry[SEGMENT]
+        factor = tl.load(meta, mask=exists, other=0.0).to(tl.float32)[:, None]
+        if SIDE.rule[SEGMENT] == AFFINE:
+            y = codes.to(tl.float32) * factor + tl.load(meta + 1, mask=exists, other=0.0).to(tl.float32)[:, None]
+        else:
+            y = tl.load(levels + (1 << BITS) + codes) * factor
+    tl.store(x[:, None] + (SIDE.start[SEGMENT] + coordinate)[None, :], y.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _plane(slots, mask, coordinate, BITS: tl.constexpr, EIGHTH: tl.constexpr, WIDTH: tl.constexpr):
+    """The bits of one plane (see packing.py), at their place in the codes of all coordinates."""
+    BELOW: tl.constexpr = bits_below(BITS, WIDTH)
+    PART: tl.constexpr = WIDTH * EIGHTH  # coordinates of one shift, and bytes of the plane
+    packed = tl.load(slots[:, None] + (BELOW * EIGHTH + coordinate % PART)[None, :], mask=mask, other=0).to(tl.int32)
+    return ((packed >> (coordinate // PART * WIDTH)[None, :]) & ((1 << WIDTH) - 1)) << BELOW

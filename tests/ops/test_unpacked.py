@@ -1,0 +1,328 @@
+"""`attend` on unpacked chunks against its definition, and what unpacks them, on pages that the definition of `store`
+wrote. Without a GPU kernels run in Triton's interpreter, and attention is that of torch for CPUs, in float32."""
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from test_attend import DEVICE, LAYER, World, codecs, compare, live
+from torch import Tensor
+
+from kvfold.codec import Codec
+from kvfold.layout import PageLayout, Segment, SlotLayout, affine_slot, codebook_slot, raw_slot
+from kvfold.ops.attend import naive, unpacked
+from kvfold.ops.dispatch import choose
+from kvfold.ops.pages import LayerPages
+from kvfold.ops.store.naive import store
+from kvfold.ops.unpack import unpack
+from kvfold.windows import Windows
+
+ROOM = 16  # tokens
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 3 queries and 4 packed tokens on, in a workspace of 16 tokens, in chunks of 16 and 4, with queries padded to
+    multiples of 4."""
+    for name, size in (("MIN_QUERIES", 3), ("MIN_TOKENS", 4), ("QUERY_STEP", 4), ("CHUNK_SIZES", 2)):
+        monkeypatch.setattr(unpacked, name, size)
+    workspace = unpacked._workspace
+
+    def small(pages: LayerPages, device: torch.device) -> tuple[int, Tensor]:
+        token = 2 * pages.pool.shape[1] * pages.layout.key.dims * (2 if device.type == "cuda" else 4)
+        monkeypatch.setattr(unpacked, "WORKSPACE", (2 * ROOM - 1) * token)
+        return workspace(pages, device)
+
+    monkeypatch.setattr(unpacked, "_workspace", small)
+
+
+@pytest.fixture
+def chunks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, range]]:
+    """Of which sequence, and which tokens of it, are unpacked."""
+    seen: list[tuple[int, range]] = []
+
+    def recorded(pages: LayerPages, row: int, tokens: range, workspace: Tensor) -> tuple[Tensor, Tensor]:
+        assert len(tokens) * 2 * pages.pool.shape[1] * pages.layout.key.dims <= len(workspace)
+        assert workspace.nbytes <= unpacked.WORKSPACE
+        seen.append((row, tokens))
+        return unpack(pages, row, tokens, workspace)
+
+    monkeypatch.setattr(unpacked, "unpack", recorded)
+    return seen
+
+
+def step(world: World, *counts: int) -> None:
+    """Store new tokens, and check what their queries get."""
+    pages, new = world.fill(*counts)
+    check(pages, world.queries(max(counts)), new, world.scale)
+
+
+def check(pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scale: float) -> None:
+    out = unpacked.attend(pages, q, new, scale)
+    assert out.dtype == torch.float32
+    assert out.shape == q.shape
+    assert out.isfinite().all()
+    compare(out, pages, q, new, scale)
+
+
+# --- unpacking
+
+
+SLOTS = [
+    affine_slot(64, 4),
+    affine_slot(64, 2, 32),
+    affine_slot(64, 1),
+    affine_slot(64, 5, 8),
+    affine_slot(80, 8),
+    affine_slot(96, 7, 24),
+    affine_slot(256, 6),
+    codebook_slot([(20, 3), (4, 8), (40, 1)]),  # 20 and 4: padded codes
+    codebook_slot([(8, 7), (56, 2)]),
+    raw_slot(64),
+    SlotLayout((Segment(0, 16, 4), Segment(16, 40, 6, "codebook"), Segment(40, 64, 16, "raw"))),
+]
+
+
+def _name(slot: SlotLayout) -> str:
+    return "+".join(f"{segment.dims}x{segment.bits}{segment.rule[0]}" for segment in slot.segments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("slot", SLOTS, ids=_name)
+def test_unpacked_tokens_are_those_of_the_codec(slot, dtype):
+    """Bit for bit, and nothing is written beside them."""
+    if dtype == torch.bfloat16 and DEVICE == "cpu":
+        pytest.skip("Triton's interpreter cuts bits off where a GPU rounds them")
+    world = World((Codec(slot), Codec(affine_slot(slot.dims, 4))), 2)
+    pages, _ = world.fill(20, 60)
+    workspace = torch.full((2 * 2 * 40 * slot.dims,), 7, dtype=dtype, device=DEVICE)
+    k, v = unpack(pages, 1, range(5, 42), workspace)
+    assert k.shape == v.shape == (1, 2, 37, slot.dims)
+    for side, expected in zip((k, v), naive.read(pages, 1, 59, None), strict=True):
+        assert torch.equal(side[0], expected[5:42].transpose(0, 1).to(dtype))
+    assert (workspace[2 * 2 * 37 * slot.dims :] == 7).all()
+
+
+@pytest.mark.parametrize("wide", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("page_size", [1, 3, 24, 128])
+def test_unpacked_tokens_of_any_page(page_size, wide):
+    world = World((Codec(affine_slot(32, 4), wide=wide), Codec(raw_slot(32), wide=wide)), page_size=page_size)
+    pages, _ = world.fill(67 + page_size)
+    for tokens in (range(67), range(66, 67), range(31, 66)):
+        k, v = unpack(pages, 0, tokens, torch.empty(2 * 2 * 67 * 32, device=DEVICE))
+        for side, expected in zip((k, v), naive.read(pages, 0, 66, None), strict=True):
+            assert torch.equal(side[0], expected[tokens.start : tokens.stop].transpose(0, 1))
+
+
+# --- attention
+
+
+@pytest.mark.parametrize(
+    "recipes",
+    [
+        *("int8:group=16", "saw-int4:values=true,order=16", "oscar-int2", "gtq-k3v3", "bf16"),
+        *("int8 / bf16", "tq-k3v3 / saw-int4"),
+    ],
+)
+def test_recipes(recipes):
+    world = World(codecs(recipes, 32, 2), 2, sink=3, recent=5)
+    world.fill(27, 0)
+    step(world, 3, 13)
+
+
+@pytest.mark.parametrize(
+    ("dims", "kv_heads", "ratio"), [(16, 1, 1), (80, 1, 3), (96, 3, 2), (128, 2, 4), (256, 1, 2), (32, 2, 7)]
+)
+def test_shapes_of_heads(dims, kv_heads, ratio):
+    world = World(codecs("int4", dims, kv_heads), kv_heads=kv_heads, ratio=ratio, recent=2)
+    world.fill(40)
+    step(world, 5)
+
+
+@pytest.mark.parametrize(
+    ("sink", "recent"),
+    [(1, 0), (20, 0), (0, 1), (0, 9), (3, 4), (16, 17), (34, 2), (2, 34), (37, 0), (0, 40)],
+)
+def test_windows(sink, recent):
+    """Also such that no query, or only some, read anything packed."""
+    world = World(codecs("int4", 16, 1), kv_heads=1, sink=sink, recent=recent)
+    world.fill(31)
+    step(world, 8)
+
+
+@pytest.mark.parametrize("windows", [{}, {"sink": 3, "recent": 7}])
+@pytest.mark.parametrize("page_size", [1, 24])
+def test_histories(page_size, windows):
+    """Chunked prefill from the first token on, with more queries than a block takes."""
+    world = World(codecs("int4", 16, 1), kv_heads=1, page_size=page_size, **windows)
+    for count in (21, 1, 4, 18):
+        step(world, count)
+
+
+@pytest.mark.parametrize("windows", [{}, {"sink": 2, "recent": 6}])
+@pytest.mark.parametrize(
+    ("before", "counts", "many"),
+    [
+        ((20, 33), (3, 5), {0, 1}),
+        ((30, 0, 33, 0), (5, 3, 1, 0), {0}),  # too few tokens, too few queries, none at all
+        ((0, 40, 3, 9), (1, 5, 0, 12), {1, 3}),
+        ((20, 1), (2, 1), set()),
+    ],
+)
+def test_batches(before, counts, many, windows, chunks):
+    """Sequences of different lengths, with padding, of which some take the portable kernel."""
+    world = World(codecs("saw-int4", 16, 2), len(counts), **windows)
+    world.fill(*before)
+    pages, new = world.fill(*counts)
+    q = world.queries(max(counts))
+    for x in (q, *(new or ())):
+        x[~live(pages)] = torch.nan
+    out = unpacked.attend(pages, q, new, world.scale)
+    compare(out, pages, q, new, world.scale)
+    assert len({row for row, _ in chunks}) == len(many)
+
+
+@pytest.mark.parametrize("recipes", ["int4", "tq-k4v4"])  # whose queries are those of the engine, or turned ones
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_queries_in_any_type_and_order(recipes, dtype):
+    world = World(codecs(recipes, 32, 1), 2, kv_heads=1, ratio=3, recent=4, dtype=dtype)
+    world.fill(9, 25)
+    pages, new = world.fill(4, 5)
+    by_head = world.randn(2, world.q_heads, 5, 32).transpose(1, 2)
+    among_others = world.randn(2, 5, world.q_heads + 4, 32)[:, :, 1 : world.q_heads + 1]
+    for q in (by_head, among_others):
+        check(pages, q, new, world.scale)
+
+
+def test_steps_without_tokens_or_with_few_are_left_to_the_portable_kernel(monkeypatch):
+    world = World(codecs("int4", 32, 2), 2)
+    world.fill(30, 40)
+    monkeypatch.setattr(unpacked, "_attend", lambda *_: pytest.fail("unpacked"))
+    step(world, 2, 1)
+    world.cache.extend([0, 0])
+    pages = world.cache.pages(LAYER)
+    assert unpacked.attend(pages, world.queries(0), None, world.scale).shape == (2, 0, world.q_heads, 32)
+
+
+# --- what is unpacked
+
+
+@pytest.mark.parametrize(("sink", "recent"), [(0, 0), (5, 6), (18, 12)])
+@pytest.mark.parametrize("recipes", ["int4", "tq-k3v3 / bf16"])
+def test_what_no_query_reads_packed_may_be_anything(recipes, sink, recent):
+    world = World(codecs(recipes, 16, 1), 2, kv_heads=1, sink=sink, recent=recent)
+    world.fill(40, 20)
+    pages, new = world.fill(6, 2)
+    for row, length in enumerate(pages.step.lengths):
+        for token in (*range(sink), *range(max(sink, length - recent), length)):
+            page, offset = pages.step.table[row, token // 16], token % 16
+            for _, codes, meta in pages.sides:
+                codes[page, offset], meta[page, offset] = 0xFF, torch.nan
+    check(pages, world.queries(6), new, world.scale)
+
+
+@pytest.mark.parametrize(("sink", "recent"), [(0, 0), (3, 5)])
+def test_chunks_of_a_step(sink, recent, chunks):
+    """Every block of 8 queries reads every packed token that it sees once."""
+    world = World(codecs("int4", 16, 1), kv_heads=1, sink=sink, recent=recent)
+    world.fill(40)
+    step(world, 19)
+    ends = (48, 56, 59)  # of blocks
+    expected = [token for end in ends for token in range(sink, end - recent)]
+    assert [token for _, tokens in chunks for token in tokens] == expected
+    assert max(len(tokens) for _, tokens in chunks) == ROOM
+
+
+@pytest.mark.parametrize("room", [2, 16, 64, 16384])
+def test_sizes_of_chunks(room, monkeypatch):
+    """Those without a mask have few sizes, since cuDNN builds a graph for each; the others fit in the workspace."""
+    monkeypatch.setattr(unpacked, "CHUNK_SIZES", 3)
+    sizes = set()
+    for n in {1, room // 4 + 1, room // 2}:
+        for start, shared in ((0, 0), (3, 3), (5, 5 + room // 3), (0, room), (7, 7 + 3 * room), (0, 5 * room - 1)):
+            *full, (rest, last) = unpacked._chunks(start, shared, shared + n, room)
+            assert last
+            assert not any(causal for _, causal in full)
+            assert [token for tokens, _ in full for token in tokens] == list(range(start, rest.start))
+            assert n <= len(rest) <= room
+            assert rest.stop == shared + n
+            sizes |= {len(tokens) for tokens, _ in full}
+    assert sizes <= {room, room // 4, room // 16}
+
+
+# --- numbers
+
+
+def test_large_logits():
+    """A query like one key gets the value of that key alone, wherever it lies."""
+    dims, tokens = 64, 40
+    world = World(codecs("int8:centre=false", dims, 1), kv_heads=1, ratio=1, dtype=torch.float32, recent=5)
+    world.cache.extend([tokens])
+    pages = world.cache.pages(LAYER)
+    k, v = 40 * world.randn(1, tokens, 1, dims).sign(), world.randn(1, tokens, 1, dims)
+    new = store(pages, k, v)
+    own = torch.stack([naive.read(pages, 0, t, new)[1][t] for t in range(tokens)])
+    out = unpacked.attend(pages, k, new, world.scale)
+    torch.testing.assert_close(out[0], pages.value.transform.inverse(own), rtol=0, atol=2**-9 * own.norm(dim=-1).max())
+    assert unpacked.attend(pages, -k, new, world.scale).isfinite().all()
+
+
+def test_equal_logits_far_below_zero():
+    world = World(codecs("int8:centre=false", 64, 1), kv_heads=1, ratio=1, dtype=torch.float32)
+    world.cache.extend([40])
+    pages = world.cache.pages(LAYER)
+    k, v = torch.full((1, 40, 1, 64), 40.0, device=DEVICE), world.randn(1, 40, 1, 64)
+    out = unpacked.attend(pages, -k, store(pages, k, v), world.scale)
+    means = naive.read(pages, 0, 39, None)[1].cumsum(0) / torch.arange(1, 41, device=DEVICE)[:, None, None]
+    torch.testing.assert_close(out[0], means.expand_as(out[0]), rtol=0, atol=2**-9 * v.abs().max().item())
+
+
+@pytest.mark.parametrize("last", [(), (1,)])  # FlashAttention's log-sum-exp, and that of cuDNN
+def test_merged_parts(last):
+    generator = torch.Generator().manual_seed(0)
+    parts, logs = torch.randn(3, 2, 12, 80, generator=generator), 9 * torch.randn(3, 2, 12, generator=generator)
+    outs, weights = torch.zeros(9, 2, 80, device=DEVICE), torch.full((9, 2), -1e30, device=DEVICE)
+    for i, (part, log) in enumerate(zip(parts.to(DEVICE), logs.to(DEVICE), strict=True)):
+        strided = part.transpose(0, 1).contiguous().transpose(0, 1) if i % 2 else part
+        unpacked._merge(outs, weights, strided.unsqueeze(0), log.view(1, 2, 12, *last))
+    shares = torch.softmax(logs.double(), dim=0).unsqueeze(-1)
+    expected = (shares * parts).sum(dim=0)[:, :9].transpose(0, 1)
+    torch.testing.assert_close(outs.cpu().double(), expected, rtol=0, atol=2**-18)
+    total = logs.double().logsumexp(dim=0)[:, :9].T / math.log(2)
+    torch.testing.assert_close(weights.cpu().double(), total, rtol=0, atol=2**-18)
+
+
+# --- who gets it
+
+
+@pytest.mark.parametrize(
+    ("dims", "capability", "implementation", "reason"),
+    [
+        (128, (9, 0), "unpacked", "flash attention"),
+        (96, (8, 0), "unpacked", "flash attention"),
+        (128, (7, 5), "triton", "older than Ampere"),
+        (512, (9, 0), "triton", "heads have 512 dims"),
+    ],
+)
+def test_choice(dims, capability, implementation, reason):
+    layout = PageLayout(affine_slot(dims, 4), affine_slot(dims, 4), 16)
+    choice = choose(layout, 4, torch.device("cuda"), capability).extend
+    assert choice.implementation == implementation
+    assert reason in choice.reason
+
+
+def test_thresholds_count_what_is_packed_and_who_reads_it():
+    """With windows, fewer queries than there are."""
+    world = World(codecs("int4", 16, 1), kv_heads=1)
+    for length, pays in ((10, False), (11, False), (12, True)):
+        world.cache.crop(world.cache.lengths)
+        world.cache.extend([length])
+        assert unpacked._split(world.cache.step, Windows(2, 6)) == (((0,), ()) if pays else ((), (0,)))
