@@ -49,7 +49,7 @@ OPTIONS = {
     "seed": st.integers(0, 10**6).map(str),
     "boost": st.sampled_from(("0", "0.125", "0.25", "0.5", "1")),
     "score": st.sampled_from(("product", "mean")),
-    "widths": st.sampled_from(("two", "all")),
+    "widths": st.sampled_from(("two", "three", "all")),
     **{option: boolean() for option in ("values", "per_head", "eigen", "hadamard", "permute", "clip")},
 }
 BOOLEANS = ("centre", "values", "per_head", "eigen", "hadamard", "permute", "clip")
@@ -272,8 +272,9 @@ def test_every_recipe_fits_every_head_dimension(name, head_dim):
         ("tq-k4v4", 256, 4.0625),
         ("tq-k4v2", 64, 3.25),
         # keys of two widths have a norm for each: 48 + 4 bytes, and values 48 + 2
-        ("gtq-k3v3:sink=0", 128, 3.375),  # five norms for keys
         ("gtq-k3v3:sink=0,widths=two", 128, 3.1875),
+        ("gtq-k3v3:sink=0", 128, 3.25),  # three norms for keys
+        ("gtq-k3v3:sink=0,widths=all", 128, 3.375),  # five
         ("gtq-k3v3:sink=0", 64, 3.375),
         ("gtq-k2v2:sink=0,skip=3", 64, (16 + 3 * 2.375) / 4),
         ("gtq-k1v8:sink=0", 128, 4.625),
@@ -357,11 +358,10 @@ def test_bytes_of_recipes_that_quantize_whole_pages(text, head_dim, page_size, p
 
 def test_block_gtq_is_as_large_before_calibration_as_after():
     for text in CODEBOOKS[3:]:
-        for two in (text, f"{text}:widths=two"):
-            head_dim = 64 if two == text else 128
-            key, value = parse(two).layouts(head_dim, fitted(two, head_dim, 2))
-            assert (key, value) == parse(two).layouts(head_dim, {})
-            assert len(key.segments) == 2
+        for name, head_dim, segments in ((text, 64, 2), (text, 128, 3), (f"{text}:widths=two", 128, 2)):
+            key, value = parse(name).layouts(head_dim, fitted(name, head_dim, 2))
+            assert (key, value) == parse(name).layouts(head_dim, {})
+            assert len(key.segments) == segments
 
 
 def test_block_gtq_of_many_widths_has_whole_bytes_and_five_norms_before_calibration():

@@ -1,7 +1,7 @@
 """The published core of Block-GTQ against METHODS.md §7, in numpy: scores, greedy widths, and RoPE blocks kept whole.
 
 The paper is `score=mean,widths=all,per_head=true`; without `per_head`, heads share a histogram of widths; the default
-score is the product, the default widths are the two next to the average.
+score is the product, the default widths are three at 128 dims, and below the two next to the average.
 """
 
 import numpy as np
@@ -73,6 +73,20 @@ def test_widths_and_order_by_definition(rope, centred, bits, score, per_head):
     for head in range(2):
         assert sorted(order[head].tolist()) == list(range(32))
         assert [tuple(pair) for pair in order[head].reshape(-1, 2)] == [blocks[i] for i in ranked[head]]
+
+
+@pytest.mark.parametrize("bits", range(2, 7))
+def test_three_widths(bits):
+    """A quarter of the coordinates, the strongest, two bits above the average, a quarter at it, half a bit below."""
+    _, fit = fit_of(f"gtq-k{bits}v2:widths=three")
+    assert fit["key_widths"].tolist() == [[bits + 2] * 8 + [bits] * 8 + [bits - 1] * 16]
+    assert sum(fit["key_widths"].flatten().tolist()) == 32 * bits
+
+
+@pytest.mark.parametrize(("text", "dims"), [("gtq-k7v2", 32), ("gtq-k3v2", 48), ("gtq-k3v2:per_head=true", 32)])
+def test_three_widths_where_they_do_not_fit(text, dims):
+    with pytest.raises(ValueError, match="three widths are for 2 to 6 bits"):
+        parse(f"{text}{',' if ':' in text else ':'}widths=three").layouts(dims, {})
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
