@@ -2,7 +2,8 @@
 
 import math
 import re
-from functools import partial
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,9 @@ from kvfold.bench.graphs import Calls, copies
 
 if TYPE_CHECKING:
     from kvfold.bench.kernels import Case
+
+
+BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention": SDPBackend.FLASH_ATTENTION}  # the fastest first
 
 
 def copy_calls(k: Tensor, v: Tensor) -> Calls:
@@ -47,16 +51,42 @@ def dense_calls(case: "Case", device: torch.device) -> dict[str, Calls]:
             return scaled_dot_product_attention(q, kv[0, :, :, :average], kv[1, :, :, :average], enable_gqa=True)
 
     calls: dict[str, Calls] = {}
-    for name, backend in (("cuDNN", SDPBackend.CUDNN_ATTENTION), ("FlashAttention", SDPBackend.FLASH_ATTENTION)):
+    for name, backend in BACKENDS.items():
         if calls and case.op == "decode":
             break
-        try:
-            attend(backend, states[0])
-        except RuntimeError as error:
-            if not re.search("No available kernel|No viable backend", str(error)):
-                raise
-            continue
-        calls[name] = [partial(attend, backend, kv) for kv in states]
+        if _runs(partial(attend, backend, states[0])):
+            calls[name] = [partial(attend, backend, kv) for kv in states]
     if not calls:
         raise ValueError(f"neither cuDNN nor FlashAttention has a kernel to compare with: {case}")
     return calls
+
+
+def attend_dense(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    """The one new token q [sequences, q_heads, 1, d] of each sequence over dense k, v [sequences, kv_heads, tokens, d],
+    by the backend that `dense_backend` names."""
+    with sdpa_kernel(BACKENDS[dense_backend(q.shape[1], k.shape[1], q.shape[3], q.dtype, q.device)]):
+        return scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True)
+
+
+@lru_cache
+def dense_backend(q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> str:
+    """The first of `BACKENDS` that has a kernel for one query of a sequence."""
+    q, k = (
+        torch.zeros(1, heads, n, head_dim, dtype=dtype, device=device) for heads, n in ((q_heads, 1), (kv_heads, 64))
+    )
+    for name, backend in BACKENDS.items():
+        with sdpa_kernel(backend):
+            if _runs(partial(scaled_dot_product_attention, q, k, k, enable_gqa=True)):
+                return name
+    raise ValueError(f"neither cuDNN nor FlashAttention has a kernel for {q_heads} and {kv_heads} heads of {head_dim}")
+
+
+def _runs(call: Callable[[], object]) -> bool:
+    """Whether there is a kernel for a call of attention."""
+    try:
+        call()
+    except RuntimeError as error:
+        if not re.search("No available kernel|No viable backend", str(error)):
+            raise
+        return False
+    return True

@@ -1,8 +1,9 @@
-"""Timing on a GPU: calls run as CUDA graphs over more data than its L2 cache holds; what is compared takes turns."""
+"""CUDA graphs, and timing by them: calls run over more data than the L2 cache holds; what is compared takes turns."""
 
 import math
 import statistics
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
@@ -10,8 +11,10 @@ CAPACITIES = 4  # the copies of a call's data together are that many times as la
 MAX_COPIES = 256
 GRAPH_MS = 10  # a graph lasts about as long, so that its launch does not count
 REPLAYS = 20
+WARM_UP = 2  # calls before one is captured: they compile, and allocate what stays
 
 Calls = list[Callable[[], object]]
+T = TypeVar("T")
 
 
 def copies(size: int, device: torch.device) -> int:
@@ -26,8 +29,24 @@ def times(runs: dict[str, Calls]) -> dict[str, float]:
     taken: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(REPLAYS + 1):
         for name, (graph, calls) in graphs.items():
-            taken[name].append(1000 * _milliseconds(graph.replay) / calls)
+            taken[name].append(1000 * milliseconds(graph.replay) / calls)
     return {name: statistics.median(each[1:]) for name, each in taken.items()}  # the first is to warm up
+
+
+def capture(begin: Callable[[], object], call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+    """A graph of a call, and what it returns, where every replay puts it. `begin` runs before the call each time and is
+    not captured; it has to run before every replay but the first, if at all."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP):
+            begin()
+            call()
+        begin()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        result = call()
+    return graph, result
 
 
 def _capture(calls: Calls) -> tuple[torch.cuda.CUDAGraph, int]:
@@ -37,7 +56,7 @@ def _capture(calls: Calls) -> tuple[torch.cuda.CUDAGraph, int]:
     with torch.cuda.stream(stream):
         for call in calls[:2]:  # compiles
             call()
-        once = _milliseconds(lambda: [call() for call in calls])
+        once = milliseconds(lambda: [call() for call in calls])
     rounds = max(1, math.ceil(GRAPH_MS / once))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
@@ -46,7 +65,8 @@ def _capture(calls: Calls) -> tuple[torch.cuda.CUDAGraph, int]:
     return graph, len(calls) * rounds
 
 
-def _milliseconds(run: Callable[[], object]) -> float:
+def milliseconds(run: Callable[[], object]) -> float:
+    """Of what it puts on the current stream."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     run()

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from functools import lru_cache, partial
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from kvfold.bench.baselines import copy_calls, dense_calls
+from kvfold.bench.fits import random_codecs, random_states
 from kvfold.bench.graphs import Calls, copies, times
 from kvfold.bench.verify import attend_error, store_error
-from kvfold.codec import Codec
 from kvfold.layout import PageLayout
 from kvfold.ops.dispatch import HOPPER, Choice, New, Ops, choose
 from kvfold.ops.pages import LayerPages
@@ -33,7 +33,6 @@ EXTENDED = 512  # new tokens of `extend`, where a case does not say
 PLAIN_STORE = "int4:centre=false"
 COPIED = 2**30  # bytes of the copy that bandwidth is measured with
 FILL_TOKENS = 2**16  # stored at once while pages are filled
-FIT_TOKENS = 320  # of the random layer that recipes are fitted to
 
 
 @dataclass(frozen=True)
@@ -149,8 +148,9 @@ def run(
             choice = _choice(case, ops_of(case, recipe, device))
             if choice.implementation == "torch":
                 raise ValueError(f"{recipe} has no kernel for {case}: {choice.reason}")
-    copied = torch.empty(COPIED, dtype=torch.uint8, device=device).random_()
-    copy_us = times({"copy": [partial(torch.empty_like(copied).copy_, copied)]})["copy"]
+    copied = torch.empty(COPIED // 4, dtype=torch.int32, device=device).random_()
+    # as a kernel: in a graph, copy_ is a memcpy, which is slower
+    copy_us = times({"copy": [partial(torch.neg, copied, out=torch.empty_like(copied))]})["copy"]
     del copied
     for case in cases:
         for recipe in recipes:
@@ -245,7 +245,7 @@ class Filled(NamedTuple):
 
 def fill(case: Case, recipe: Recipe, device: torch.device) -> Filled:
     """Random tokens, stored by the op itself in pages that come in random order."""
-    key, value = _codecs(recipe, case.head_dim, case.q_heads, case.kv_heads, case.torch_dtype)
+    key, value = random_codecs(recipe, case.head_dim, case.q_heads, case.kv_heads, case.torch_dtype)
     cache = PagedCache(
         [(key.to(device), value.to(device))],
         case.kv_heads,
@@ -261,7 +261,7 @@ def fill(case: Case, recipe: Recipe, device: torch.device) -> Filled:
     generator, ops = torch.Generator(device).manual_seed(0), ops_of(case, recipe, device)
 
     def tokens(n: int, heads: int) -> Tensor:
-        return _states((case.batch, n, heads, case.head_dim), generator).to(case.torch_dtype)
+        return random_states((case.batch, n, heads, case.head_dim), generator).to(case.torch_dtype)
 
     chunk = max(1, FILL_TOKENS // case.batch)
     for start in range(0, case.history, chunk):
@@ -274,39 +274,13 @@ def fill(case: Case, recipe: Recipe, device: torch.device) -> Filled:
 
 
 def ops_of(case: Case, recipe: Recipe, device: torch.device, capability: tuple[int, int] | None = None) -> Ops:
-    key, value = _codecs(recipe, case.head_dim, case.q_heads, case.kv_heads, case.torch_dtype)
+    key, value = random_codecs(recipe, case.head_dim, case.q_heads, case.kv_heads, case.torch_dtype)
     layout = PageLayout(key.layout, value.layout, case.page)
     return choose(layout, case.q_heads // case.kv_heads, device, capability)
 
 
 def _choice(case: Case, ops: Ops) -> Choice:
     return getattr(ops, case.op)
-
-
-@lru_cache(maxsize=64)
-def _codecs(recipe: Recipe, head_dim: int, q_heads: int, kv_heads: int, wide: torch.dtype) -> tuple[Codec, Codec]:
-    """The codecs of a recipe that is fitted to a random layer."""
-    from kvfold.calibration.statistics import LayerStatistics
-    from kvfold.calibration.tap import Seen
-    from kvfold.rope import Rope
-
-    generator, half = torch.Generator().manual_seed(0), head_dim // 2
-    q, k, v, out = (
-        _states((FIT_TOKENS, heads, head_dim), generator) for heads in (q_heads, kv_heads, kv_heads, q_heads)
-    )
-    seen = Seen(0, q, k, v, out, head_dim**-0.5)
-    layer = LayerStatistics.begin(seen, FIT_TOKENS)
-    layer.add(seen, torch.arange(FIT_TOKENS), 0)
-    rope = Rope(head_dim, tuple((i, i + half) for i in range(half)), tuple(1e4 ** (-i / half) for i in range(half)))
-    means = (layer.k.mean, layer.v.mean) if recipe.centre else (None, None)
-    centred = {"key_mean": layer.k.mean.float(), "value_mean": layer.v.mean.float()} if recipe.centre else {}
-    return recipe.layer_codecs(0, head_dim, {**centred, **recipe.fit(layer, rope, means)}, wide)
-
-
-def _states(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Around a mean, and of sizes that differ as those of keys do, to which Block-GTQ gives several widths."""
-    sizes = torch.linspace(1.5, -1.5, shape[-1], device=generator.device).exp()
-    return torch.randn(shape, generator=generator, device=generator.device) * sizes / sizes.square().mean().sqrt() + 1
 
 
 def _calls(case: Case, filled: Filled, size: int) -> Calls:

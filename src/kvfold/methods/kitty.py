@@ -11,10 +11,13 @@ from kvfold.recipe import Fit, Recipe
 
 class Kitty(Recipe):
     """Keys by channel over pages of 128 tokens, those with the largest mean magnitude in a page with twice the bits;
-    values by token. A boosted code is stored as two planes, the lower one with the codes of all other channels."""
+    values by token. A boosted code is stored as two planes, the lower one with the codes of all other channels.
+
+    It does not centre by default: large means are what marks the channels that need the boost."""
 
     options: ClassVar = (*Recipe.options, "boost")
     page_size: ClassVar = 128
+    centre: bool = False
     bits: int = Field(ge=1, le=4)
     sink: NonNegativeInt = 32
     recent: NonNegativeInt = 128

@@ -1,0 +1,147 @@
+"""Decode steps of a model with random weights, over caches that no prompt has filled: eager, or replayed as graphs."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from kvfold.bench import dense
+from kvfold.bench.dense import DenseCache
+from kvfold.bench.fits import random_codecs, random_states
+from kvfold.bench.graphs import WARM_UP, capture
+from kvfold.codec import Codec
+from kvfold.engines.transformers import IMPLEMENTATION, PackedCache
+from kvfold.geometry import Geometry
+from kvfold.ops.dispatch import choose
+from kvfold.paged import PagedCache
+from kvfold.recipe import Recipe
+from kvfold.recipes import parse
+
+NEEDED = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")  # to build a model
+STEPS = 70  # that are verified: more than a page
+
+
+def with_layers(config: Mapping[str, Any], layers: int | None) -> dict[str, Any]:
+    """A configuration with its first layers alone; None: with all."""
+    if layers is None:
+        return dict(config)
+    kinds = config.get("layer_types")
+    return {**config, "num_hidden_layers": layers, **({"layer_types": kinds[:layers]} if kinds else {})}
+
+
+def random_model(config: Mapping[str, Any], device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """As transformers initialises it, in the memory of the device from the beginning."""
+    if missing := [name for name in NEEDED if config.get(name) is None]:
+        raise ValueError(f"a model cannot be built without {', '.join(missing)}: name a complete config.json")
+    torch.manual_seed(0)
+    with device:
+        made = AutoConfig.for_model(**{name: value for name, value in config.items() if name != "quantization_config"})
+        return AutoModelForCausalLM.from_config(made, dtype=dtype).eval()
+
+
+def layer_codecs(recipe: Recipe, geometry: Geometry, layer: int, wide: torch.dtype) -> tuple[Codec, Codec]:
+    return random_codecs(recipe, geometry.head_dim, geometry.q_heads, geometry.kv_heads, wide, layer)
+
+
+def packed_cache(
+    model: PreTrainedModel, recipe: Recipe, batch: int, start: int, capacity: int, page: int
+) -> PackedCache:
+    """Sequences of `start` random tokens each, with room for `capacity`, in pages that come in random order."""
+    geometry = Geometry.from_config(model.config.to_dict())
+    wide = model.dtype if model.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
+    codecs = []
+    for layer in range(geometry.layers):
+        key, value = layer_codecs(recipe, geometry, layer, wide)
+        codecs.append((key.to(model.device), value.to(model.device)))  # each layer its own, as those of a fitted model
+    cache = PackedCache(recipe, geometry, codecs, wide, model.device, page)
+    cache.begin(batch, 0, reserve=capacity)
+    assert cache.paged is not None
+    tables, pages = cache.paged.tables, len(cache.paged.pools[0])
+    tables.references = [0] * pages
+    tables.free = torch.randperm(pages, generator=torch.Generator().manual_seed(0)).tolist()
+    cache.begin(batch, start)
+    fill(cache.paged, recipe)
+    return cache
+
+
+def fill(cache: PagedCache, recipe: Recipe) -> None:
+    """Random tokens in all pages and shadow pages: one page of them is stored, and its bytes are copied to all."""
+    size, wide, device = cache.tables.page_size, cache.shadows[0].dtype, cache.device
+    one = PagedCache(cache.codecs, cache.kv_heads, 1, windows=recipe.windows, page_size=size, wide=wide, device=device)
+    one.extend([size])
+    generator = torch.Generator(device).manual_seed(0)
+    for layer, layout in enumerate(cache.layouts):
+        k, v = (random_states((1, size, cache.kv_heads, layout.key.dims), generator).to(wide) for _ in range(2))
+        choose(layout, 1, device).store.run(one.pages(layer), k, v)
+        cache.pools[layer].view(torch.int64)[:] = one.pools[layer].view(torch.int64)[0]
+        if len(cache.shadows[layer]):
+            cache.shadows[layer][:] = one.shadows[layer][0]
+
+
+class Steps:
+    """Steps of a random token for each sequence; they are the same for every cache."""
+
+    def __init__(self, model: PreTrainedModel, cache: PackedCache | DenseCache, batch: int) -> None:
+        self.model, self.cache = model, cache
+        self.ids = torch.zeros(batch, 1, dtype=torch.int64, device=model.device)
+        self.positions = torch.zeros_like(self.ids)
+        self.generator = torch.Generator(model.device).manual_seed(0)
+
+    def begin(self) -> None:
+        """What a step needs before its forward call, or before a replay of one; all of it stays where it is."""
+        self.cache.begin(len(self.ids), 1)
+        self.ids.random_(0, self.model.config.vocab_size, generator=self.generator)
+        self.positions.fill_(self.cache.tokens - 1)
+
+    @torch.no_grad()
+    def run(self) -> Tensor:
+        """The logits [sequences, 1, vocabulary]."""
+        packed = isinstance(self.cache, PackedCache)
+        self.model.set_attn_implementation(IMPLEMENTATION if packed else dense.IMPLEMENTATION)
+        return self.model(self.ids, position_ids=self.positions, past_key_values=self.cache, use_cache=True).logits
+
+
+def packed_error(model: PreTrainedModel, recipe: Recipe, page: int, batch: int = 2, steps: int = STEPS) -> float:
+    """The largest relative error of the logits of replayed steps, between which lengths grow, to those of eager steps
+    over another cache; from where windows begin to leave tokens behind."""
+    start = recipe.sink + recipe.recent + 3
+    replayed, eager = (
+        Steps(model, packed_cache(model, recipe, batch, start, start + WARM_UP + steps, page), batch) for _ in range(2)
+    )
+    graph, logits = capture(replayed.begin, replayed.run)
+    for _ in range(WARM_UP):
+        eager.begin()
+        eager.run()
+    errors = []
+    for step in range(steps):
+        if step:
+            replayed.begin()
+        graph.replay()
+        eager.begin()
+        errors.append(_relative(logits, eager.run()))
+    return max(errors)
+
+
+def dense_error(model: PreTrainedModel, page: int, batch: int = 2, steps: int = STEPS) -> float:
+    """The same of the dense cache to 16-bit pages, both empty at first: eager steps, then one that is replayed."""
+    geometry = Geometry.from_config(model.config.to_dict())
+    packed = Steps(model, packed_cache(model, parse("bf16"), batch, 0, steps, page), batch)
+    plain = Steps(model, DenseCache(geometry, batch, 0, steps, model.dtype, model.device), batch)
+    errors = []
+    for _ in range(steps):
+        plain.begin()
+        packed.begin()
+        errors.append(_relative(plain.run(), packed.run()))
+    graph, logits = capture(plain.begin, plain.run)
+    graph.replay()
+    for _ in range(WARM_UP + 1):
+        packed.cache.crop(-1)
+        packed.begin()
+        expected = packed.run()
+    return max(*errors, _relative(logits, expected))
+
+
+def _relative(x: Tensor, exact: Tensor) -> float:
+    return float((x.double() - exact.double()).norm() / exact.double().norm())
