@@ -121,9 +121,8 @@ class Twins:
     def store(self, x: torch.Tensor, view=lambda x: x) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Both ways; `view` makes the kernel's inputs. Returns what both returned, by side."""
         new = naive.store(self.expected.pages(0), *x)
-        faults = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-        got = triton.store(self.got.pages(0), *(view(side.to(DEVICE)) for side in x), faults)
-        assert faults.item() == 0
+        got = triton.store(self.got.pages(0), *(view(side.to(DEVICE)) for side in x))
+        assert self.got.faults.item() == 0
         assert (new is None) == (got is None)
         return [] if new is None else [(a, b.cpu()) for a, b in zip(new, got, strict=True)]
 
@@ -267,9 +266,9 @@ def test_inputs_need_not_be_contiguous(recipe, view):
 def test_many_tokens():
     """More than a block of each size."""
     twins = Twins(Case("saw-int4:recent=4", page_size=16, kv_heads=2), 3)
-    for many in (triton.MANY, 16):
+    for many in (triton.MANY_VECTORS, 16):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(triton, "MANY", many)
+            patch.setattr(triton, "MANY_VECTORS", many)
             twins.check(twins.store(twins.extend([40, 17, 23])))
 
 
@@ -388,9 +387,8 @@ def test_what_cannot_be_stored_is_reported_and_writes_nothing(case, bad):
     with pytest.raises(ValueError, match="cannot"):
         naive.store(twins.expected.pages(0), *broken)
     new = naive.store(twins.expected.pages(0), *x)
-    faults = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    got = triton.store(twins.got.pages(0), *broken.to(DEVICE), faults)
-    assert faults.item() == 1
+    got = triton.store(twins.got.pages(0), *broken.to(DEVICE))
+    assert twins.got.faults.item() == 1
     page, place = twins.expected.tables.pages[row][0], column - 1
     value_views = twins.expected.layouts[0].value_views  # the definition, less what must not be written
     for view, old in zip(value_views(twins.expected.pools[0]), value_views(twins.pool), strict=True):
@@ -409,13 +407,14 @@ def test_padding_is_no_fault():
     run(Case("tq-k3v2"), [[1, 6]])
 
 
-def test_faults_stay_and_need_not_be_asked_for():
+def test_faults_stay_until_they_are_raised():
     twins = Twins(Case("int4"), 1)
     x = twins.extend([2]).to(DEVICE)
-    faults = torch.ones(1, dtype=torch.int32, device=DEVICE)
-    triton.store(twins.got.pages(0), *x, faults)
-    assert faults.item() == 1
     triton.store(twins.got.pages(0), *x * torch.nan)
+    triton.store(twins.got.pages(0), *x)
+    with pytest.raises(ValueError, match="cannot store NaN, Inf"):
+        twins.got.check_faults()
+    twins.got.check_faults()
 
 
 # --- refusals

@@ -145,7 +145,8 @@ class PagedCache:
 
     def check_faults(self) -> None:
         """Raise where kernels met what cannot be stored in the last step; not while a CUDA graph is captured."""
-        if not torch.cuda.is_current_stream_capturing() and self.faults.item():
+        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if not capturing and self.faults.item():
             self.faults.zero_()
             raise ValueError("cannot store NaN, Inf or numbers beyond the range of 16-bit floats")
 

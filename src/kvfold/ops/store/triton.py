@@ -1,10 +1,12 @@
 """`store` in one launch, keys and values together. A program packs a block of tokens of one KV head.
 
-All is computed in the column order of tiles.py, in which the operands of transforms are laid out once for all steps.
-16-bit floats are stored by their bits, as int16.
+A segment is computed in *parts*, runs of as many coordinates as its narrowest plane has bytes (see packing.py). Each is
+a tensor [BLOCK, width], with width the power of two from the run up. All have the same layout, so that codes are packed
+element by element. 16-bit floats are stored by their bits, as int16.
 """
 
 import math
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -16,36 +18,67 @@ from torch.nn.functional import pad
 from kvfold.codec import Codec
 from kvfold.ops import tiles
 from kvfold.ops.pages import LayerPages
-from kvfold.ops.tiles import AFFINE, CODEBOOK, RAW, Side, bits_below, coordinates
+from kvfold.ops.tiles import AFFINE, CODEBOOK, RAW, Side, bits_below
 from kvfold.quantizers.affine import SMALLEST_SCALE
 from kvfold.transforms import Transform
 
-ROWS = tl.constexpr(32)  # coordinates that one round of a rotation takes
 SMALLEST = tl.constexpr(SMALLEST_SCALE)
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
-ROUNDER = tl.constexpr(1.5 * 2**23)  # added and subtracted again it rounds numbers below 2^22, half to even
+ROUNDER = tl.constexpr(1.5 * 2**23)  # added to numbers below 2^22 it rounds them, half to even, into its low bits
+SIXTEENTHS = tl.constexpr(1.5 * 2**19)  # rounds to multiples of 1/16
 HALF_END = tl.constexpr(65520.0)  # from here on float16 rounds to Inf
-BFLOAT_END = tl.constexpr(2.0**128 - 2.0**119)  # and bfloat16
-MANY = 1 << 14  # vectors, from which on larger blocks leave no part of a GPU idle
+HALF_BITS = tl.constexpr(0x477FF000)  # of that number
+BFLOAT_BITS = tl.constexpr(0x7F7F8000)  # of the one from which on bfloat16 does
+NARROWEST = 16  # columns that tensor cores take
+GUESSED = tl.constexpr(24)  # ranks up to which limits are guessed
+
+
+class Blocks(NamedTuple):
+    """What a program takes."""
+
+    tokens: int
+    rows: int  # of a matrix at a time, at most 128; the next ones are on their way where there are stages for them
+    warps: int
+    stages: int
+    registers: int | None  # of a thread at most
+
+
+FEW = Blocks(16, 64, 4, 3, None)
+MANY = Blocks(128, 128, 8, 1, 128)  # two programs on a multiprocessor
+MANY_WIDE = Blocks(64, 32, 8, 3, None)  # of more than 128 coordinates
+MANY_VECTORS = 1 << 13  # from which on larger blocks, which read matrices less often, leave little of a GPU idle
 
 
 class _Source(NamedTuple):
     """The keys or values of a step."""
 
-    x: Tensor  # [sequences, n, kv_heads, d]
-    sequence: int  # strides
-    token: int
+    x: Tensor  # [tokens, kv_heads, d], copied only where sequences and tokens are no one dimension
+    token: int  # strides
     head: int
 
 
 class _Operands(NamedTuple):
-    """A transform, in the column order of all segments."""
+    """A transform, whose columns are those of all parts."""
 
     matrices: tuple[Tensor, ...]  # 16-bit [kv_heads or 1, rows, columns], whose sum times factor is A; none: A = 1
     head: int  # stride of matrices
-    factor: float
-    shift: Tensor | None  # float32[kv_heads, columns]: mean·A
+    shift: Tensor | None  # float32[kv_heads, columns]: −mean·A
+
+
+class _Plan(NamedTuple):
+    """How the keys or the values of a page are computed: numbers of each segment, then of the whole."""
+
+    side: Side
+    parts: tuple[int, ...]
+    run: tuple[int, ...]  # codes of a part
+    width: tuple[int, ...]  # its columns
+    column: tuple[int, ...]  # the first of all its parts
     columns: int
+    alike: bool  # whether all widths are the same
+    factor: float
+    rotated: bool
+    clipped: int  # how many coordinates of a vector are the limit of its magnitudes or beyond it; 0: none is clipped
+    bfloat: bool  # whether floats of raw segments are bfloat16
 
 
 class _Memory(NamedTuple):
@@ -55,20 +88,20 @@ class _Memory(NamedTuple):
     entries: Tensor  # the pool in 16 bits
     shadows: Tensor
     new: Tensor | None  # [2, sequences, n, kv_heads, d]
-    faults: Tensor | None
+    faults: Tensor
     levels: Tensor  # see tiles.py
     boundaries: Tensor
 
 
-def store(pages: LayerPages, k: Tensor, v: Tensor, faults: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
+def store(pages: LayerPages, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
     """As `naive.store`, for 16-bit k and v.
 
     Nothing waits for the device, so what cannot be stored raises no error: no byte of that token's key (or value) of
-    that KV head is written, and `faults` int32[1], where given, becomes 1.
+    that KV head is written, and `pages.faults` becomes 1.
     """
     sequences, n, kv_heads, dims = k.shape
-    batch, sides = pages.step.batch, (tiles.key_side(pages.layout), tiles.value_side(pages.layout))
-    expected = (len(batch.slots), pages.pool.shape[1], sides[0].head_dim)
+    batch = pages.step.batch
+    expected = (len(batch.slots), pages.pool.shape[1], pages.layout.key.dims)
     for x in (k, v):
         if x.dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(f"the kernel stores bfloat16 and float16, not {x.dtype}")
@@ -76,7 +109,7 @@ def store(pages: LayerPages, k: Tensor, v: Tensor, faults: Tensor | None = None)
             raise ValueError(f"{tuple(x.shape)} are not the {expected} [tokens, kv_heads, d] of the step")
     wide, device = pages.shadows.dtype, k.device
     new = torch.empty(2, sequences, n, kv_heads, dims, dtype=wide, device=device) if pages.windows else None
-    block = 16 if k.shape[:3].numel() < MANY else 32
+    blocks = FEW if k.shape[:3].numel() < MANY_VECTORS else MANY if dims <= 128 else MANY_WIDE
     memory = _Memory(
         batch.slots,
         batch.shadow_of,
@@ -84,270 +117,425 @@ def store(pages: LayerPages, k: Tensor, v: Tensor, faults: Tensor | None = None)
         pages.pool.view(torch.int16),
         pages.shadows.view(torch.int16),
         None if new is None else new.view(torch.int16),
-        faults,
+        pages.faults,
         tiles.level_table(device),
         tiles.boundary_table(device),
     )
-    _store[triton.cdiv(sequences * n, block), kv_heads, 2](
-        _source(k), pages.key.transform.once(_operands, sides[0], k.dtype, device),
-        _source(v), pages.value.transform.once(_operands, sides[1], v.dtype, device),
-        memory, sequences * n, n, *sides, _clipped(pages.key), _clipped(pages.value),
-        pages.key.wide == torch.bfloat16, pages.value.wide == torch.bfloat16, wide == torch.bfloat16,
-        pages.layout.page_size, pages.layout.page_bytes, block, num_warps=4 if dims <= 128 else 8, num_stages=2,
+    key, KEY = _prepared(pages.key, tiles.key_side(pages.layout), k)
+    value, VALUE = _prepared(pages.value, tiles.value_side(pages.layout), v)
+    _store[triton.cdiv(sequences * n, blocks.tokens), kv_heads, 2](
+        _source(k), key, KEY, _source(v), value, VALUE, memory, sequences * n, wide == torch.bfloat16,
+        pages.layout.page_size, pages.layout.page_bytes, blocks.tokens, blocks.rows,
+        num_warps=blocks.warps, num_stages=blocks.stages, maxnreg=blocks.registers,
     )  # fmt: skip
     return None if new is None else (new[0], new[1])
 
 
-def _clipped(codec: Codec) -> int:
-    """How many coordinates of a vector are the limit of its magnitudes or beyond it; 0: nothing is clipped."""
-    dims = codec.layout.dims
-    beyond = 0 if codec.clip is None else dims - math.ceil(codec.clip * dims)
-    return beyond + 1 if beyond else 0
-
-
 def _source(x: Tensor) -> _Source:
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    return _Source(x, x.stride(0), x.stride(1), x.stride(2))
+    x = (x if x.stride(-1) == 1 else x.contiguous()).flatten(0, 1)
+    return _Source(x, x.stride(0), x.stride(1))
 
 
-def _operands(transform: Transform, side: Side, dtype: torch.dtype, device: torch.device) -> _Operands:
+def _prepared(codec: Codec, side: Side, x: Tensor) -> tuple[_Operands, _Plan]:
+    beyond = 0 if codec.clip is None else side.head_dim - math.ceil(codec.clip * side.head_dim)
+    clipped, bfloat = beyond + 1 if beyond else 0, codec.wide == torch.bfloat16
+    return codec.transform.once(_prepare, side, clipped, bfloat, x.dtype, x.device)
+
+
+def _prepare(
+    transform: Transform, side: Side, clipped: int, bfloat: bool, dtype: torch.dtype, device: torch.device
+) -> tuple[_Operands, _Plan]:
     """Of the keys or values of a layer, for x of this type."""
-    order = _column_order(side).to(device)
+    rotated = transform.rotation is not None
+    parts = tuple(max(1, 8 // (bits & -bits)) for bits in side.bits)
+    runs = tuple(8 * eighth // count for eighth, count in zip(side.eighth, parts, strict=True))
+    least = NARROWEST if rotated else 1
+    widths = tuple(max(least // count, triton.next_power_of_2(run)) for count, run in zip(parts, runs, strict=True))
+    order = [  # the coordinate of every column, -1 where it has none
+        start + part * run + column if column < coded(stored, run, part) else -1
+        for start, stored, count, run, width in zip(side.start, side.dims, parts, runs, widths, strict=True)
+        for part in range(count)
+        for column in range(width)
+    ]
+    first = accumulate((count * width for count, width in zip(parts, widths, strict=True)), initial=0)
     matrices: tuple[Tensor, ...] = ()
-    factor, shift = 1.0, transform.mean
+    factor, shift = 1.0, None if transform.mean is None else -transform.mean
     if transform.rotation is not None:
         terms, factor = transform.rotation.terms(side.head_dim, dtype, device)
         if shift is not None:  # by the terms too, so that what they leave out of A meets x − mean and not x
             matrix = factor * torch.stack(terms).double().sum(dim=0)
             shift = (shift.double().unsqueeze(-2) @ matrix).squeeze(-2).float()
-        rows = -side.head_dim % ROWS.value
         kept = torch.float32 if device.type == "cpu" else dtype  # Triton's interpreter cannot multiply bfloat16
+        rows = -side.head_dim % 128
         matrices = tuple(pad(term, (0, 1, 0, rows))[..., order].to(kept).contiguous() for term in terms)
     stride = matrices[0].stride(0) if matrices and len(matrices[0]) > 1 else 0
     shift = None if shift is None else pad(shift, (0, 1))[..., order].contiguous()  # column -1 is zero
-    return _Operands(matrices, stride, factor, shift, len(order))
+    numbers = (tuple(first)[:-1], len(order), len(set(widths)) == 1, factor, rotated, clipped, bfloat)
+    return _Operands(matrices, stride, shift), _Plan(side, parts, runs, widths, *numbers)
 
 
-def _column_order(side: Side) -> Tensor:
-    """What `tiles.coordinates` says of all segments, -1 where a column has no coordinate."""
-    order = []
-    for start, dims, eighth, columns in zip(side.start, side.dims, side.eighth, side.columns, strict=True):
-        within = (torch.arange(8) * eighth + torch.arange(columns).unsqueeze(1)).flatten()
-        exists = (torch.arange(columns * 8) // 8 < eighth) & (within < dims)
-        order.append(torch.where(exists, start + within, -1))
-    return torch.cat(order)
+@triton.constexpr_function
+def coded(dims, run, part):
+    """Coordinates of a part: as many as codes, or fewer at the end, where zeros fill whole bytes."""
+    return max(0, min(run, dims - part * run))
 
 
-@triton.jit(do_not_specialize=["tokens", "n"])
+@triton.jit(do_not_specialize=["tokens"])
 def _store(
-    k, key, v, value, memory, tokens, n, KEY: tl.constexpr, VALUE: tl.constexpr,
-    KEY_CLIPPED: tl.constexpr, VALUE_CLIPPED: tl.constexpr,
-    KEY_BFLOAT: tl.constexpr, VALUE_BFLOAT: tl.constexpr, NEW_BFLOAT: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, BLOCK: tl.constexpr,
+    k, key, KEY: tl.constexpr, v, value, VALUE: tl.constexpr, memory, tokens, NEW_BFLOAT: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     if tl.program_id(2) == 0:
-        _store_side(
-            k, key, memory, tokens, n, KEY, 0, KEY_CLIPPED, KEY_BFLOAT, NEW_BFLOAT, PAGE_SIZE, PAGE_BYTES, BLOCK
-        )
+        _store_side(k, key, memory, tokens, 0, KEY, NEW_BFLOAT, PAGE_SIZE, PAGE_BYTES, BLOCK, ROWS)
     else:
-        _store_side(
-            v, value, memory, tokens, n, VALUE, 1, VALUE_CLIPPED, VALUE_BFLOAT, NEW_BFLOAT, PAGE_SIZE, PAGE_BYTES, BLOCK
-        )
+        _store_side(v, value, memory, tokens, 1, VALUE, NEW_BFLOAT, PAGE_SIZE, PAGE_BYTES, BLOCK, ROWS)
 
 
 @triton.jit
 def _store_side(
-    source, operands, memory, tokens, n, SIDE: tl.constexpr, WHICH: tl.constexpr,
-    CLIPPED: tl.constexpr, RAW_BFLOAT: tl.constexpr, NEW_BFLOAT: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, BLOCK: tl.constexpr,
+    source, operands, memory, tokens, WHICH: tl.constexpr, PLAN: tl.constexpr, NEW_BFLOAT: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    SEGMENTS: tl.constexpr = len(SIDE.start)
-    HEAD_DIM: tl.constexpr = SIDE.head_dim
-    CODES: tl.constexpr = SIDE.codes
-    CODE_STRIDE: tl.constexpr = SIDE.code_stride
-    META: tl.constexpr = SIDE.meta
-    META_STRIDE: tl.constexpr = SIDE.meta_stride
+    SEGMENTS: tl.constexpr = len(PLAN.parts)
     head = tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(1)
-    token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(memory.slots + token, mask=token < tokens, other=-1)
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = token < tokens
+    slot = tl.load(memory.slots + token, mask=exists, other=-1)
     stored = slot >= 0
-    page = slot // PAGE_SIZE
-    place = slot % PAGE_SIZE
 
-    vectors = source.x + token // n * source.sequence + token % n * source.token + head * source.head  # [BLOCK]
-    ys = ()  # of each segment float32[BLOCK, columns·8], 0 in columns without a coordinate
-    at = 0
-    for i in tl.static_range(SEGMENTS):
-        ys += (_transformed(operands, vectors, stored, head, at, SIDE, i, BLOCK),)
-        at += SIDE.columns[i] * 8
+    vectors = source.x + token.to(tl.int64) * source.token + head * source.head
+    ys = ()  # of each segment its parts
+    if PLAN.rotated:
+        ys = _rotated(vectors, operands, exists, head, PLAN, ROWS)
+    else:
+        for i in tl.static_range(SEGMENTS):
+            ys += (_loaded(vectors, operands, exists, head, PLAN, i),)
 
     sound = stored
     clipped = ys
     if memory.new is not None:
         for i in tl.static_range(SEGMENTS):
-            sound = sound & _below(ys[i], BFLOAT_END if NEW_BFLOAT else HALF_END)
-    if CLIPPED:
-        limit = _largest(ys, CLIPPED, SIDE, BLOCK)[:, None]
+            sound = sound & _below(ys[i], BFLOAT_BITS if NEW_BFLOAT else HALF_BITS)
+    if PLAN.clipped:
+        limit = _largest((_joined(ys),) if PLAN.alike else ys, stored, PLAN.clipped)[:, None]
         clipped = ()
-        for i in tl.static_range(SEGMENTS):  # NaN stays
-            clipped += (tl.where(ys[i] > limit, limit, tl.where(ys[i] < -limit, -limit, ys[i])),)
+        for i in tl.static_range(SEGMENTS):
+            clipped += (_clamped(ys[i], limit),)
     quantized = ()
     for i in tl.static_range(SEGMENTS):
-        quantized += (_quantized(clipped[i], memory.levels, memory.boundaries, SIDE, i, RAW_BFLOAT),)
-        sound = sound & quantized[i][3]
-    if memory.faults is not None:
-        tl.store(memory.faults + tl.zeros_like(token), 1, mask=stored & ~sound)
+        quantized += (_quantized(clipped[i], memory.levels, memory.boundaries, PLAN, i),)
+        sound = sound & quantized[i][1]
+    tl.store(memory.faults + tl.zeros_like(slot), 1, mask=stored & ~sound)
 
-    first_byte = (page * heads + head) * PAGE_BYTES
-    code_byte = first_byte + CODES + place * CODE_STRIDE
-    entry = memory.entries + first_byte // 2 + META + place * META_STRIDE
+    page = slot // PAGE_SIZE
+    place = slot % PAGE_SIZE
+    codes = memory.pool + (page * heads + head) * PAGE_BYTES + PLAN.side.codes + place * PLAN.side.code_stride
+    entries = memory.entries + (page * heads + head) * (PAGE_BYTES // 2)
     for i in tl.static_range(SEGMENTS):
-        if SIDE.rule[i] == RAW:
-            coordinate, exists = coordinates(SIDE, i)
-            first = memory.entries + (code_byte + SIDE.byte[i]) // 2 - SIDE.start[i]
-            mask = sound[:, None] & exists[None, :]
-            tl.store(first[:, None] + coordinate[None, :], quantized[i][0], mask=mask)
+        if PLAN.side.rule[i] == RAW:
+            floats = entries + (PLAN.side.codes + PLAN.side.byte[i]) // 2 + place * (PLAN.side.code_stride // 2)
+            _store_parts(quantized[i][0], floats, sound, PLAN, i)
         else:
-            _store_codes(quantized[i][0], memory.pool + code_byte, sound, SIDE, i, BLOCK)
-            tl.store(entry + SIDE.entry[i], quantized[i][1].to(tl.int16, bitcast=True), mask=sound)
-        if SIDE.rule[i] == AFFINE:
-            tl.store(entry + SIDE.entry[i] + 1, quantized[i][2].to(tl.int16, bitcast=True), mask=sound)
+            _store_codes(quantized[i][0], codes + PLAN.side.byte[i], sound, PLAN, i)
+            meta = entries + PLAN.side.meta + PLAN.side.entry[i] + place * PLAN.side.meta_stride
+            column = tl.arange(0, quantized[i][2].shape[1])[None, :]
+            tl.store(meta[:, None] + column, quantized[i][2].to(tl.int16, bitcast=True), mask=sound[:, None])
 
     if memory.new is not None:
         shadow = tl.load(memory.shadow_of + page, mask=sound, other=-1)
-        in_shadow = memory.shadows + (((shadow * heads + head) * 2 + WHICH) * PAGE_SIZE + place) * HEAD_DIM
-        in_new = memory.new + ((WHICH * tokens + token) * heads + head) * HEAD_DIM
+        in_shadow = memory.shadows + (((shadow * heads + head) * 2 + WHICH) * PAGE_SIZE + place) * PLAN.side.head_dim
+        in_new = memory.new + ((WHICH * tokens + token.to(tl.int64)) * heads + head) * PLAN.side.head_dim
         for i in tl.static_range(SEGMENTS):
-            coordinate, exists = coordinates(SIDE, i)
-            y = tl.where(sound[:, None], _sixteen_bits(ys[i], NEW_BFLOAT), 0)
-            tl.store(in_new[:, None] + coordinate[None, :], y, mask=(token < tokens)[:, None] & exists[None, :])
-            tl.store(in_shadow[:, None] + coordinate[None, :], y, mask=(shadow >= 0)[:, None] & exists[None, :])
+            wide = _sixteen_bits(ys[i], sound, NEW_BFLOAT)
+            _store_parts(wide, in_new + PLAN.side.start[i], exists, PLAN, i)
+            _store_parts(wide, in_shadow + PLAN.side.start[i], shadow >= 0, PLAN, i)
 
 
 @triton.jit
-def _transformed(operands, vectors, stored, head, at, SIDE: tl.constexpr, SEGMENT: tl.constexpr, BLOCK: tl.constexpr):
-    """(x − mean)·A in the columns of a segment, which begin at column `at` of the operands."""
-    HEAD_DIM: tl.constexpr = SIDE.head_dim
-    column = at + tl.arange(0, SIDE.columns[SEGMENT] * 8)
-    if len(operands.matrices) == 0:
-        coordinate, exists = coordinates(SIDE, SEGMENT)
-        mask = stored[:, None] & exists[None, :]
-        y = tl.load(vectors[:, None] + coordinate[None, :], mask=mask, other=0.0).to(tl.float32)
-    else:
-        y = tl.zeros([BLOCK, SIDE.columns[SEGMENT] * 8], tl.float32)
-        for first in range(0, HEAD_DIM, ROWS):
-            row = first + tl.arange(0, ROWS)
-            x = tl.load(vectors[:, None] + row[None, :], mask=stored[:, None] & (row < HEAD_DIM)[None, :], other=0.0)
-            entry = head * operands.head + row[:, None] * operands.columns + column[None, :]
-            for term in tl.static_range(len(operands.matrices)):
-                matrix = tl.load(operands.matrices[term] + entry)
-                y = tl.dot(x.to(matrix.dtype), matrix, y)
-        y = y * operands.factor
-    if operands.shift is not None:
-        y = y - tl.load(operands.shift + head * operands.columns + column)[None, :]
+def _loaded(vectors, operands, exists, head, PLAN: tl.constexpr, SEGMENT: tl.constexpr):
+    """x − mean: the parts of a segment, 0 in columns without a coordinate."""
+    PARTS: tl.constexpr = PLAN.parts[SEGMENT]
+    WIDTH: tl.constexpr = PLAN.width[SEGMENT]
+    RUN: tl.constexpr = PLAN.run[SEGMENT]
+    ys = ()
+    for part in tl.static_range(PARTS):
+        first = vectors + PLAN.side.start[SEGMENT] + part * RUN
+        y = _run(first, exists, coded(PLAN.side.dims[SEGMENT], RUN, part), WIDTH).to(tl.float32)
+        if operands.shift is not None:
+            column = PLAN.column[SEGMENT] + part * WIDTH + tl.arange(0, WIDTH)
+            y += tl.load(operands.shift + head * PLAN.columns + column)[None, :]
+        ys += (y,)
+    return ys
+
+
+@triton.jit
+def _rotated(vectors, operands, exists, head, PLAN: tl.constexpr, ROWS: tl.constexpr):
+    """(x − mean)·A: of each segment its parts, 0 in columns without a coordinate."""
+    sums = ()
+    shifts = ()
+    for i in tl.static_range(len(PLAN.parts)):
+        sums += (tl.zeros([vectors.shape[0], PLAN.parts[i] * PLAN.width[i]], tl.float32),)
+        if operands.shift is not None:
+            shifts += (tl.load(operands.shift + head * PLAN.columns + _columns(PLAN, i))[None, :],)
+    for first in range(0, PLAN.side.head_dim, ROWS):
+        row = first + tl.arange(0, ROWS)
+        mask = exists[:, None] & (row < PLAN.side.head_dim)[None, :]
+        x = tl.load(vectors[:, None] + row[None, :], mask=mask, other=0.0)
+        more = ()
+        for i in tl.static_range(len(PLAN.parts)):
+            more += (_plus_product(sums[i], x, operands, head, row, PLAN, i),)
+        sums = more
+    ys = ()
+    for i in tl.static_range(len(PLAN.parts)):
+        if operands.shift is None:
+            ys += (_split(sums[i] * PLAN.factor, PLAN.parts[i]),)
+        else:
+            ys += (_split(sums[i] * PLAN.factor + shifts[i], PLAN.parts[i]),)
+    return ys
+
+
+@triton.jit
+def _plus_product(y, x, operands, head, row, PLAN: tl.constexpr, SEGMENT: tl.constexpr):
+    """Add what these rows of the matrices give in the columns of a segment."""
+    entry = head * operands.head + row[:, None] * PLAN.columns + _columns(PLAN, SEGMENT)[None, :]
+    for term in tl.static_range(len(operands.matrices)):
+        matrix = tl.load(operands.matrices[term] + entry)
+        y = tl.dot(x.to(matrix.dtype), matrix, y)
     return y
 
 
 @triton.jit
-def _largest(ys, RANK: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """The RANK-th largest magnitude of each vector: the largest number that so many reach, found bit by bit from the
-    top down, as magnitudes order like the integers of their bits."""
-    limit = tl.zeros([BLOCK], tl.int32)
-    for i in range(31):
-        tried = limit | (1 << (30 - i))
-        reached = tl.zeros([BLOCK], tl.int32)
-        for segment in tl.static_range(len(SIDE.start)):
-            magnitude = ys[segment].to(tl.int32, bitcast=True) & 0x7FFFFFFF
-            reached += tl.sum((magnitude >= tried[:, None]).to(tl.int32), axis=1)
-        limit = tl.where(reached >= RANK, tried, limit)
+def _columns(PLAN: tl.constexpr, SEGMENT: tl.constexpr):
+    return PLAN.column[SEGMENT] + tl.arange(0, PLAN.parts[SEGMENT] * PLAN.width[SEGMENT])
+
+
+@triton.jit
+def _split(y, PARTS: tl.constexpr):
+    """Into PARTS runs of columns. Threads mostly have all of them in registers, and nothing moves."""
+    ys = (y,)
+    if PARTS > 1:
+        first, second = tl.split(tl.permute(tl.reshape(y, [y.shape[0], 2, y.shape[1] // 2]), [0, 2, 1]))
+        ys = _split(first, PARTS // 2) + _split(second, PARTS // 2)
+    return ys
+
+
+@triton.jit
+def _run(pointers, rows, LENGTH: tl.constexpr, WIDTH: tl.constexpr):
+    """LENGTH numbers from each pointer on, then zeros."""
+    column = tl.arange(0, WIDTH)
+    return tl.load(pointers[:, None] + column[None, :], mask=_within(rows, LENGTH, WIDTH), other=0)
+
+
+@triton.jit
+def _within(rows, LENGTH: tl.constexpr, WIDTH: tl.constexpr):
+    mask = rows[:, None]
+    if LENGTH < WIDTH:
+        mask = mask & (tl.arange(0, WIDTH) < LENGTH)[None, :]
+    return mask
+
+
+@triton.jit
+def _joined(ys):
+    """The parts of all segments."""
+    joined = ()
+    for i in tl.static_range(len(ys)):
+        joined += ys[i]
+    return joined
+
+
+@triton.jit
+def _largest(ys, stored, RANK: tl.constexpr):
+    """The RANK-th largest magnitude of each vector. Magnitudes order like the integers of their bits.
+
+    A guess first: RANK times the largest that is below the last, which is right where exactly RANK magnitudes reach it.
+    Among ties it is not: there the largest number that so many reach is found bit by bit, from the top down.
+    """
+    limit = tl.full(stored.shape, 1 << 31, tl.uint32)
+    if RANK <= GUESSED:
+        for _ in range(RANK):
+            limit = limit - 1 - _nearest_below(ys, limit - 1)
+    known = (_reached(ys, limit) == RANK) | ~stored
+    limit = tl.where(known, limit, 0)
+    for i in range(31 * (1 - tl.min(known.to(tl.int32), axis=0))):
+        tried = limit | (tl.full(limit.shape, 1, tl.uint32) << (30 - i))
+        limit = tl.where((_reached(ys, tried) >= RANK) & ~known, tried, limit)
     return limit.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _quantized(y, levels, boundaries, SIDE: tl.constexpr, SEGMENT: tl.constexpr, BFLOAT: tl.constexpr):
-    """Codes (of raw segments: the floats), two float16 entries of metadata, and whether 16 bits can hold all that."""
-    if SIDE.rule[SEGMENT] == AFFINE:
-        segment = _affine(y, SIDE, SEGMENT)
-    elif SIDE.rule[SEGMENT] == CODEBOOK:
-        segment = _codebook(y, levels, boundaries, SIDE, SEGMENT)
+def _reached(ys, limit):
+    """How many magnitudes of each vector reach its limit."""
+    count = tl.zeros_like(limit).to(tl.int32)
+    for i in tl.static_range(len(ys)):
+        reached = (_magnitude(ys[i][0]) >= limit[:, None]).to(tl.int32)
+        for part in tl.static_range(1, len(ys[i])):
+            reached += (_magnitude(ys[i][part]) >= limit[:, None]).to(tl.int32)
+        count += tl.sum(reached, axis=1)
+    return count
+
+
+@triton.jit
+def _nearest_below(ys, end):
+    """How far below `end` the largest magnitude is; what lies above it seems far, as unsigned numbers wrap around."""
+    nearest = tl.full(end.shape, 0xFFFFFFFF, tl.uint32)
+    for i in tl.static_range(len(ys)):
+        distance = end[:, None] - _magnitude(ys[i][0])
+        for part in tl.static_range(1, len(ys[i])):
+            distance = tl.minimum(distance, end[:, None] - _magnitude(ys[i][part]))
+        nearest = tl.minimum(nearest, tl.min(distance, axis=1))
+    return nearest
+
+
+@triton.jit
+def _magnitude(y):
+    return y.to(tl.uint32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _clamped(ys, limit):
+    clamped = ()
+    for part in tl.static_range(len(ys)):  # NaN stays
+        clamped += (tl.where(ys[part] > limit, limit, tl.where(ys[part] < -limit, -limit, ys[part])),)
+    return clamped
+
+
+@triton.jit
+def _quantized(ys, levels, boundaries, PLAN: tl.constexpr, SEGMENT: tl.constexpr):
+    """Codes (of raw segments: floats), whether 16 bits can hold all, and the metadata float16[BLOCK, entries]."""
+    if PLAN.side.rule[SEGMENT] == AFFINE:
+        segment = _affine(ys, PLAN, SEGMENT)
+    elif PLAN.side.rule[SEGMENT] == CODEBOOK:
+        segment = _codebook(ys, levels, boundaries, PLAN, SEGMENT)
     else:
-        sound = _below(y, BFLOAT_END if BFLOAT else HALF_END)
-        segment = (_sixteen_bits(y, BFLOAT), sound, sound, sound)
+        sound = _below(ys, BFLOAT_BITS if PLAN.bfloat else HALF_BITS)
+        segment = (_sixteen_bits(ys, sound, PLAN.bfloat), sound)
     return segment
 
 
 @triton.jit
-def _affine(y, SIDE: tl.constexpr, SEGMENT: tl.constexpr):
-    """As `affine.quantize`."""
-    TOP: tl.constexpr = (1 << SIDE.bits[SEGMENT]) - 1.0
-    _, exists = coordinates(SIDE, SEGMENT)
-    low = tl.min(tl.where(exists[None, :], y, float("inf")), axis=1)
-    high = tl.max(tl.where(exists[None, :], y, float("-inf")), axis=1)
-    scale = tl.div_rn(high - low, TOP)
-    sound = _below(y, float("inf")) & (scale < HALF_END) & (tl.abs(low) < HALF_END)
+def _affine(ys, PLAN: tl.constexpr, SEGMENT: tl.constexpr):
+    """As `affine.quantize`, with a product for the quotient, which alone can be on the wrong side of a tie between two
+    codes. Where y itself is not rounded, it is corrected by what is left of y − low after the next multiple of 1/16 of
+    the scale. That is exact near ties, which are such multiples, and these have 23 bits at most."""
+    TOP: tl.constexpr = (1 << PLAN.side.bits[SEGMENT]) - 1.0
+    RUN: tl.constexpr = PLAN.run[SEGMENT]
+    least = ys[0]
+    most = ys[0]
+    total = ys[0]
+    for part in tl.static_range(1, len(ys)):
+        least = tl.minimum(least, ys[part])
+        most = tl.maximum(most, ys[part])
+        total += ys[part]
+    if ys[0].shape[1] > RUN:
+        within = (tl.arange(0, ys[0].shape[1]) < RUN)[None, :]
+        least = tl.where(within, least, float("inf"))
+        most = tl.where(within, most, float("-inf"))
+    low = tl.min(least, axis=1)
+    scale = tl.div_rn(tl.max(most, axis=1) - low, TOP)
+    sound = (scale < HALF_END) & (tl.abs(low) < HALF_END)
+    if not PLAN.rotated:  # which would make all numbers NaN where one is: minima and maxima need not be
+        sound = sound & (tl.abs(tl.sum(total, axis=1)) < float("inf"))
     scale = scale.to(tl.float16)
     low = low.to(tl.float16)
-    code = tl.div_rn(y - low.to(tl.float32)[:, None], tl.maximum(scale.to(tl.float32), SMALLEST)[:, None])
-    code = tl.minimum(tl.maximum(code, 0.0), TOP) + ROUNDER - ROUNDER
-    return code.to(tl.int32), scale, low, sound
+    step = tl.maximum(scale.to(tl.float32), SMALLEST)
+    inverse = (1.0 / step)[:, None]
+    codes = ()
+    for part in tl.static_range(len(ys)):
+        above = ys[part] - low.to(tl.float32)[:, None]
+        code = above * inverse
+        if not PLAN.rotated:
+            near = code + SIXTEENTHS - SIXTEENTHS
+            code = near + (above - near * step[:, None]) * inverse
+        code = tl.minimum(tl.maximum(code, 0.0), TOP) + ROUNDER
+        codes += (code.to(tl.int32, bitcast=True),)
+    return codes, sound, tl.join(scale, low)
 
 
 @triton.jit
-def _codebook(y, levels, boundaries, SIDE: tl.constexpr, SEGMENT: tl.constexpr):
+def _codebook(ys, levels, boundaries, PLAN: tl.constexpr, SEGMENT: tl.constexpr):
     """As `codebook.quantize`."""
-    BITS: tl.constexpr = SIDE.bits[SEGMENT]
+    BITS: tl.constexpr = PLAN.side.bits[SEGMENT]
     CODES: tl.constexpr = 1 << BITS
-    _, exists = coordinates(SIDE, SEGMENT)
-    norm = tl.sqrt_rn(tl.sum(y * y, axis=1))
-    unit = y * tl.div_rn(SIDE.dims[SEGMENT] ** 0.5, tl.maximum(norm, TINY))[:, None]
+    squares = ys[0] * ys[0]
+    for part in tl.static_range(1, len(ys)):
+        squares += ys[part] * ys[part]
+    norm = tl.sqrt_rn(tl.sum(squares, axis=1))
+    factor = tl.div_rn(PLAN.side.dims[SEGMENT] ** 0.5, tl.maximum(norm, TINY))[:, None]
+    codes = ()
+    squares = tl.zeros_like(ys[0])
+    for part in tl.static_range(len(ys)):
+        code = _nearest_level(ys[part] * factor, boundaries, BITS)
+        within = (tl.arange(0, ys[0].shape[1]) < coded(PLAN.side.dims[SEGMENT], PLAN.run[SEGMENT], part))[None, :]
+        level = tl.where(within, tl.load(levels + CODES + code), 0.0)
+        squares += level * level
+        codes += (tl.where(within, code, 0),)
+    norm = tl.div_rn(norm, tl.sqrt_rn(tl.sum(squares, axis=1)))
+    return codes, norm < HALF_END, norm.to(tl.float16)[:, None]
+
+
+@triton.jit
+def _nearest_level(y, boundaries, BITS: tl.constexpr):
     code = tl.zeros_like(y).to(tl.int32)
     for i in tl.static_range(BITS):
-        step = CODES >> (i + 1)
-        boundary = tl.load(boundaries + CODES - 1 + code + step)
-        code = tl.where(unit <= boundary, code, code + step)  # NaN, of a vector of length 0, goes to the last code
-    level = tl.where(exists[None, :], tl.load(levels + CODES + code), 0.0)
-    norm = tl.div_rn(norm, tl.sqrt_rn(tl.sum(level * level, axis=1)))
-    entry = norm.to(tl.float16)
-    return tl.where(exists[None, :], code, 0), entry, entry, norm < HALF_END
+        step = (1 << BITS) >> (i + 1)
+        boundary = tl.load(boundaries + (1 << BITS) - 1 + code + step)
+        code = tl.where(y <= boundary, code, code + step)  # NaN, of a vector of length 0, goes to the last code
+    return code
 
 
 @triton.jit
-def _store_codes(codes, slots, sound, SIDE: tl.constexpr, SEGMENT: tl.constexpr, BLOCK: tl.constexpr):
-    """Pack codes int32[BLOCK, columns·8] of a segment into slots at these pointers; the inverse of `tiles.unpack`."""
+def _store_codes(codes, slots, rows, PLAN: tl.constexpr, SEGMENT: tl.constexpr):
+    """Pack the codes of a segment from these pointers on; the inverse of `tiles.unpack`."""
     for plane in tl.static_range(4):
-        if SIDE.bits[SEGMENT] & (8 >> plane):
-            _store_plane(codes, slots, sound, SIDE, SEGMENT, 8 >> plane, BLOCK)
+        if PLAN.side.bits[SEGMENT] & (8 >> plane):
+            _store_plane(codes, slots, rows, PLAN, SEGMENT, 8 >> plane)
 
 
 @triton.jit
-def _store_plane(
-    codes, slots, sound, SIDE: tl.constexpr, SEGMENT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):
-    EIGHTH: tl.constexpr = SIDE.eighth[SEGMENT]
-    COLUMNS: tl.constexpr = SIDE.columns[SEGMENT]
-    BELOW: tl.constexpr = bits_below(SIDE.bits[SEGMENT], WIDTH)
-    shifts = tl.arange(0, 8 // WIDTH) * WIDTH
-    part = tl.reshape((codes >> BELOW) & ((1 << WIDTH) - 1), [BLOCK, COLUMNS, 8 // WIDTH, WIDTH])
-    packed = tl.sum(part << shifts[None, None, :, None], axis=2)  # bits that do not meet: a sum is an or
-    j = tl.arange(0, COLUMNS)
-    byte = SIDE.byte[SEGMENT] + (BELOW + tl.arange(0, WIDTH)[None, :]) * EIGHTH + j[:, None]
-    mask = sound[:, None, None] & (j < EIGHTH)[None, :, None]
-    tl.store(slots[:, None, None] + byte[None], packed.to(tl.uint8), mask=mask)
+def _store_plane(codes, slots, rows, PLAN: tl.constexpr, SEGMENT: tl.constexpr, WIDTH: tl.constexpr):
+    """Byte j of run r of a plane has code j of part r in its low bits, then that of part r + RUNS, ..."""
+    BELOW: tl.constexpr = bits_below(PLAN.side.bits[SEGMENT], WIDTH)
+    # above all bits of a code are some that no byte gets
+    MASK: tl.constexpr = (1 << (BELOW + WIDTH)) - 1 if PLAN.side.bits[SEGMENT] > BELOW + WIDTH else -1
+    RUN: tl.constexpr = PLAN.run[SEGMENT]
+    RUNS: tl.constexpr = len(codes) * WIDTH // 8
+    byte = slots[:, None] + BELOW * PLAN.side.eighth[SEGMENT] + tl.arange(0, codes[0].shape[1])[None, :]
+    for i in tl.static_range(RUNS):
+        packed = (codes[i] & MASK) >> BELOW
+        for j in tl.static_range(1, 8 // WIDTH):
+            packed += ((codes[i + j * RUNS] & MASK) >> BELOW) << (j * WIDTH)
+        tl.store(byte + i * RUN, packed.to(tl.uint8), mask=_within(rows, RUN, codes[0].shape[1]))
 
 
 @triton.jit
-def _below(y, END: tl.constexpr):
-    """Whether all magnitudes of each vector are below END and none is NaN."""
-    return tl.min((tl.abs(y) < END).to(tl.int32), axis=1) > 0
+def _store_parts(ys, pointers, rows, PLAN: tl.constexpr, SEGMENT: tl.constexpr):
+    """All coordinates of a segment, from each pointer on."""
+    column = tl.arange(0, ys[0].shape[1])[None, :]
+    for part in tl.static_range(len(ys)):
+        mask = _within(rows, coded(PLAN.side.dims[SEGMENT], PLAN.run[SEGMENT], part), ys[0].shape[1])
+        tl.store(pointers[:, None] + part * PLAN.run[SEGMENT] + column, ys[part], mask=mask)
 
 
 @triton.jit
-def _sixteen_bits(y, BFLOAT: tl.constexpr):
-    """float32 -> the bits of bfloat16, rounded by hand since Triton's interpreter truncates, or of float16."""
-    if BFLOAT:
-        bits = y.to(tl.int32, bitcast=True)
-        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
-    else:
-        rounded = y.to(tl.float16).to(tl.int16, bitcast=True)
+def _below(ys, BITS: tl.constexpr):
+    """Whether all magnitudes of each vector are below that of these bits; NaN is above all."""
+    most = _magnitude(ys[0])
+    for part in tl.static_range(1, len(ys)):
+        most = tl.maximum(most, _magnitude(ys[part]))
+    return tl.max(most, axis=1) < BITS
+
+
+@triton.jit
+def _sixteen_bits(ys, rows, BFLOAT: tl.constexpr):
+    """float32 -> the bits of bfloat16, rounded by hand since Triton's interpreter truncates, or of float16; 0 in other
+    rows."""
+    rounded = ()
+    for part in tl.static_range(len(ys)):
+        if BFLOAT:
+            bits = ys[part].to(tl.int32, bitcast=True)
+            number = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
+        else:
+            number = ys[part].to(tl.float16).to(tl.int16, bitcast=True)
+        rounded += (tl.where(rows[:, None], number, 0),)
     return rounded
