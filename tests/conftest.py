@@ -1,4 +1,5 @@
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,14 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: kernels run on the CPU
 
 from kvfold.models import EMBEDDED, load_model
+
+
+@pytest.fixture
+def _poisoned_memory() -> Iterator[None]:
+    """Fresh memory is 0xFF bytes, and NaN as numbers of 16 or 32 bits."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(scope="session")

@@ -446,20 +446,13 @@ def kernels(
         each.check(geometry)
     shape = {"page": page, "head_dim": head_dim, "q_heads": q_heads, "kv_heads": kv_heads, "dtype": dtype}
     cases = run.cases(op, case, **shape)
-    rows: list[dict[str, Any]] = []
     if explain:
         rows = run.explain(cases, panel)
         _write_csv(csv_file, rows)
         if not _write_json(json_file, rows):
             _print_choices(rows)
         return
-    try:
-        with _progress("Timing") as advance:
-            for row in run.run(cases, panel, advance):
-                rows.append(asdict(row))
-    finally:
-        if rows:  # of a run that was broken off, those that there are
-            _write_csv(csv_file, rows)
+    rows = _timed(lambda advance: run.run(cases, panel, advance), csv_file)
     if not _write_json(json_file, rows):
         _print_times(rows)
 
@@ -499,16 +492,22 @@ def step(
     for each in panel:
         each.check(geometry)
     cases = [run.Case.parse(text) for text in case or run.CASES]
+    rows = _timed(lambda advance: run.run(shape, config, cases, panel, page, advance), csv_file)
+    if not _write_json(json_file, rows):
+        _print_steps(rows)
+
+
+def _timed(run: Callable[[Callable[[float], None]], Iterator[Any]], csv_file: Path | None) -> list[dict[str, Any]]:
+    """The rows of a benchmark that yields them, in a CSV file too: of a run that broke off, those that there are."""
     rows: list[dict[str, Any]] = []
     try:
         with _progress("Timing") as advance:
-            for row in run.run(shape, config, cases, panel, page, advance):
+            for row in run(advance):
                 rows.append(asdict(row))
     finally:
-        if rows:  # of a run that was broken off, those that there are
+        if rows:
             _write_csv(csv_file, rows)
-    if not _write_json(json_file, rows):
-        _print_steps(rows)
+    return rows
 
 
 def _print_steps(rows: list[dict[str, Any]]) -> None:

@@ -29,13 +29,7 @@ ASKED = {  # columns that the results must have
 }
 INT4 = PageLayout(affine_slot(128, 4), affine_slot(128, 4), 64)
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("_poisoned_memory")
 
 
 def run(*arguments: object) -> Result:

@@ -3,7 +3,7 @@
 import csv
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from recorded_graphs import KERNELS, recorder, use_kernels
+from tiny_models import SIZES
 from transformers import DynamicCache
 from typer.testing import CliRunner, Result
 
@@ -29,26 +30,10 @@ ASKED = {  # columns that the results must have
     *("recipe", "batch", "context", "layers", "us", "baseline_us", "speedup", "cache_bytes", "peak_bytes"),
     *("tokens_per_s", "gpu", "torch", "triton", "transformers", "date"),
 }
-TINY = {
-    "model_type": "qwen3",
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-}
+TINY = {**SIZES, "model_type": "qwen3"}
 TINIEST = {**TINY, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("_poisoned_memory")
 
 
 @pytest.fixture(scope="module")

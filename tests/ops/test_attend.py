@@ -8,7 +8,7 @@ import functools
 import math
 import random
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -33,12 +33,7 @@ LAYER = 0
 FLOAT32 = 2**-21  # a few roundings, relative to the largest number that goes into a sum
 
 
-@pytest.fixture(autouse=True)
-def _poisoned_memory() -> Iterator[None]:
-    """Fresh memory is 0xFF bytes, and NaN as numbers of 16 or 32 bits."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("_poisoned_memory")
 
 
 @functools.cache

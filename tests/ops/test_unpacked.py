@@ -2,7 +2,6 @@
 wrote. Without a GPU kernels run in Triton's interpreter, and attention is that of torch for CPUs, in float32."""
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -21,11 +20,7 @@ from kvfold.windows import Windows
 ROOM = 16  # tokens
 
 
-@pytest.fixture(autouse=True)
-def _poisoned_memory() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("_poisoned_memory")
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,5 @@
 """A cache that has reserved its memory: steps stay where they are, so that CUDA graphs of them can be replayed."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -28,11 +27,7 @@ def describe(setup: Setup) -> str:
     return f"{setup.recipe}-pages-of-{setup.page_size}"
 
 
-@pytest.fixture(autouse=True)
-def _poisoned_memory() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("_poisoned_memory")
 
 
 def tensors(batch: Batch) -> dict[str, Tensor]:
