@@ -66,14 +66,14 @@ def _unpack(
     row = head * count + place
     for i in tl.static_range(len(KEY.columns)):
         x = k + row * KEY.head_dim
-        _segment(x, pool, pool_meta, pool_wide, levels, page, offset, exists, KEY, i, PAGE_BYTES, TOKENS)
+        write_segment(x, pool, pool_meta, pool_wide, levels, page, offset, exists, KEY, i, PAGE_BYTES, TOKENS)
     for i in tl.static_range(len(VALUE.columns)):
         x = v + row * VALUE.head_dim
-        _segment(x, pool, pool_meta, pool_wide, levels, page, offset, exists, VALUE, i, PAGE_BYTES, TOKENS)
+        write_segment(x, pool, pool_meta, pool_wide, levels, page, offset, exists, VALUE, i, PAGE_BYTES, TOKENS)
 
 
 @triton.jit
-def _segment(
+def write_segment(
     x, pool, pool_meta, pool_wide, levels, page, offset, exists,
     SIDE: tl.constexpr, SEGMENT: tl.constexpr, PAGE_BYTES: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip

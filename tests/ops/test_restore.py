@@ -1,0 +1,63 @@
+"""16-bit copies made again from packed pages, against the codecs."""
+
+import pytest
+import torch
+from random_layers import fitted
+
+from kvfold.ops.pages import LayerPages
+from kvfold.ops.restore import Restore
+from kvfold.ops.store.naive import store
+from kvfold.paged import PagedCache
+from kvfold.recipes import parse
+from kvfold.windows import Windows
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HEADS, PAGE = 2, 16
+
+pytestmark = pytest.mark.usefixtures("_poisoned_memory")
+
+
+def layers(recipe: str, dims: int, count: int) -> list[LayerPages]:
+    """Layers of a cache of which 6 pages are full, with other tokens in every layer."""
+    codecs = [
+        tuple(c.to(DEVICE) for c in parse(recipe).layer_codecs(0, dims, fitted(recipe, dims, HEADS), torch.bfloat16))
+        for _ in range(count)
+    ]
+    cache = PagedCache(codecs, HEADS, 1, windows=Windows(sink=4, recent=40), page_size=PAGE, device=DEVICE)
+    cache.extend([6 * PAGE])
+    for layer in range(count):
+        k, v = torch.randn(2, 1, 6 * PAGE, HEADS, dims, generator=torch.Generator().manual_seed(layer)).to(DEVICE)
+        store(cache.pages(layer), k.bfloat16(), v.bfloat16())
+    return [cache.pages(layer) for layer in range(count)]
+
+
+@pytest.mark.parametrize("how", ["torch", "triton"])
+@pytest.mark.parametrize(
+    ("recipe", "dims"), [("saw-int4", 64), ("int2:group=32", 64), ("gtq-k3v3", 128), ("int8", 80), ("tq-k2v4", 64)]
+)
+def test_copies_are_what_is_packed(recipe, dims, how):
+    both = layers(recipe, dims, 2)
+    pages, copies = torch.tensor([4, 0, 2, 5], device=DEVICE), torch.tensor([1, 2, 0, 3], device=DEVICE)
+    before = [layer.shadows.clone() for layer in both]
+    restore = Restore(both)
+    run = restore.launch if how == "triton" else restore
+    run(pages, copies, torch.tensor([3], dtype=torch.int32, device=DEVICE))
+    for layer, old in zip(both, before, strict=True):
+        for page, copy in ((4, 1), (0, 2), (2, 0)):
+            for side, codec, views in (
+                (0, layer.key, layer.layout.key_views(layer.pool)),
+                (1, layer.value, layer.layout.value_views(layer.pool)),
+            ):
+                codes, meta = (view[page].transpose(0, 1).unsqueeze(2) for view in views)
+                expected = codec.dequantize(codes, meta)[:, :, 0].transpose(0, 1)  # [heads, tokens, d]
+                torch.testing.assert_close(layer.shadows[copy, :, side], expected.bfloat16(), rtol=2**-7, atol=1e-30)
+        assert torch.equal(layer.shadows[3:].view(torch.int16), old[3:].view(torch.int16))  # no other is touched
+
+
+def test_nothing_to_restore():
+    (layer,) = layers("saw-int4", 64, 1)
+    before = layer.shadows.clone()
+    Restore([layer]).launch(
+        *torch.zeros(2, 4, dtype=torch.int64, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    )
+    assert torch.equal(layer.shadows.view(torch.int16), before.view(torch.int16))
