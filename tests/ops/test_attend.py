@@ -369,7 +369,7 @@ def test_merged_parts(splits):
     parts, weights = torch.randn(splits, 3, 2, 80, generator=generator), torch.randn(splits, 3, 2, generator=generator)
     weights = torch.where(torch.rand(weights.shape, generator=generator) < 0.3, -1e30, 9 * weights)
     shares = torch.softmax(weights.double() * math.log(2), dim=0).unsqueeze(-1)
-    merged = merge(parts.to(DEVICE), weights.to(DEVICE)).cpu().double()
+    merged = merge(parts.to(DEVICE), weights.to(DEVICE), Transform()).cpu().double()
     torch.testing.assert_close(merged, (shares * parts).sum(dim=0), rtol=0, atol=2**-20)
 
 
@@ -396,7 +396,7 @@ def test_windows_alone(sink, recent):
     parts, weights = torch.empty(2, *rotated.shape, device=DEVICE), torch.empty(2, *rotated.shape[:2], device=DEVICE)
     flat = (new[0].flatten(0, 1), new[1].flatten(0, 1))
     window_kernel.attend(pages, rotated, flat, world.scale, parts, weights)
-    out = merge(parts, weights)
+    out = merge(parts, weights, Transform())
     for row, length in enumerate(pages.step.lengths):
         tokens = torch.arange(length, device=DEVICE)
         k, v = (x[(tokens < sink) | (tokens >= length - recent)] for x in naive.read(pages, row, length - 1, new))

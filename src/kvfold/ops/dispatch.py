@@ -53,7 +53,7 @@ def choose(layout: PageLayout, ratio: int, device: torch.device, capability: tup
     elif reason := gluon.unsupported(layout, ratio):
         decode = Choice("triton", reason, attend.attend)
     else:
-        decode = Choice("gluon", "affine integers on Hopper or later", gluon.attend)
+        decode = Choice("gluon", "affine integers or codebooks on Hopper or later", gluon.attend)
     if capability < AMPERE:
         extend = Choice("triton", f"the GPU is older than Ampere: {capability}", attend.attend)
     elif reason := unpacked.unsupported(layout):

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_wait
 
 from kvfold.transforms import Transform
 
@@ -12,24 +12,25 @@ ROWS = tl.constexpr(16)  # vectors of a program
 COLUMNS = tl.constexpr(64)  # coordinates of them that it computes, at most
 
 
-def dual(transform: Transform, q: Tensor, early: bool = False) -> Tensor:
-    """Queries [tokens, q_heads, d] of any type -> `transform.dual` of them: float32, or as they are without rotation.
-
-    With `early`, the next kernel may begin before this one ends, and has to wait for it.
-    """
+def dual(transform: Transform, q: Tensor) -> Tensor:
+    """Queries [tokens, q_heads, d] of any type -> `transform.dual` of them: float32, or as they are if not rotated."""
     if transform.rotation is None:
         return q
-    return _rotated(q, transform.rotation.dense(q.shape[-1], q.device), transpose=False, early=early)
+    return _rotated(q, transform.rotation.dense(q.shape[-1], q.device), transpose=False)
 
 
-def inverse(transform: Transform, out: Tensor) -> Tensor:
-    """Outputs float32[tokens, q_heads, d] -> `transform.inverse` of them."""
+def inverse(transform: Transform, out: Tensor, late: bool = False) -> Tensor:
+    """Outputs float32[tokens, q_heads, d] -> `transform.inverse` of them.
+
+    With `late`, it is launched before the kernel that computes the outputs ends, and waits for that.
+    """
     if transform.rotation is None:
         return transform.inverse(out)
-    return _rotated(out, transform.rotation.dense(out.shape[-1], out.device), transpose=True, mean=transform.mean)
+    matrices = transform.rotation.dense(out.shape[-1], out.device)
+    return _rotated(out, matrices, transpose=True, mean=transform.mean, late=late)
 
 
-def _rotated(x: Tensor, matrices: Tensor, transpose: bool, mean: Tensor | None = None, early: bool = False) -> Tensor:
+def _rotated(x: Tensor, matrices: Tensor, transpose: bool, mean: Tensor | None = None, late: bool = False) -> Tensor:
     """x·A (or x·Aᵀ) + mean, with the matrix [kv_heads or 1, d, d] and mean [kv_heads, d] of each head's KV head."""
     tokens, q_heads, dims = x.shape
     heads = max(len(matrices), 1 if mean is None else len(mean))
@@ -50,8 +51,9 @@ def _rotated(x: Tensor, matrices: Tensor, transpose: bool, mean: Tensor | None =
         DIMS=dims,
         PADDED=triton.next_power_of_2(dims),
         WIDTH=width,
-        EARLY=early,
+        LATE=late,
         num_warps=4,
+        **({"launch_pdl": True} if late else {}),
     )
     return out
 
@@ -72,10 +74,8 @@ def _rotate(
     DIMS: tl.constexpr,
     PADDED: tl.constexpr,  # dims, up to a power of two
     WIDTH: tl.constexpr,
-    EARLY: tl.constexpr,
+    LATE: tl.constexpr,
 ):
-    if EARLY:
-        gdc_launch_dependents()
     head = tl.program_id(1)
     vector = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token, q_head = vector // RATIO, head * RATIO + vector % RATIO
@@ -84,9 +84,11 @@ def _rotate(
     column = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
     inside = (column < DIMS)[None, :]
     at = token[:, None].to(tl.int64) * x_stride + q_head[:, None] * x_head_stride + row[None, :]
-    states = tl.load(x + at, mask=exists & (row < DIMS)[None, :], other=0.0).to(tl.float32)
     entry = matrices + head * matrix_stride + row[:, None] * row_stride + column[None, :] * column_stride
     matrix = tl.load(entry, mask=(row < DIMS)[:, None] & inside, other=0.0)
+    if LATE:
+        gdc_wait()
+    states = tl.load(x + at, mask=exists & (row < DIMS)[None, :], other=0.0).to(tl.float32)
     rotated = tl.dot(states, matrix, input_precision="tf32x3")  # as exact as float32
     if mean is not None:
         rotated += tl.load(mean + head * DIMS + column[None, :], mask=inside, other=0.0)

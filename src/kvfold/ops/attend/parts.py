@@ -8,9 +8,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvfold.ops.pages import LayerPages
+from kvfold.ops.rotate import inverse
+from kvfold.transforms import Transform
 
 UNSEEN = tl.constexpr(-1e30)  # below every logit; finite, so that a row without tokens is no NaN
 MAX_ROWS = 128  # queries times heads of a block
@@ -45,38 +47,45 @@ def empty(splits: int, q: Tensor) -> tuple[Tensor, Tensor]:
     return outs, torch.empty(splits, *q.shape[:2], dtype=torch.float32, device=q.device)
 
 
-def merge(outs: Tensor, weights: Tensor, early: bool = False) -> Tensor:
-    """Parts [splits, tokens, q_heads, d] and their weights -> [tokens, q_heads, d].
+def merge(outs: Tensor, weights: Tensor, value: Transform, late: bool = False) -> Tensor:
+    """Parts [splits, tokens, q_heads, d] over transformed values, and their weights -> outputs [tokens, q_heads, d].
 
-    With `early`, it is launched before the kernel that computes the parts ends, and waits for that.
+    With `late`, it is launched before the kernel that computes the parts ends, and waits for that.
     """
     splits, tokens, q_heads, dims = outs.shape
     if splits == 1:
-        return outs[0]
+        return inverse(value, outs[0])
+    mean = value.mean if value.rotation is None else None
     merged = torch.empty_like(outs[0])
     padded = triton.next_power_of_2(splits)
     width = min(triton.next_power_of_2(dims), max(32, 2048 // padded))
     _merge[(tokens * q_heads, triton.cdiv(dims, width))](
         outs,
         weights,
+        mean,
         merged,
         splits,
+        q_heads,
+        1 if mean is None else q_heads // len(mean),
         DIMS=dims,
         WIDTH=width,
         SPLITS=padded,
-        EARLY=early,
+        LATE=late,
         num_warps=4 if padded > 8 else 2,
-        **({"launch_pdl": True} if early else {}),
+        **({"launch_pdl": True} if late else {}),
     )
-    return merged
+    return merged if value.rotation is None else inverse(value, merged, late)
 
 
 @triton.jit
 def _merge(
-    outs, weights, merged, splits, DIMS: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr
-):
-    """The mean of the parts [splits, rows, DIMS] of one row, each weighted by 2^weight: WIDTH coordinates of it."""
-    if EARLY:
+    outs, weights, mean, merged, splits, q_heads, ratio,
+    DIMS: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, LATE: tl.constexpr,
+):  # fmt: skip
+    """The mean of the parts [splits, rows, DIMS] of one row, each weighted by 2^weight: WIDTH coordinates of it. To
+    that goes `mean`, of the row's KV head, if there is one."""
+    if LATE:
+        gdc_launch_dependents()
         gdc_wait()
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
@@ -86,7 +95,10 @@ def _merge(
     coordinate = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     mask = (split < splits)[:, None] & (coordinate < DIMS)[None, :]
     part = tl.load(outs + (split[:, None] * rows + row) * DIMS + coordinate[None, :], mask=mask, other=0.0)
-    tl.store(merged + row * DIMS + coordinate, tl.sum(part * share[:, None], 0), mask=coordinate < DIMS)
+    out = tl.sum(part * share[:, None], 0)
+    if mean is not None:
+        out += tl.load(mean + row % q_heads // ratio * DIMS + coordinate, mask=coordinate < DIMS, other=0.0)
+    tl.store(merged + row * DIMS + coordinate, out, mask=coordinate < DIMS)
 
 
 @triton.jit

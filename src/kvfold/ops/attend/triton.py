@@ -15,7 +15,7 @@ from torch import Tensor
 from kvfold.ops.attend import windows
 from kvfold.ops.attend.parts import UNSEEN, Blocks, block_rows, empty, exact_from, merge, softmax
 from kvfold.ops.pages import LayerPages
-from kvfold.ops.rotate import dual, inverse
+from kvfold.ops.rotate import dual
 from kvfold.ops.tiles import AFFINE, CODEBOOK, coordinates, key_side, level_table, unpack, value_side
 
 
@@ -34,7 +34,7 @@ def attend(pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scal
     if new is not None:
         flat = (new[0].flatten(0, 1), new[1].flatten(0, 1))
         windows.attend(pages, rotated, flat, scale, outs[packed:], weights[packed:])
-    return inverse(pages.value.transform, merge(outs, weights)).view(q.shape)
+    return merge(outs, weights, pages.value.transform).view(q.shape)
 
 
 def _attend_packed(pages: LayerPages, q: Tensor, scale: float, outs: Tensor, weights: Tensor) -> None:

@@ -5,7 +5,7 @@ import math
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvfold.ops.attend.parts import UNSEEN, Blocks, block_rows, exact_from, softmax
 from kvfold.ops.pages import LayerPages
@@ -25,12 +25,12 @@ def attend(
     scale: float,
     outs: Tensor,
     weights: Tensor,
-    early: bool = False,
+    late: bool = False,
 ) -> None:
     """Let transformed queries [tokens, q_heads, d] read their windows, into parts [splits, tokens, q_heads, d].
 
-    `new` are the step's own tokens [tokens, kv_heads, d], the others come from shadows. With `early`, the next kernel
-    may begin before this one ends.
+    `new` are the step's own tokens [tokens, kv_heads, d], the others come from shadows. With `late`, this one may
+    begin before the kernel before it ends, and does not end before that.
     """
     batch, windows, blocks = pages.step.batch, pages.windows, Blocks(pages, q)
     tokens, q_heads, dims = q.shape
@@ -63,8 +63,9 @@ def attend(
         QUERIES=blocks.queries,
         ROWS=blocks.rows,
         TOKENS=blocks.tokens,
-        EARLY=early,
+        LATE=late,
         num_warps=blocks.num_warps,
+        **({"launch_pdl": True} if late else {}),
     )
 
 
@@ -101,10 +102,8 @@ def _windows(
     QUERIES: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
-    EARLY: tl.constexpr,
+    LATE: tl.constexpr,
 ):
-    if EARLY:
-        gdc_launch_dependents()
     head, split = tl.program_id(1), tl.program_id(2)
     sequence, first = tl.program_id(0) // blocks, tl.program_id(0) % blocks * QUERIES
     end = tl.load(query_starts + sequence + 1)
@@ -155,3 +154,6 @@ def _windows(
     tl.store(weights + place, tl.where(total > 0, highest + tl.log2(total), UNSEEN), mask=live)
     mean = out / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(outs + place[:, None] * DIMS + coordinate[None, :], mean, mask=live[:, None] & real)
+    if LATE:
+        gdc_launch_dependents()
+        gdc_wait()

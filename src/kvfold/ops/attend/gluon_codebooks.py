@@ -1,0 +1,476 @@
+"""The Gluon kernel for codebooks: the tiles and products of that for integers, and levels looked up in between.
+
+Keys may have several segments, each with a norm and a product of its own; values have one. Loads of keys go out while
+values are multiplied and the other way round, as decoding takes longer than a load and two tiles would not fit into
+registers. levels.py says what a lane loads, and how levels come out of it.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from kvfold.layout import SlotLayout
+from kvfold.ops.attend import levels
+from kvfold.ops.attend.gluon_tiles import (
+    UNSEEN,
+    control,
+    faded,
+    in_columns,
+    joined,
+    log2,
+    logits_layout,
+    own_tiles,
+    seen_tokens,
+    softmax,
+    store_weights,
+    weights_operand,
+)
+from kvfold.ops.attend.levels import Step, Word, codebook, coordinate, lane_steps, lane_words, share
+
+KEY_LANES, VALUE_LANES = gl.constexpr(levels.KEY_LANES), gl.constexpr(levels.VALUE_LANES)
+
+
+class Side(NamedTuple):
+    """The keys or the values of a page as 32-bit words: numbers of each segment, then of the whole."""
+
+    start: tuple[int, ...]  # the first coordinate
+    columns: tuple[int, ...]
+    share: tuple[int, ...]  # how many lanes divide a column
+    words: tuple[tuple[Word, ...], ...]  # of a lane
+    steps: tuple[tuple[Step, ...], ...]
+    word: tuple[int, ...]  # where its codes begin in those of a token
+    factor: tuple[float, ...]  # of norms
+    segments: int
+    per_token: int  # words of a token's codes
+    codes: int  # the word of a page at which codes begin
+    meta: int  # and the metadata, half a word for each segment of a token
+
+
+def key_side(slot: SlotLayout, codes: int, meta: int) -> Side:
+    return _side(slot, codes, meta, levels.KEY_LANES)
+
+
+def value_side(slot: SlotLayout, codes: int, meta: int) -> Side:
+    return _side(slot, codes, meta, levels.VALUE_LANES)
+
+
+def _side(slot: SlotLayout, codes: int, meta: int, lanes: int) -> Side:
+    word, rows = 0, []
+    for segment in slot.segments:
+        bits, columns = segment.bits, segment.dims // 32
+        plan = share(columns, lanes), lane_words(bits, columns, lanes), lane_steps(bits, columns, lanes)
+        rows.append((segment.start, columns, *plan, word, 1 / codebook(bits).scale))
+        word += segment.code_bytes // 4
+    start, columns_, shares, words, steps, at, factors = zip(*rows, strict=True)
+    return Side(start, columns_, shares, words, steps, at, factors, len(rows), word, codes // 4, meta // 4)
+
+
+@gluon.jit(do_not_specialize=["sink", "recent"])
+def decode(
+    q,  # [sequences, q_heads, DIMS]
+    outs,
+    weights,
+    pool,
+    table,
+    lengths,
+    scale,  # of the logits, times log2(e)
+    sink,
+    recent,
+    table_stride,
+    table_pages,
+    KEY: gl.constexpr,
+    VALUE: gl.constexpr,
+    DIMS: gl.constexpr,
+    PAGE: gl.constexpr,
+    PAGE_WORDS: gl.constexpr,
+    RATIO: gl.constexpr,  # query heads of a KV head
+    HEADS: gl.constexpr,  # and up to 4 or 8
+    COLUMNS: gl.constexpr,  # 8: one or two for each of them
+    ORDER: gl.constexpr,  # 1: queries come rotated
+    EARLY: gl.constexpr,  # whether the next kernel may begin at once, or at the end
+):
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
+    LOGITS: gl.constexpr = logits_layout(HEADS)
+    HEAD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, LOGITS))
+    split, head, sequence = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    splits, kv_heads, sequences = gl.num_programs(0), gl.num_programs(1), gl.num_programs(2)
+    table += sequence.to(gl.int64) * table_stride
+    begin, end, first, last = own_tiles(split, splits, sink, recent, gl.load(lengths + sequence))
+    final = gl.maximum(first, last)  # what there is to prefetch, even where there is nothing to read
+    pool += head.to(gl.int64) * PAGE_WORDS
+    final_page = table_pages - 1
+
+    k_page, v_page = find_pages(table, first, final_page, kv_heads, PAGE)
+    k = _load_keys(pool, k_page, first, KEY, PAGE, PAGE_WORDS)
+    next_k_page, next_v_page = find_pages(table, gl.minimum(first + 1, final), final_page, kv_heads, PAGE)
+
+    if EARLY:
+        control("griddepcontrol.launch_dependents")
+    row = (sequence * kv_heads + head) * RATIO
+    constants = ()  # a register each, instead of a move before every lookup
+    for i in gl.static_range(len(all_constants(KEY, VALUE))):
+        constants += (_constant(all_constants(KEY, VALUE)[i]),)
+    queries = ()
+    for i in gl.static_range(len(KEY.start)):
+        queries += (_queries(q + row.to(gl.int64) * DIMS, KEY, i, DIMS, RATIO, HEADS, COLUMNS, MMA),)
+
+    highest = gl.full([HEADS], UNSEEN, gl.float32, HEAD)
+    total = gl.zeros([8, HEADS], gl.float32, gl.SliceLayout(0, LOGITS))
+    out = gl.zeros([DIMS, COLUMNS], gl.float32, MMA)
+    for tile in range(first, last + 1):
+        k_meta = _load_norms(pool, k_page, tile, KEY, PAGE, PAGE_WORDS)
+        v = _load_values(pool, v_page, tile, VALUE, PAGE, PAGE_WORDS)
+        v_meta = _load_norms(pool, k_page, tile, VALUE, PAGE, PAGE_WORDS)
+        logits = gl.zeros([8, 8, HEADS], gl.float32, LOGITS)
+        norms = _norms(k_meta, KEY, LOGITS)
+        for i in gl.static_range(len(KEY.start)):
+            products = mma_v2(
+                _keys(k[i], constants, KEY, VALUE, i, MMA), queries[i], gl.zeros([64, COLUMNS], gl.float32, MMA)
+            )
+            logits += _by_head(products, HEADS, COLUMNS, LOGITS) * (norms[i] * (scale * KEY.factor[i]))
+        norm = _norms(v_meta, VALUE, LOGITS)[0]
+
+        following = gl.minimum(tile + 1, final)
+        k_page, v_page = next_k_page, next_v_page
+        k = _load_keys(pool, k_page, following, KEY, PAGE, PAGE_WORDS)
+        next_k_page, next_v_page = find_pages(table, gl.minimum(tile + 2, final), final_page, kv_heads, PAGE)
+
+        if (tile * 64 < begin) | (tile * 64 + 64 > end):
+            seen = seen_tokens(tile, begin, end, LOGITS)
+            logits, norm = gl.where(seen, logits, UNSEEN), gl.where(seen, norm, 0.0)
+        weight, fade, highest, total = softmax(logits, highest, total)
+        scaled = weights_operand(weight * norm, weight, VALUE, HEADS, COLUMNS, MMA)
+        out = mma_v2(
+            _values(v, constants, KEY, VALUE, DIMS, MMA), scaled, faded(out, fade, VALUE, DIMS, HEADS, COLUMNS, MMA)
+        )
+
+    if not EARLY:
+        control("griddepcontrol.launch_dependents")
+    total = gl.sum(total, 0)
+    place = (split.to(gl.int64) * sequences * kv_heads * RATIO) + row
+    _store_part(outs + place * DIMS, out, total, VALUE, DIMS, RATIO, HEADS, COLUMNS)
+    store_weights(weights + place, highest, total, RATIO, HEADS)
+
+
+# --- the two products
+
+
+@gluon.jit
+def _by_head(products, HEADS: gl.constexpr, COLUMNS: gl.constexpr, LOGITS: gl.constexpr):
+    """[token, column] -> [place, run, head]"""
+    if COLUMNS == 2 * HEADS:
+        first, _ = gl.split(gl.reshape(products, [8, 8, HEADS, 2]))
+    else:
+        first = gl.reshape(gl.permute(gl.reshape(products, [8, 8, 4, 2]), [0, 1, 3, 2]), [8, 8, 8])
+    return gl.convert_layout(first, LOGITS, assert_trivial=True)
+
+
+@gluon.jit
+def _queries(q, KEY: gl.constexpr, SEGMENT: gl.constexpr, DIMS: gl.constexpr, RATIO: gl.constexpr, HEADS: gl.constexpr,
+             COLUMNS: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
+    """The second operand of a segment's logits, with zeros in every other column where heads have two."""
+    OPERAND: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    index = gl.arange(0, KEY.columns[SEGMENT] * 32, gl.SliceLayout(1, OPERAND))
+    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, OPERAND))
+    # where `_keys` puts a code: from the low bits of the index up half, lane, byte, step
+    at = coordinate(
+        index >> 5, (index >> 3) & 3, index & 1, (index >> 1) & 3, KEY.columns[SEGMENT], KEY_LANES, KEY.share[SEGMENT]
+    )
+    head = column // 2 if COLUMNS == 2 * HEADS else column // 2 + column % 2 * 4  # see in_columns
+    mine = (head < RATIO) & ((column % 2 == 0) | (COLUMNS == HEADS))
+    pointers = q + head[None, :] * DIMS + (KEY.start[SEGMENT] + at)[:, None]
+    return gl.load(pointers, mask=mine[None, :], other=0.0).to(gl.float16)
+
+
+@gluon.jit
+def _store_part(part, out, total, VALUE: gl.constexpr, DIMS: gl.constexpr, RATIO: gl.constexpr, HEADS: gl.constexpr,
+                COLUMNS: gl.constexpr):  # fmt: skip
+    """Outputs [coordinate, column] as means over this program's tokens, float32[RATIO, DIMS]."""
+    if COLUMNS == 2 * HEADS:
+        first, _ = gl.split(gl.reshape(out, [DIMS, HEADS, 2]))
+    else:
+        first, total = out, in_columns(total)
+    LAYOUT: gl.constexpr = first.type.layout
+    index = gl.arange(0, DIMS, gl.SliceLayout(1, LAYOUT))
+    head = gl.arange(0, HEADS, gl.SliceLayout(0, LAYOUT))
+    if COLUMNS == HEADS:
+        head = head // 2 + head % 2 * 4
+    # where `_values` puts a code: from the low bits up lane, byte, part, step
+    at = coordinate(
+        index >> 6, (index >> 3) & 3, (index >> 5) & 1, index & 7, VALUE.columns[0], VALUE_LANES, VALUE.share[0]
+    )
+    total = gl.convert_layout(total, gl.SliceLayout(0, LAYOUT), assert_trivial=True)
+    mean = first * gl.where(total > 0.0, VALUE.factor[0] / total, 0.0)[None, :]
+    gl.store(part + head[None, :] * DIMS + at[:, None], mean, mask=(head < RATIO)[None, :])
+
+
+# --- from words to operands
+
+
+@gluon.jit
+def _keys(words, constants, KEY: gl.constexpr, VALUE: gl.constexpr, SEGMENT: gl.constexpr, MMA: gl.constexpr):
+    """Words [run, place, lane] of a segment -> the first operand of its logits, [token, coordinate]."""
+    COUNT: gl.constexpr = KEY.columns[SEGMENT]
+    lane = gl.arange(0, KEY_LANES, gl.SliceLayout(0, gl.SliceLayout(1, key_layout())))
+    u = (lane // COUNT)[None, None, :] + gl.zeros_like(words[0])
+    halves = ()
+    for i in gl.static_range(count(KEY.steps, SEGMENT)):
+        halves += _step(words, u, constants, all_constants(KEY, VALUE), KEY, SEGMENT, i)
+    # dims: run, place / 2, half, lane, two bits of the byte, place % 2, bits of the step
+    levels = gl.reshape(joined(halves), key_shape(len(halves)).value)
+    levels = gl.permute(levels, key_permutation(len(halves)).value)
+    return gl.convert_layout(gl.reshape(levels, [64, COUNT * 32]), gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
+
+
+@gluon.jit
+def _values(words, constants, KEY: gl.constexpr, VALUE: gl.constexpr, DIMS: gl.constexpr, MMA: gl.constexpr):
+    """Words [lane of the run, place, lane, run % 2] -> the first operand of the outputs, [coordinate, token]."""
+    COUNT: gl.constexpr = VALUE.columns[0]
+    lane = gl.arange(0, VALUE_LANES, gl.SliceLayout(0, gl.SliceLayout(1, quarter_layout())))
+    u = (lane // COUNT)[None, None, :] + gl.zeros([4, 8, 8], gl.int32, quarter_layout())
+    u = gl.join(u, u)
+    halves = ()
+    for i in gl.static_range(count(VALUE.steps, 0)):
+        halves += _step(words, u, constants, all_constants(KEY, VALUE), VALUE, 0, i)
+    levels = gl.permute(joined(halves), value_permutation(len(halves)).value)
+    return gl.convert_layout(gl.reshape(levels, [DIMS, 64]), gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
+
+
+@gluon.jit
+def _step(words, u, constants, ALL: gl.constexpr, SIDE: gl.constexpr, SEGMENT: gl.constexpr, STEP: gl.constexpr):
+    """8 codes of each token: 8 tensors of float16."""
+    WHICH: gl.constexpr = entry(SIDE.steps, SEGMENT, STEP, 0)
+    NUMBERS: gl.constexpr = entry(SIDE.steps, SEGMENT, STEP, 2)
+    used = ()
+    for i in gl.static_range(len(WHICH)):
+        used += (words[WHICH[i]],)
+    used += (u,)
+    for i in gl.static_range(len(NUMBERS)):
+        used += (constants[index(ALL, NUMBERS[i])],)
+    return gl.inline_asm_elementwise(
+        entry(SIDE.steps, SEGMENT, STEP, 1), registers(len(used)), used, dtype=float16s(8), is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def _constant(NUMBER: gl.constexpr):
+    """A number in a register, which the compiler takes for a variable: lane masks that share no bit hide it."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 a, b; mov.u32 a, %lanemask_lt; mov.u32 b, %lanemask_ge; and.b32 a, a, b; or.b32 $0, a, $1; }",
+        "=r,r", [gl.to_tensor(NUMBER)], dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _norms(meta, SIDE: gl.constexpr, LOGITS: gl.constexpr):
+    """Words of metadata, 8 · segments halves of each run -> the norms of every segment, [place, run, 1]."""
+    halves = ()
+    for i in gl.static_range(len(meta)):
+        halves += _floats(meta[i])
+    norms = ()
+    for segment in gl.static_range(len(SIDE.start)):
+        own = ()
+        for place in gl.static_range(8):
+            own += (halves[place * SIDE.segments + segment],)
+        norm = gl.permute(joined(own), [3, 2, 1, 0])
+        norm = gl.convert_layout(gl.reshape(norm, [8, 8]), gl.SliceLayout(2, LOGITS), assert_trivial=True)
+        norms += (norm[:, :, None],)
+    return norms
+
+
+@gluon.jit
+def _floats(words):
+    """Words [run, 4] -> their 8 halves, each [run]."""
+    even, odd = gl.split(gl.reshape(words, [8, 2, 2]))
+    first, third = gl.split(even)
+    second, fourth = gl.split(odd)
+    return _pair(first) + _pair(second) + _pair(third) + _pair(fourth)
+
+
+@gluon.jit
+def _pair(word):
+    low, high = gl.inline_asm_elementwise(
+        "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
+        "=f,=f,r", [word], dtype=(gl.float32, gl.float32), is_pure=True, pack=1,
+    )  # fmt: skip
+    return (low, high)
+
+
+# --- loads
+
+
+@gluon.jit
+def find_pages(table, tile, final_page, kv_heads, PAGE: gl.constexpr):
+    """The rows of the pool, for head 0, of a tile's pages: one where it lies in a page, else one for each run, and for
+    the runs 2·t and 2·t + 1 of lane t. Beyond the table, its last page is as good as any."""
+    if PAGE % 64 == 0:
+        page = gl.load(table + gl.minimum(tile * 64 // PAGE, final_page)).to(gl.int64) * kv_heads
+        pages = page
+    else:
+        run = gl.arange(0, 8, gl.SliceLayout(1, run_layout()))
+        page = gl.load(table + gl.minimum((tile * 64 + run * 8) // PAGE, final_page)).to(gl.int64) * kv_heads
+        lane = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, quarter_layout())))
+        pages = gl.load(table + gl.minimum((tile * 64 + lane * 16) // PAGE, final_page)).to(gl.int64) * kv_heads
+    return page, pages
+
+
+@gluon.jit
+def _load_keys(pool, page, tile, KEY: gl.constexpr, PAGE: gl.constexpr, PAGE_WORDS: gl.constexpr):
+    """The words of a tile's keys: for each segment, `lane_words` of them, [run, place, lane]."""
+    LAYOUT: gl.constexpr = key_layout()
+    RUN: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))
+    run = gl.arange(0, 8, RUN)
+    place = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+    lane = gl.arange(0, KEY_LANES, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    within = (place * KEY.per_token)[None, :, None]
+    if PAGE % 64 == 0:
+        start = pool + page * PAGE_WORDS + KEY.codes + gl.multiple_of(tile * 64 % PAGE, 64) * KEY.per_token
+        start += (run * (8 * KEY.per_token))[:, None, None] + within
+    else:
+        at = gl.convert_layout(page, RUN, assert_trivial=True) * PAGE_WORDS
+        at += (tile * 64 + run * 8) % PAGE * KEY.per_token
+        start = pool + KEY.codes + at[:, None, None] + within
+    words = ()
+    for i in gl.static_range(len(KEY.start)):
+        words += (_load_segment(start + KEY.word[i], lane[None, None, :], KEY, i),)
+    return words
+
+
+@gluon.jit
+def _load_values(pool, page, tile, VALUE: gl.constexpr, PAGE: gl.constexpr, PAGE_WORDS: gl.constexpr):
+    """The words of a tile's values, [lane of the run, place, lane, run % 2]."""
+    LAYOUT: gl.constexpr = quarter_layout()
+    LANE: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))
+    quarter = gl.arange(0, 4, LANE)
+    place = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+    lane = gl.arange(0, VALUE_LANES, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    within = (place * VALUE.per_token)[None, :, None]
+    if PAGE % 64 == 0:
+        start = pool + page * PAGE_WORDS + VALUE.codes + gl.multiple_of(tile * 64 % PAGE, 64) * VALUE.per_token
+        start += (quarter * (16 * VALUE.per_token))[:, None, None] + within
+    else:
+        at = gl.convert_layout(page, LANE, assert_trivial=True) * PAGE_WORDS
+        at += (tile * 64 + quarter * 16) % PAGE * VALUE.per_token
+        start = pool + VALUE.codes + at[:, None, None] + within
+    even = _load_segment(start, lane[None, None, :], VALUE, 0)
+    odd = _load_segment(start + 8 * VALUE.per_token, lane[None, None, :], VALUE, 0)
+    words = ()
+    for i in gl.static_range(len(even)):
+        words += (gl.join(even[i], odd[i]),)
+    return words
+
+
+@gluon.jit
+def _load_segment(start, lane, SIDE: gl.constexpr, SEGMENT: gl.constexpr):
+    """A tensor for each of `lane_words`."""
+    column, u = lane % SIDE.columns[SEGMENT], lane // SIDE.columns[SEGMENT]
+    words = ()
+    for i in gl.static_range(count(SIDE.words, SEGMENT)):
+        row = u % entry(SIDE.words, SEGMENT, i, 1) * SIDE.columns[SEGMENT]
+        words += (gl.load(start + (entry(SIDE.words, SEGMENT, i, 0) + row + column)),)
+    return words
+
+
+@gluon.jit
+def _load_norms(pool, page, tile, SIDE: gl.constexpr, PAGE: gl.constexpr, PAGE_WORDS: gl.constexpr):
+    """The metadata of a tile: 4 words of every run at a time, [run, 4]."""
+    LAYOUT: gl.constexpr = norms_layout()
+    RUN: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    run = gl.arange(0, 8, RUN)
+    word = gl.arange(0, 4, gl.SliceLayout(0, LAYOUT))
+    if PAGE % 64 == 0:
+        start = pool + page * PAGE_WORDS + SIDE.meta + gl.multiple_of(tile * 64 % PAGE, 64) // 2 * SIDE.segments
+        pointers = start + ((run * (4 * SIDE.segments))[:, None] + word[None, :])
+    else:
+        at = gl.convert_layout(page, RUN, assert_trivial=True) * PAGE_WORDS
+        at += (tile * 64 + run * 8) % PAGE // 2 * SIDE.segments
+        pointers = pool + SIDE.meta + gl.multiple_of(at, 4)[:, None] + word[None, :]
+    words = ()
+    for i in gl.static_range(len(SIDE.start)):
+        words += (gl.load(pointers + 4 * i),)
+    return words
+
+
+# --- layouts
+
+
+@gluon.constexpr_function
+def run_layout():
+    """[run, place]: all lanes of a run hold the same."""
+    lanes = [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4]], lanes, [], [], [8, 8])
+
+
+@gluon.constexpr_function
+def quarter_layout():
+    """[lane of the run, place, lane]: 8 lanes, one of every run, share the tokens of runs 2·t and 2·t + 1."""
+    places, lanes = [[0, 1, 0], [0, 2, 0], [0, 4, 0]], [[1, 0, 0], [2, 0, 0], [0, 0, 1], [0, 0, 2], [0, 0, 4]]
+    return gl.DistributedLinearLayout(places, lanes, [], [], [4, 8, 8])
+
+
+@gluon.constexpr_function
+def key_layout():
+    """[run, place, lane]"""
+    places, lanes = [[0, 1, 0], [0, 2, 0], [0, 4, 0]], [[0, 0, 1], [0, 0, 2], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+    return gl.DistributedLinearLayout(places, lanes, [], [], [8, 8, 4])
+
+
+@gluon.constexpr_function
+def norms_layout():
+    """[run, word]: all lanes of a run hold the same."""
+    lanes = [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([[0, 1], [0, 2]], lanes, [], [], [8, 4])
+
+
+@gluon.constexpr_function
+def key_shape(count):
+    return (8, 4, 2, 4) + (2,) * log2(count)
+
+
+@gluon.constexpr_function
+def key_permutation(count):
+    """To place / 2, place % 2, run; step, byte, lane, half."""
+    step = tuple(range(7, 4 + log2(count)))
+    return (1, 6, 0, *step[::-1], 5, 4, 3, 2)
+
+
+@gluon.constexpr_function
+def value_permutation(count):
+    """To step, part, byte, lane; place, lane of the run, run % 2."""
+    bits = tuple(range(4, 4 + log2(count)))
+    return (*bits[::-1], 2, 1, 0, 3)
+
+
+@gluon.constexpr_function
+def registers(inputs):
+    """Of a step: 8 pairs of levels, and all that goes in for two tokens."""
+    return ",".join(["=r"] * 8 + ["r"] * (2 * inputs))
+
+
+@gluon.constexpr_function
+def all_constants(key, value):
+    steps = [step for segment in key.steps + value.steps for step in segment]
+    return tuple(sorted({number for step in steps for number in step[2]}))
+
+
+@gluon.constexpr_function
+def index(numbers, number):
+    return numbers.index(number)
+
+
+@gluon.constexpr_function
+def count(rows, segment):
+    return len(rows[segment])
+
+
+@gluon.constexpr_function
+def entry(rows, segment, i, number):
+    """A field of the i-th row of a segment, by its number, as kernels know no names of inner tuples."""
+    return rows[segment][i][number]
+
+
+@gluon.constexpr_function
+def float16s(count):
+    return (gl.float16,) * count

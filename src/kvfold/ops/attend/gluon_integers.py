@@ -1,0 +1,547 @@
+"""The Gluon kernel for integers: one warp a program, which reads what it copied where tensor cores want it.
+
+A tile is 64 tokens, 8 runs of 8. For logits, tokens are the rows of K and the columns of q are query heads; for
+outputs, coordinates are the rows of Vᵀ. The order of coordinates in the first product and of tokens in the second is
+free, so each lane unpacks the words that it reads, and nothing moves between lanes but the weights (`movmatrix`). The
+next tiles are copied to shared memory meanwhile, as they lie in their pages.
+
+Codes become operands by a single AND. Those of keys are bytes, four to a register; queries are 16-bit integers in units
+of their own, the high byte in one column and the low byte in the next. Those of values, wherever their bits lie in a
+16-bit half, are subnormal float16 numbers c·2^(place − 24), which tensor cores multiply exactly. The epilogue takes
+these powers of two away, as queries do where the code of a key is not in a byte's lowest bits. Scales and offsets, of
+which each segment of a token has its own, go into logits and weights: segments of keys are products of their own, and
+two of values take two columns for each head.
+
+A Hadamard rotation of queries is done in the registers where they are needed. Its matrix has entries (−1)^(bits that
+row and column share), so it does not see that the bits of coordinates lie in another order there.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
+from kvfold.layout import SlotLayout
+from kvfold.ops.attend.gluon_tiles import (
+    TILE,
+    UNSEEN,
+    control,
+    faded,
+    in_columns,
+    joined,
+    log2,
+    logits_layout,
+    own_tiles,
+    seen_tokens,
+    softmax,
+    store_weights,
+    weights_operand,
+)
+
+WARPS = 8  # programs that a processor runs at once, at most
+STAGES = gl.constexpr(2)  # tiles of a program in shared memory: one is read while the other is copied
+SHARED = 227 * 1024  # bytes of a processor; a program takes 1024 beside its own
+UNIT = gl.constexpr(2.0**24)  # of subnormal float16 numbers
+
+
+class Side(NamedTuple):
+    """The keys or the values of a page as 32-bit words: `segments` equal ones, codes of `bits` bits."""
+
+    bits: int
+    segments: int
+    per_token: int  # words of a token's codes
+    codes: int  # the word of a page at which codes begin
+    meta: int  # and the metadata, a word for each segment of a token
+
+
+def side(slot: SlotLayout, codes: int, meta: int) -> Side:
+    return Side(slot.segments[0].bits, len(slot.segments), slot.code_bytes // 4, codes // 4, meta // 4)
+
+
+def room(key: Side, value: Side) -> int:
+    """How many programs a processor has room for."""
+    tile = 4 * TILE * sum(side.per_token + side.segments for side in (key, value))
+    return min(WARPS, SHARED // (STAGES.value * tile + 1024))
+
+
+@gluon.jit(do_not_specialize=["sink", "recent"])
+def decode(
+    q,  # [sequences, q_heads, DIMS]
+    outs,
+    weights,
+    pool,
+    table,
+    lengths,
+    scale,  # of the logits, times log2(e)
+    sink,
+    recent,
+    table_stride,
+    table_pages,
+    KEY: gl.constexpr,
+    VALUE: gl.constexpr,
+    DIMS: gl.constexpr,
+    PAGE: gl.constexpr,
+    PAGE_WORDS: gl.constexpr,
+    RATIO: gl.constexpr,  # query heads of a KV head
+    HEADS: gl.constexpr,  # and up to 4 or 8
+    COLUMNS: gl.constexpr,  # of outputs: one for each of them, or two
+    ORDER: gl.constexpr,  # of the Hadamard matrices by which queries are rotated here; 1: not
+    EARLY: gl.constexpr,  # whether the next kernel may begin at once, or at the end
+):
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
+    LOGITS: gl.constexpr = logits_layout(HEADS)
+    HEAD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, LOGITS))
+    split, head, sequence = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    splits, kv_heads, sequences = gl.num_programs(0), gl.num_programs(1), gl.num_programs(2)
+    table += sequence.to(gl.int64) * table_stride
+    begin, end, first, last = own_tiles(split, splits, sink, recent, gl.load(lengths + sequence))
+    pool += head.to(gl.int64) * PAGE_WORDS
+
+    KEYS: gl.constexpr = gl.SwizzledSharedLayout(KEY.per_token, 1, 8, [1, 0])
+    VALUES: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
+    META: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    keys = gl.allocate_shared_memory(gl.int32, [STAGES, 8, 8 * KEY.per_token], KEYS)
+    key_meta = gl.allocate_shared_memory(gl.int32, [STAGES, 8, 8 * KEY.segments], META)
+    values = gl.allocate_shared_memory(gl.int32, [STAGES, 8, 8 * VALUE.per_token], VALUES)
+    value_meta = gl.allocate_shared_memory(gl.int32, [STAGES, 8, 8 * VALUE.segments], META)
+    shared = (keys, key_meta, values, value_meta)
+    for i in gl.static_range(STAGES - 1):
+        pages = _pages(table, first + i, table_pages, kv_heads, KEY, VALUE, PAGE)
+        _copy_tile(shared, i, pool, pages, first + i, last, KEY, VALUE, PAGE, PAGE_WORDS)
+    pages = _pages(table, first + (STAGES - 1), table_pages, kv_heads, KEY, VALUE, PAGE)
+
+    if EARLY:
+        control("griddepcontrol.launch_dependents")
+    row = (sequence * kv_heads + head) * RATIO
+    q += row.to(gl.int64) * DIMS
+    query0, unit0, sum0 = _queries(q, 0, scale, KEY, DIMS, RATIO, HEADS, ORDER, MMA)
+    query1, unit1, sum1 = query0, unit0, sum0
+    if KEY.segments == 2:
+        query1, unit1, sum1 = _queries(q, 1, scale, KEY, DIMS, RATIO, HEADS, ORDER, MMA)
+
+    highest = gl.full([HEADS], UNSEEN, gl.float32, HEAD)
+    total = gl.zeros([8, HEADS], gl.float32, gl.SliceLayout(0, LOGITS))
+    shift0 = gl.zeros([8, HEADS], gl.float32, gl.SliceLayout(0, LOGITS))
+    shift1 = gl.zeros([8, HEADS], gl.float32, gl.SliceLayout(0, LOGITS))
+    out = gl.zeros([DIMS, COLUMNS], gl.float32, MMA)
+    for tile in range(first, last + 1):
+        async_copy.wait_group(STAGES - 2)
+        slot = (tile - first) % STAGES
+        free = (slot + (STAGES - 1)) % STAGES
+        _copy_tile(shared, free, pool, pages, tile + (STAGES - 1), last, KEY, VALUE, PAGE, PAGE_WORDS)
+        pages = _pages(table, tile + STAGES, table_pages, kv_heads, KEY, VALUE, PAGE)
+        k, k_meta = _read_keys(keys.index(slot), KEY), _read_meta(key_meta.index(slot), KEY)
+        logits = _logits(k, k_meta, query0, unit0, sum0, query1, unit1, sum1, KEY, DIMS, HEADS, MMA)
+        scale0, offset0, scale1, offset1 = _scales(_read_meta(value_meta.index(slot), VALUE), VALUE, LOGITS)
+        if (tile * 64 < begin) | (tile * 64 + 64 > end):
+            seen = seen_tokens(tile, begin, end, LOGITS)
+            logits = gl.where(seen, logits, UNSEEN)
+            scale0, offset0 = gl.where(seen, scale0, 0.0), gl.where(seen, offset0, 0.0)
+            scale1, offset1 = gl.where(seen, scale1, 0.0), gl.where(seen, offset1, 0.0)
+        weight, fade, highest, total = softmax(logits, highest, total)
+        shift0 = shift0 * fade[None, :] + gl.sum(weight * offset0, 0)
+        if VALUE.segments == 2:
+            shift1 = shift1 * fade[None, :] + gl.sum(weight * offset1, 0)
+        scaled = weights_operand(weight * scale0, weight * scale1, VALUE, HEADS, COLUMNS, MMA)
+        v = _values(_read_values(values.index(slot), VALUE), VALUE, DIMS, MMA)
+        out = mma_v2(v, scaled, faded(out, fade, VALUE, DIMS, HEADS, COLUMNS, MMA))
+
+    if not EARLY:
+        control("griddepcontrol.launch_dependents")
+    total, shift0, shift1 = gl.sum(total, 0), gl.sum(shift0, 0), gl.sum(shift1, 0)
+    place = (split.to(gl.int64) * sequences * kv_heads * RATIO) + row
+    _store_part(outs + place * DIMS, out, total, shift0, shift1, VALUE, DIMS, RATIO, HEADS, COLUMNS)
+    store_weights(weights + place, highest, total, RATIO, HEADS)
+
+
+# --- the two products
+
+
+@gluon.jit
+def _logits(k, meta, query0, unit0, sum0, query1, unit1, sum1, KEY: gl.constexpr, DIMS: gl.constexpr,
+            HEADS: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
+    """[place in a run, run, head]"""
+    scale0, offset0, scale1, offset1 = _scales(meta, KEY, logits_layout(HEADS))
+    if KEY.segments == 2:
+        k0, k1 = gl.split(gl.permute(gl.reshape(k, [8, 8, 2, KEY.per_token // 2]), [0, 1, 3, 2]))
+        logits = _segment(k0, scale0, offset0, query0, unit0, sum0, KEY, DIMS, HEADS, MMA)
+        logits += _segment(k1, scale1, offset1, query1, unit1, sum1, KEY, DIMS, HEADS, MMA)
+    else:
+        logits = _segment(k, scale0, offset0, query0, unit0, sum0, KEY, DIMS, HEADS, MMA)
+    return logits
+
+
+@gluon.jit
+def _segment(k, scale, offset, query, unit, total, KEY: gl.constexpr, DIMS: gl.constexpr, HEADS: gl.constexpr,
+             MMA: gl.constexpr):  # fmt: skip
+    products = mma_v2(_keys(k, KEY, DIMS, MMA), query, gl.zeros([64, 2 * HEADS], gl.int32, MMA))
+    high, low = gl.split(gl.reshape(products, [8, 8, HEADS, 2]))
+    product = gl.convert_layout((high * 256 + low).to(gl.float32), logits_layout(HEADS), assert_trivial=True)
+    if KEY.bits == 8:
+        offset += 128.0 * scale
+    return product * (scale * unit[None, :][None, :, :]) + offset * total[None, :][None, :, :]
+
+
+@gluon.jit
+def _queries(q, SEGMENT: gl.constexpr, scale, KEY: gl.constexpr, DIMS: gl.constexpr, RATIO: gl.constexpr,
+             HEADS: gl.constexpr, ORDER: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
+    """The second operand of a segment's logits, and for each head its unit and its sum, times `scale`."""
+    COUNT: gl.constexpr = DIMS // KEY.segments
+    WORDS: gl.constexpr = KEY.per_token // KEY.segments // 4  # of a lane
+    OPERAND: gl.constexpr = gl.DotOperandLayout(1, MMA, 4)
+    HEAD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, logits_layout(HEADS)))
+    index = gl.arange(0, COUNT, gl.SliceLayout(1, OPERAND))
+    column = gl.arange(0, 2 * HEADS, gl.SliceLayout(0, OPERAND))
+    coordinate = index * 0
+    for bit in gl.static_range(log2(COUNT)):
+        coordinate += (index >> bit & 1) * key_coordinate(bit, WORDS)
+    head = (column // 2)[None, :]
+    q += head * DIMS + coordinate[:, None]
+    x = gl.load(q + SEGMENT * COUNT, mask=head < RATIO, other=0.0).to(gl.float32)
+    if KEY.segments == 2 and ORDER == DIMS:
+        other = gl.load(q + (1 - SEGMENT) * COUNT, mask=head < RATIO, other=0.0).to(gl.float32)
+        x = other + (x if SEGMENT == 0 else -x)
+    for bit in gl.static_range(log2(COUNT)):
+        if key_coordinate(bit, WORDS) < ORDER:
+            x = _butterfly(x, bit, COUNT, 2 * HEADS, OPERAND)
+    x *= ORDER**-0.5
+    place = 1 << (coordinate // (16 * WORDS) * KEY.bits & 3)
+    narrow, unit, total = _fixed(x, place.to(gl.float32)[:, None], (column % 2)[None, :])
+    unit, total = gl.max(gl.reshape(unit, [HEADS, 2]), 1), gl.max(gl.reshape(total, [HEADS, 2]), 1)
+    return narrow, gl.convert_layout(unit * scale, HEAD), gl.convert_layout(total * scale, HEAD)
+
+
+@gluon.jit
+def _butterfly(x, BIT: gl.constexpr, COUNT: gl.constexpr, COLUMNS: gl.constexpr, OPERAND: gl.constexpr):
+    """Sums and differences of what lies at indices that differ in a bit; bits 2 and 3 tell lanes apart."""
+    if BIT == 2 or BIT == 3:
+        other = gl.inline_asm_elementwise(
+            f"shfl.sync.bfly.b32 $0, $1, {BIT - 1}, 31, -1;", "=r,r", [x], dtype=gl.float32, is_pure=False, pack=1
+        )
+        index = gl.arange(0, COUNT, gl.SliceLayout(1, OPERAND))
+        x = other + gl.where((index >> BIT & 1 == 0)[:, None], x, -x)
+    else:
+        pairs = gl.reshape(x, [COUNT >> (BIT + 1), 2, 1 << BIT, COLUMNS])
+        low, high = gl.split(gl.permute(pairs, [0, 2, 3, 1]))
+        pairs = gl.permute(gl.join(low + high, low - high), [0, 3, 1, 2])
+        x = gl.convert_layout(gl.reshape(pairs, [COUNT, COLUMNS]), OPERAND, assert_trivial=True)
+    return x
+
+
+@gluon.jit
+def _fixed(x, place, low):
+    """Columns, each twice -> x / place as 16-bit integers, the high or the low byte; their unit, and the sum of x."""
+    x = x / place
+    unit = gl.max(gl.abs(x), 0) / 32639.0 + 1e-30
+    fixed = gl.floor(x / unit[None, :] + 0.5).to(gl.int32)
+    high = (fixed + 128) >> 8
+    total = gl.sum(fixed.to(gl.float32) * place, 0) * unit
+    return gl.where(low == 0, high, fixed - high * 256).to(gl.int8), unit, total
+
+
+@gluon.jit
+def _store_part(part, out, total, shift0, shift1, VALUE: gl.constexpr, DIMS: gl.constexpr, RATIO: gl.constexpr,
+                HEADS: gl.constexpr, COLUMNS: gl.constexpr):  # fmt: skip
+    """Outputs [coordinate, column] as means over this program's tokens, float32[RATIO, DIMS]."""
+    if COLUMNS == 2 * HEADS:
+        first, second = gl.split(gl.reshape(out, [DIMS, HEADS, 2]))
+    else:
+        first, second = out, out
+        total, shift0 = in_columns(total), in_columns(shift0)
+    LAYOUT: gl.constexpr = first.type.layout
+    total = gl.convert_layout(total, gl.SliceLayout(0, LAYOUT), assert_trivial=True)
+    shift0 = gl.convert_layout(shift0, gl.SliceLayout(0, LAYOUT), assert_trivial=True)
+    index = gl.arange(0, DIMS, gl.SliceLayout(1, LAYOUT))
+    head = gl.arange(0, HEADS, gl.SliceLayout(0, LAYOUT))
+    if COLUMNS == HEADS:
+        head = head // 2 + head % 2 * 4
+    # which code `_values` puts at this index: from the low bits up lane, word of the lane, code of the byte, byte
+    WORDS: gl.constexpr = VALUE.per_token // 8
+    CODES: gl.constexpr = 8 // VALUE.bits
+    BYTES: gl.constexpr = 4 * VALUE.per_token // VALUE.segments
+    code, word = (index >> 3) // WORDS % CODES, (index & 7) * WORDS + (index >> 3) % WORDS
+    byte = 4 * word + (index >> 3) // (WORDS * CODES)
+    segment = byte // BYTES
+    coordinate = segment * (DIMS // VALUE.segments) + byte % BYTES + code * BYTES
+    back = (UNIT / (1 << (code * VALUE.bits)).to(gl.float32))[:, None]
+    mean = first * back + shift0[None, :]
+    if VALUE.segments == 2:
+        shift1 = gl.convert_layout(shift1, gl.SliceLayout(0, LAYOUT), assert_trivial=True)
+        mean = gl.where((segment == 0)[:, None], mean, second * back + shift1[None, :])
+    mean = mean * gl.where(total > 0.0, 1.0 / total, 0.0)[None, :]
+    gl.store(part + head[None, :] * DIMS + coordinate[:, None], mean, mask=(head < RATIO)[None, :])
+
+
+@gluon.constexpr_function
+def key_coordinate(bit, words):
+    """What a bit of an index that `_keys` gives to codes adds to the coordinate in the segment: from the low bits up of
+    the byte of a word, the lane, the word of the lane's `words`, the code of the byte."""
+    if bit < 2:
+        return 1 << bit
+    if bit < 4:
+        return (4 * words) << (bit - 2)
+    word = 1 << (bit - 4)
+    return 4 * word if word < words else 16 * word
+
+
+# --- from words to operands
+
+
+@gluon.jit
+def _keys(k, KEY: gl.constexpr, DIMS: gl.constexpr, MMA: gl.constexpr):
+    """Words [run, place, word] of a segment -> the first operand of its logits, [token, coordinate]."""
+    COUNT: gl.constexpr = KEY.per_token // KEY.segments
+    OUT: gl.constexpr = 4 * (8 // KEY.bits)
+    k = gl.convert_layout(k, places_first(COUNT), assert_trivial=True)
+    codes = gl.inline_asm_elementwise(
+        unpack_bytes(KEY.bits), registers(OUT, 4), [k], dtype=repeated(gl.int8, OUT), is_pure=True, pack=4
+    )
+    codes = gl.reshape(joined(codes), with_bits((8, 2, 4, 4, COUNT // 4), OUT).value)
+    codes = gl.permute(codes, around_bits((1, 6, 5, 0), 7, OUT // 4, (4, 3, 2)).value)
+    codes = gl.reshape(codes, [64, DIMS // KEY.segments])
+    return gl.convert_layout(codes, gl.DotOperandLayout(0, MMA, 4), assert_trivial=True)
+
+
+@gluon.jit
+def _values(v, VALUE: gl.constexpr, DIMS: gl.constexpr, MMA: gl.constexpr):
+    """Words [lane, place, word, parity of the run] -> the first operand of the outputs, [coordinate, token]."""
+    OUT: gl.constexpr = 4 * (8 // VALUE.bits)
+    codes = gl.inline_asm_elementwise(
+        unpack_halves(VALUE.bits), registers(OUT, 2), [v], dtype=repeated(gl.float16, OUT),
+        is_pure=True, pack=2,
+    )  # fmt: skip
+    codes = gl.reshape(joined(codes), with_bits((4, 8, 8, VALUE.per_token // 8, 2), OUT).value)
+    codes = gl.permute(codes, around_bits((), 5, OUT, (3, 2, 1, 0, 4)).value)
+    return gl.convert_layout(gl.reshape(codes, [DIMS, 64]), gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
+
+
+@gluon.jit
+def _scales(meta, SIDE: gl.constexpr, LOGITS: gl.constexpr):
+    """Metadata words [run, place(, segment)] -> scale and offset of either segment, [place, run, 1]."""
+    if SIDE.segments == 2:
+        first, second = gl.split(meta)
+        scale0, offset0 = _scale(first, LOGITS)
+        scale1, offset1 = _scale(second, LOGITS)
+    else:
+        scale0, offset0 = _scale(meta, LOGITS)
+        scale1, offset1 = scale0, offset0
+    return scale0, offset0, scale1, offset1
+
+
+@gluon.jit
+def _scale(meta, LOGITS: gl.constexpr):
+    scale, offset = gl.inline_asm_elementwise(
+        "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
+        "=f,=f,r", [meta], dtype=(gl.float32, gl.float32), is_pure=True, pack=1,
+    )  # fmt: skip
+    scale = gl.convert_layout(gl.permute(scale, [1, 0]), gl.SliceLayout(2, LOGITS), assert_trivial=True)
+    offset = gl.convert_layout(gl.permute(offset, [1, 0]), gl.SliceLayout(2, LOGITS), assert_trivial=True)
+    return scale[:, :, None], offset[:, :, None]
+
+
+# --- from pages to shared memory, [run, word of its tokens], and from there to lanes
+
+
+@gluon.jit
+def _pages(table, tile, table_pages, kv_heads, KEY: gl.constexpr, VALUE: gl.constexpr, PAGE: gl.constexpr):
+    """The rows of the pool, for head 0, in which a tile's keys, their metadata, values and theirs are."""
+    return (
+        _page(table, tile, table_pages, kv_heads, KEY.per_token, PAGE),
+        _page(table, tile, table_pages, kv_heads, KEY.segments, PAGE),
+        _page(table, tile, table_pages, kv_heads, VALUE.per_token, PAGE),
+        _page(table, tile, table_pages, kv_heads, VALUE.segments, PAGE),
+    )
+
+
+@gluon.jit
+def _page(table, tile, table_pages, kv_heads, COUNT: gl.constexpr, PAGE: gl.constexpr):
+    """One where a tile lies in a page, else one for each run. Beyond the table, its last page is as good as any."""
+    if PAGE % 64 == 0:
+        page = gl.load(table + gl.minimum(tile * 64 // PAGE, table_pages - 1))
+    else:
+        run = gl.arange(0, 8, gl.SliceLayout(1, copy_layout(COUNT, PAGE)))
+        page = gl.load(table + gl.minimum((tile * 64 + run * 8) // PAGE, table_pages - 1))
+    return page.to(gl.int32) * kv_heads
+
+
+@gluon.jit
+def _copy_tile(shared, slot, pool, pages, tile, last, KEY: gl.constexpr, VALUE: gl.constexpr, PAGE: gl.constexpr,
+               PAGE_WORDS: gl.constexpr):  # fmt: skip
+    """Keys, their metadata, values and theirs, as one group; none of a tile after the last."""
+    keys, key_meta, values, value_meta = shared
+    if tile <= last:
+        _copy(keys.index(slot), pool + KEY.codes, pages[0], tile, KEY.per_token, PAGE, PAGE_WORDS)
+        _copy(key_meta.index(slot), pool + KEY.meta, pages[1], tile, KEY.segments, PAGE, PAGE_WORDS)
+        _copy(values.index(slot), pool + VALUE.codes, pages[2], tile, VALUE.per_token, PAGE, PAGE_WORDS)
+        _copy(value_meta.index(slot), pool + VALUE.meta, pages[3], tile, VALUE.segments, PAGE, PAGE_WORDS)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _copy(to, pool, page, tile, COUNT: gl.constexpr, PAGE: gl.constexpr, PAGE_WORDS: gl.constexpr):
+    """COUNT words of each token of a tile."""
+    LAYOUT: gl.constexpr = copy_layout(COUNT, PAGE)
+    run = gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
+    word = gl.arange(0, 8 * COUNT, gl.SliceLayout(0, LAYOUT))
+    if PAGE % 64 == 0:
+        start = pool + page.to(gl.int64) * PAGE_WORDS + gl.multiple_of(tile * 64 % PAGE, 64) * COUNT
+        pointers = start + ((run * (8 * COUNT))[:, None] + word[None, :])
+    else:
+        at = page.to(gl.int64) * PAGE_WORDS + (tile * 64 + run * 8) % PAGE * COUNT
+        pointers = pool + gl.multiple_of(at, 4)[:, None] + word[None, :]
+    async_copy.async_copy_global_to_shared(to, pointers)
+
+
+@gluon.jit
+def _read_keys(shared, KEY: gl.constexpr):
+    """The words of a tile's keys, [run, place, word]."""
+    LAYOUT: gl.constexpr = key_layout(KEY.per_token, KEY.segments)
+    words = gl.reshape(shared.load(flat(LAYOUT)), [8, 8, KEY.per_token])
+    return gl.convert_layout(words, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _read_values(shared, VALUE: gl.constexpr):
+    """The words of a tile's values, [lane, place, word, parity], of run 2·lane + parity."""
+    words = gl.reshape(shared.load(value_words(VALUE.per_token)), [4, 2, 8, VALUE.per_token])
+    return gl.convert_layout(gl.permute(words, [0, 2, 3, 1]), value_layout(VALUE.per_token), assert_trivial=True)
+
+
+@gluon.jit
+def _read_meta(shared, SIDE: gl.constexpr):
+    """The scales and offsets of a tile, [run, place(, segment)]."""
+    LAYOUT: gl.constexpr = meta_layout(SIDE.segments)
+    if SIDE.segments == 2:
+        meta = gl.convert_layout(gl.reshape(shared.load(flat(LAYOUT)), [8, 8, 2]), LAYOUT, assert_trivial=True)
+    else:
+        meta = shared.load(LAYOUT)
+    return meta
+
+
+# --- layouts: what a lane holds. Lanes are numbered 4·run + lane of the run, as in the fragments of tensor cores.
+
+PLACES = gl.constexpr([[0, 1, 0], [0, 2, 0], [0, 4, 0]])
+
+
+@gluon.constexpr_function
+def key_layout(count, segments):
+    """[run, place, word]: lanes of a run share its tokens' words, those of each segment."""
+    each = count // segments
+    words = [[0, 0, 1 << i] for i in range(log2(each) - 2)] + ([[0, 0, each]] if segments == 2 else [])
+    return gl.DistributedLinearLayout([*words, *PLACES.value], word_lanes(each), [], [], [8, 8, count])
+
+
+@gluon.constexpr_function
+def places_first(count):
+    """Of a segment's words, [run, place, word]: what a lane holds, in the order in which `unpack_bytes` takes it."""
+    words = [[0, 0, 1 << i] for i in range(log2(count) - 2)]
+    return gl.DistributedLinearLayout([*PLACES.value, *words], word_lanes(count), [], [], [8, 8, count])
+
+
+@gluon.constexpr_function
+def word_lanes(count):
+    return [[0, 0, count // 4], [0, 0, count // 2], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+
+
+@gluon.constexpr_function
+def value_layout(count):
+    """[lane, place, word, parity]: words over runs."""
+    words = [[0, 0, 1 << i, 0] for i in range(log2(count) - 3)]
+    places = [[0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]]
+    lanes = [[1, 0, 0, 0], [2, 0, 0, 0], [0, 0, count // 8, 0], [0, 0, count // 4, 0], [0, 0, count // 2, 0]]
+    return gl.DistributedLinearLayout([[0, 0, 0, 1], *words, *places], lanes, [], [], [4, 8, count, 2])
+
+
+@gluon.constexpr_function
+def value_words(count):
+    """The same, [run, word of its tokens]."""
+    words = [[0, 1 << i] for i in range(log2(count) - 3)] + [[0, count], [0, 2 * count], [0, 4 * count], [1, 0]]
+    lanes = [[2, 0], [4, 0], [0, count // 8], [0, count // 4], [0, count // 2]]
+    return gl.DistributedLinearLayout(words, lanes, [], [], [8, 8 * count])
+
+
+@gluon.constexpr_function
+def flat(layout):
+    """A layout of [run, place, word] as one of [run, word of its tokens]."""
+    count = layout.shape[2]
+    registers = [[run, place * count + word] for run, place, word in layout.reg_bases]
+    lanes = [[run, place * count + word] for run, place, word in layout.lane_bases]
+    return gl.DistributedLinearLayout(registers, lanes, [], [], [8, 8 * count])
+
+
+@gluon.constexpr_function
+def copy_layout(count, page):
+    """[run, word of its tokens]: 16 bytes a lane, or 8 where there is less; lanes of a run stay with it where its page
+    is its own."""
+    each = 4 if count > 1 else 2
+    lanes = 4 if page % 64 else min(32, 8 * count // each)
+    return gl.BlockedLayout([1, each], [32 // lanes, lanes], [1, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def meta_layout(segments):
+    """[run, place(, segment)]: all lanes of a run hold the same."""
+    if segments == 2:
+        lanes = [[0, 0, 0], [0, 0, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+        return gl.DistributedLinearLayout([[0, 0, 1], *PLACES.value], lanes, [], [], [8, 8, 2])
+    lanes = [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4]], lanes, [], [], [8, 8])
+
+
+@gluon.constexpr_function
+def with_bits(shape, count):
+    """A shape with a trailing dimension for each bit of numbers below `count`."""
+    return tuple(shape) + (2,) * log2(count)
+
+
+@gluon.constexpr_function
+def around_bits(before, first, count, after):
+    """The permutation that puts those dimensions, of which the lowest is the `first`, between `before` and `after`."""
+    return tuple(before) + tuple(range(first, first + log2(count)))[::-1] + tuple(after)
+
+
+# --- inline assembly: from words to operands, a register of each code of a byte after the other
+
+
+@gluon.constexpr_function
+def unpack_bytes(bits):
+    """A word of each of four tokens -> the four bytes of each, under every mask; high nibbles are moved down."""
+    codes = 8 // bits
+    words = [f"${4 * codes + i}" for i in range(4)]
+    if bits == 8:
+        return "\n".join(f"xor.b32 ${i}, {word}, 0x80808080;" for i, word in enumerate(words))  # signed, 128 less
+    lines = ["{ .reg .b32 a, b, c, d;", *(f"shr.u32 {to}, {word}, 4;" for to, word in zip("abcd", words, strict=True))]
+    masks = [((2**bits - 1) << bits * i) * 0x01010101 for i in range(4 // bits)]
+    pairs = [(source, mask) for sources in (words, "abcd") for mask in masks for source in sources]
+    return "\n".join([*lines, *masked(pairs), "}"])
+
+
+@gluon.constexpr_function
+def unpack_halves(bits):
+    """A word of each of two tokens -> for each byte the pair (first token, second token), under every mask."""
+    first, second = (f"${4 * (8 // bits) + i}" for i in range(2))
+    lines = [
+        "{ .reg .b32 a, b, c, d;",
+        f"prmt.b32 a, {first}, {second}, 0x5410;",  # bytes 0 and 1 of both
+        f"prmt.b32 c, {first}, {second}, 0x7632;",  # bytes 2 and 3
+        "shr.u32 b, a, 8;",
+        "shr.u32 d, c, 8;",
+    ]
+    masks = [((2**bits - 1) << bits * i) * 0x00010001 for i in range(8 // bits)]
+    return "\n".join([*lines, *masked([(source, mask) for source in "abcd" for mask in masks]), "}"])
+
+
+@gluon.constexpr_function
+def masked(pairs):
+    return [f"and.b32 ${i}, {source}, {mask:#x};" for i, (source, mask) in enumerate(pairs)]
+
+
+@gluon.constexpr_function
+def registers(outputs, inputs):
+    return ",".join(["=r"] * outputs + ["r"] * inputs)
+
+
+@gluon.constexpr_function
+def repeated(dtype, count):
+    return (dtype,) * count

@@ -1,0 +1,138 @@
+"""What the Gluon kernels share: tiles of 64 tokens, 8 runs of 8, whose weights go from one product into the next."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+TILE = 64  # tokens
+UNSEEN = gl.constexpr(-1e30)
+
+
+@gluon.jit
+def own_tiles(split, splits, sink, recent, length):
+    """The tokens that are read packed, begin to end, and this program's tiles, first to last.
+
+    Of the first and the last tile, some tokens may be another's or nobody's.
+    """
+    begin, end = sink, length - recent
+    first = sink // 64
+    tiles = gl.maximum((end + 63) // 64 - first, 0)
+    share = (tiles + splits - 1) // splits
+    first += split * share
+    return begin, end, first, gl.minimum(first + share, (end + 63) // 64) - 1
+
+
+@gluon.jit
+def seen_tokens(tile, begin, end, LOGITS: gl.constexpr):
+    """[place, run, 1]"""
+    run = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, LOGITS)))
+    place = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, LOGITS)))
+    token = tile * 64 + run[None, :] * 8 + place[:, None]
+    return ((token >= begin) & (token < end))[:, :, None]
+
+
+@gluon.jit
+def softmax(logits, highest, total):
+    """The weights of a tile's logits, by what to scale what came before, and the running maximum and sum."""
+    now = gl.maximum(highest, gl.max(gl.max(logits, 0), 0))
+    fade = exp2(highest - now)
+    weight = exp2(logits - now[None, :][None, :, :])
+    return weight, fade, now, total * fade[None, :] + gl.sum(weight, 0)
+
+
+@gluon.jit
+def weights_operand(first, second, VALUE: gl.constexpr, HEADS: gl.constexpr, COLUMNS: gl.constexpr, MMA: gl.constexpr):
+    """[place, run, head] for either segment -> the second operand of the outputs, [token, column]."""
+    narrow = first.to(gl.float16)
+    if COLUMNS == 2 * HEADS:
+        other = second.to(gl.float16) if VALUE.segments == 2 else gl.zeros_like(narrow)
+        narrow = gl.reshape(gl.join(narrow, other), [8, 8, COLUMNS])
+    else:
+        narrow = gl.reshape(gl.permute(gl.reshape(narrow, [8, 8, 2, 4]), [0, 1, 3, 2]), [8, 8, 8])
+    narrow = gl.convert_layout(narrow, weights_layout(COLUMNS), assert_trivial=True)
+    turned = gl.inline_asm_elementwise(
+        "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [narrow], dtype=gl.float16, is_pure=True, pack=2
+    )
+    if COLUMNS == 8:
+        turned = gl.permute(turned, [0, 2, 1])
+    else:
+        turned = gl.permute(gl.reshape(turned, [8, 8, 2, 8]), [0, 3, 2, 1])
+    return gl.convert_layout(gl.reshape(turned, [64, COLUMNS]), gl.DotOperandLayout(1, MMA, 2), assert_trivial=True)
+
+
+@gluon.jit
+def faded(out, fade, VALUE: gl.constexpr, DIMS: gl.constexpr, HEADS: gl.constexpr, COLUMNS: gl.constexpr,
+           MMA: gl.constexpr):  # fmt: skip
+    """Outputs so far [coordinate, column], times `fade` of their head."""
+    if COLUMNS == 2 * HEADS:
+        first, second = gl.split(gl.reshape(out, [DIMS, HEADS, 2]))
+        by = gl.convert_layout(fade, gl.SliceLayout(0, first.type.layout), assert_trivial=True)[None, :]
+        if VALUE.segments == 2:
+            second = second * by
+        out = gl.convert_layout(gl.reshape(gl.join(first * by, second), [DIMS, COLUMNS]), MMA, assert_trivial=True)
+    else:
+        out = out * gl.convert_layout(in_columns(fade), gl.SliceLayout(0, MMA), assert_trivial=True)[None, :]
+    return out
+
+
+@gluon.jit
+def in_columns(x):
+    """[8 heads] -> [8 columns]: heads n and n + 4, which one lane has, are a pair of columns."""
+    return gl.reshape(gl.permute(gl.reshape(x, [2, 4]), [1, 0]), [8])
+
+
+@gluon.jit
+def store_weights(weights, highest, total, RATIO: gl.constexpr, HEADS: gl.constexpr):
+    """The log2 of the sum of this program's weights, for each head."""
+    number = gl.arange(0, HEADS, total.type.layout)
+    weight = gl.where(total > 0.0, highest + gl.log2(total), UNSEEN)
+    gl.store(weights + number, weight, mask=number < RATIO)
+
+
+@gluon.jit
+def joined(halves):
+    """Tensors as one with a trailing dimension for each bit of their number, the lowest first."""
+    for _ in gl.static_range(6):
+        if len(halves) > 1:
+            pairs = ()
+            for i in gl.static_range(len(halves) // 2):
+                pairs += (gl.join(halves[2 * i], halves[2 * i + 1]),)
+            halves = pairs
+    return halves[0]
+
+
+@gluon.jit
+def control(INSTRUCTION: gl.constexpr):
+    nothing = gl.full([32], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+    gl.inline_asm_elementwise(
+        INSTRUCTION + "; mov.b32 $0, $1;", "=r,r", [nothing], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def exp2(x):
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+# --- layouts: what a lane holds. Lanes are numbered 4·run + lane of the run, as in the fragments of tensor cores.
+
+
+@gluon.constexpr_function
+def logits_layout(heads):
+    """[place, run, head]: as tensor cores return [token, head, byte], the two bytes as one."""
+    registers = [[0, 0, 4]] * (heads == 8) + [[1, 0, 0], [2, 0, 0], [4, 0, 0]]
+    lanes = [[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [], [], [8, 8, heads])
+
+
+@gluon.constexpr_function
+def weights_layout(columns):
+    """[place, run, column], as tensor cores return it."""
+    high = [[0, 0, 8]] if columns == 16 else []
+    lanes = [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    registers = [[0, 0, 1], *high, [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [], [], [8, 8, columns])
+
+
+@gluon.constexpr_function
+def log2(n):
+    return n.bit_length() - 1

@@ -1,0 +1,258 @@
+"""From packed codes of codebook segments to float16 levels in registers, for the Gluon kernel: which words a lane
+loads, the PTX that turns them into levels, and the coordinates that come out.
+
+The codes of a segment of n coordinates lie in n/32 *columns*: the words j, n/32 + j, 2·n/32 + j, … of its codes, one
+for each bit, which together hold 32 codes. Byte i of column j holds coordinates p·n/8 + 4·j + i, its *parts* p from 0
+to 7 (see packing.py). Lanes share columns evenly. Where there are fewer columns than lanes, `share` of them divide the
+parts of one: lane u takes those with p % 4 = u, u + share, …
+
+PTX works on parts p and p + 4 together, whose codes, up to 4 bits of them, are the nibbles of a word. A nibble is an
+index for `prmt`, which looks up 4 bytes in a table of 8: once for the high bytes of levels, once for the low ones,
+before both meet in halves. From 4 bits on, tables are of magnitudes, as levels are symmetric, and a sign is added.
+"""
+
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+from triton.experimental import gluon
+
+from kvfold.packing import planes
+from kvfold.quantizers import lloyd_max
+
+MAX_BITS = 6
+PRODUCTS = (16,)  # shifts that are done by multiplying, in another unit than the one that looks up
+KEY_LANES, VALUE_LANES = 4, 8  # that share the codes of a token
+
+
+class Word(NamedTuple):
+    """One that every lane loads of a token: word first + lane's column + lane's u % width · columns."""
+
+    first: int
+    width: int  # of its plane
+
+
+class Step(NamedTuple):
+    words: tuple[int, ...]  # which of the lane's it decodes, one of each plane
+    program: str
+    constants: tuple[int, ...]  # what it wants to find in registers after its words
+
+
+class Codebook(NamedTuple):
+    """What tables hold is `scale` times the levels, rounded to float16."""
+
+    scale: float
+    halves: tuple[int, ...]  # of levels in ascending order or, from 4 bits on, of magnitudes in descending order
+
+
+@lru_cache
+def codebook(bits: int) -> Codebook:
+    levels = np.array(lloyd_max.levels(bits))
+    if bits < 4:
+        return _codebook(levels, 1.0)
+    magnitudes = -levels[: len(levels) // 2]
+    if bits == 5:  # see `_sixteen`
+        return min((book for book in _scaled(magnitudes) if _pairs(book)), key=lambda book: _error(book, magnitudes))
+    return _codebook(magnitudes, 1.0)
+
+
+def _codebook(numbers: np.ndarray, scale: float) -> Codebook:
+    return Codebook(scale, tuple((scale * numbers).astype(np.float16).view(np.uint16).tolist()))
+
+
+def _scaled(numbers: np.ndarray) -> list[Codebook]:
+    return [_codebook(numbers, float(scale)) for scale in np.exp2(np.arange(0, 1, 2**-12))]
+
+
+def _pairs(book: Codebook) -> bool:
+    """Whether entries i and i + 8 agree in the high bit of their low byte."""
+    return all((a ^ b) & 0x80 == 0 for a, b in zip(book.halves[:8], book.halves[8:], strict=True))
+
+
+def _error(book: Codebook, numbers: np.ndarray) -> float:
+    rounded = np.array(book.halves, np.uint16).view(np.float16) / book.scale
+    return float(np.abs(rounded / numbers - 1).max())
+
+
+# --- what a lane holds
+
+
+def share(columns: int, lanes: int) -> int:
+    """How many lanes divide the parts of a column."""
+    return max(1, lanes // columns)
+
+
+@lru_cache
+def lane_words(bits: int, columns: int, lanes: int) -> tuple[Word, ...]:
+    """Those of a segment, one column of the lane after the other, planes in order."""
+    by, words = share(columns, lanes), []
+    for first in range(0, columns, lanes):
+        for width in planes(bits):
+            words += [Word(first + by * i * columns, width) for i in range(max(1, width // by))]
+            first += width * columns
+    return tuple(words)
+
+
+@lru_cache
+def lane_steps(bits: int, columns: int, lanes: int) -> tuple[Step, ...]:
+    """How a lane decodes them, 8 codes of a token in each step."""
+    by = share(columns, lanes)
+    counts = [max(1, width // by) for width in planes(bits)]
+    begins = list(accumulate(counts, initial=0))
+    return tuple(
+        Step(
+            tuple(column * begins[-1] + begin + turn % count for begin, count in zip(begins, counts, strict=False)),
+            *_program(bits, by, turn, across=lanes == VALUE_LANES),
+        )
+        for column in range(max(1, columns // lanes))
+        for turn in range(4 // by)
+    )
+
+
+@gluon.jit
+def coordinate(step, byte, high, lane, COLUMNS, LANES, SHARE):
+    """Of what a step of a lane makes of a byte of its words: of part p, or p + 4 where `high`."""
+    part = lane // COLUMNS + step % (4 // SHARE) * SHARE + 4 * high
+    column = lane % COLUMNS + step // (4 // SHARE) * LANES
+    return part * (4 * COLUMNS) + 4 * column + byte
+
+
+# --- PTX
+
+
+def _program(bits: int, by: int, turn: int, across: bool) -> tuple[str, tuple[int, ...]]:
+    """The words of two tokens, of each plane one for both, u and constants, each twice -> 8 pairs of float16.
+
+    Without `across`, these are parts p and p + 4 of bytes 0 to 3 of the first token, then of the second; with it, both
+    tokens at bytes 0 to 3 of part p, then of p + 4.
+    """
+    code = _Code(10 + 2 * len(planes(bits)))
+    words = {width: (f"${8 + 2 * i}", f"${9 + 2 * i}") for i, width in enumerate(planes(bits))}
+    u = f"${8 + 2 * len(words)}"
+    if across:  # bytes 0 and 1 of both tokens, then 2 and 3
+        words = {width: (code("prmt", *two, 0x5140), code("prmt", *two, 0x7362)) for width, two in words.items()}
+    for i in range(2):
+        nibbles = {width: _aligned(code, width, two[i], u, by, turn) for width, two in words.items()}
+        low, high = _levels(code, bits, nibbles)
+        for half in range(2):
+            numbers = (2 * i + half, 2 * i + half + 4) if across else (4 * i + 2 * half, 4 * i + 2 * half + 1)
+            for number, selector in zip(numbers, (0x6240, 0x7351) if across else (0x5140, 0x7362), strict=True):
+                code.put(f"${number}", "prmt", low[half], high[half], selector)
+    return str(code), tuple(code.constants)
+
+
+class _Code:
+    """Lines of PTX, each into a register of its own.
+
+    Of every table of 8 bytes, one half comes in a register, operand `free` or one of those after it: instructions take
+    no more than one constant, and the compiler would move the other to a register each time anew.
+    """
+
+    def __init__(self, free: int) -> None:
+        self.free = free
+        self.lines: list[str] = []
+        self.constants: list[int] = []
+
+    def __call__(self, operation: str, *sources: str | int) -> str:
+        register = f"r{len(self.lines)}"
+        self.put(register, operation, *sources)
+        return register
+
+    def put(self, register: str, operation: str, *sources: str | int) -> None:
+        kind = {"shr": "u32", "mad.lo": "u32", "mul.lo": "u32", "mul.hi": "u32"}.get(operation, "b32")
+        names = (hex(source) if isinstance(source, int) else source for source in sources)
+        self.lines.append(f"{operation}.{kind} {register}, {', '.join(names)};")
+
+    def shifted(self, word: str, by: int) -> str:
+        if by in PRODUCTS:
+            return self("mul.hi", word, self.constant(1 << (32 - by)))
+        return self("shr", word, by) if by else word
+
+    def table(self, numbers: list[int], selector: str) -> str:
+        """Up to 8 bytes, looked up by the low 4 nibbles of the selector."""
+        low, high = (int.from_bytes(bytes(numbers[i : i + 4]), "little") for i in (0, 4))
+        return self("prmt", self.constant(low), high, selector)
+
+    def constant(self, number: int) -> str:
+        if number not in self.constants:
+            self.constants.append(number)
+        return f"${self.free + 2 * self.constants.index(number)}"
+
+    def __str__(self) -> str:
+        return "\n".join([f"{{ .reg .b32 r<{len(self.lines)}>;", *self.lines, "}"])
+
+
+def _aligned(code: _Code, width: int, word: str, u: str, by: int, turn: int) -> str:
+    """The bits of a plane for parts p and p + 4 at the low end of nibbles, with others above them."""
+    if width == 2:
+        return code("shr", word, code("and", u, 2)) if by == 4 else code.shifted(word, 2 * (turn // (2 // by)))
+    elif width == 1:
+        return code.shifted(word if by == 1 else code("shr", word, u), by * turn)
+    return word
+
+
+def _levels(code: _Code, bits: int, planes: dict[int, str]) -> tuple[list[str], list[str]]:
+    """The low and the high bytes of the levels of 8 codes, 4 in a register, out of a word for each plane."""
+    ones, threes = 0x11111111, 0x33333333
+    low_bytes, high_bytes = _bytes(codebook(bits).halves)
+    if bits < 4:
+        if bits == 3:
+            index = code("mad.lo", code("and", planes[1], ones), 4, code("and", planes[2], threes))
+        else:
+            index = code("and", planes[bits], (2**bits - 1) * ones)
+        both = [index, code.shifted(index, 16)]
+        low, high = ([code.table(table, selector) for selector in both] for table in (low_bytes, high_bytes))
+        return low, high
+    # positive codes, whose highest bit is 1, are turned over: 0 stands for the largest magnitude
+    if bits == 4:
+        positive = code("and", code("shr", planes[4], 3), ones)
+        index = code("and", code("xor", planes[4], code("mul.lo", positive, 7)), 0x77777777)
+        above = None
+    else:
+        sign = code("shr", planes[2], 1) if bits == 6 else planes[1]
+        positive = code("and", sign, ones)
+        index = code("xor", planes[4], code("mul.lo", positive, 15))
+        above = code("xor", positive, code("and", planes[2], ones)) if bits == 6 else None
+    low, high = [], []
+    for by in (0, 16):
+        selector, negative = code.shifted(index, by), code.table([0x80, 0], code.shifted(positive, by))
+        if bits == 4:
+            low.append(code.table(low_bytes, selector))
+            magnitude = code.table(high_bytes, selector)
+        elif bits == 5:
+            low.append(_sixteen(code, low_bytes, selector))
+            magnitude = _sixteen(code, high_bytes, selector)
+        else:
+            assert above is not None
+            wide = code.table([0, 0xFF], code.shifted(above, by))
+            narrow = code.table([0, 0xFF], code("and", code("shr", selector, 3), ones))
+            selector = code("and", selector, 0x7777)
+            low.append(_thirty_two(code, low_bytes, selector, narrow, wide))
+            magnitude = _thirty_two(code, high_bytes, selector, narrow, wide)
+        high.append(code("xor", magnitude, negative))
+    return low, high
+
+
+def _bytes(halves: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    return [half & 255 for half in halves], [half >> 8 for half in halves]
+
+
+def _sixteen(code: _Code, table: list[int], selector: str) -> str:
+    """Look 4-bit nibbles up in 16 bytes, of which i and i + 8 agree in their high bit.
+
+    Where a nibble is 8 or more, `prmt` returns 8 copies of the high bit of byte i. Bytes that it is 1 of are stored so
+    that the copies turn them over once more.
+    """
+    second = [byte ^ 0xFF if byte & 0x80 else byte for byte in table[8:]]
+    return code("xor", code.table(table[:8], selector), code.table(second, code("xor", selector, 0x88888888)))
+
+
+def _thirty_two(code: _Code, table: list[int], selector: str, narrow: str, wide: str) -> str:
+    """Look 3-bit nibbles up in 32 bytes, skipping 8 where `narrow` is a byte of ones, and 16 where `wide` is."""
+    parts = [code.table(table[i : i + 8], selector) for i in range(0, 32, 8)]
+    return _chosen(code, wide, *(_chosen(code, narrow, *parts[i : i + 2]) for i in (0, 2)))
+
+
+def _chosen(code: _Code, mask: str, zero: str, one: str) -> str:
+    return code("or", code("and", one, mask), code("and", zero, code("not", mask)))

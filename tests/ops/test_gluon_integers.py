@@ -1,0 +1,75 @@
+"""What of the Gluon kernel for integers can be checked without a GPU: how words become operands, that programs fit."""
+
+import numpy as np
+import pytest
+
+from kvfold.layout import affine_slot
+from kvfold.ops.attend import gluon_integers as kernel
+from kvfold.ops.attend.gluon_tiles import TILE
+
+
+def registers(asm: str, words: list[int], count: int) -> list[int]:
+    """The `count` outputs of inline assembly of a few instructions for these inputs."""
+    values = {f"${count + i}": word for i, word in enumerate(words)}
+    for line in asm.strip("{}").replace("\n", "").split(";"):
+        name, _, rest = line.strip().partition(" ")
+        to, *operands = rest.split(", ")
+        numbers = [values[each] if each in values else int(each, 0) for each in operands if name != ".reg"]
+        match name, numbers:
+            case "and.b32", [x, y]:
+                values[to] = x & y
+            case "xor.b32", [x, y]:
+                values[to] = x ^ y
+            case "shr.u32", [x, y]:
+                values[to] = x >> y
+            case "prmt.b32", [x, y, chosen]:
+                source = (x | y << 32).to_bytes(8, "little")
+                values[to] = int.from_bytes(bytes(source[chosen >> 4 * i & 7] for i in range(4)), "little")
+            case _:
+                assert name in ("", ".reg"), line
+    return [values[f"${i}"] for i in range(count)]
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_keys_are_unpacked_to_signed_bytes(bits: int) -> None:
+    words = np.random.default_rng(0).integers(2**32, size=4, dtype=np.uint32)
+    codes = 8 // bits
+    operands = np.array(registers(kernel.unpack_bytes(bits), words.tolist(), 4 * codes), dtype="<u4").view(np.int8)
+    stored = words.astype("<u4").view(np.uint8).reshape(4, 4)  # [token, byte]
+    for code, operand in enumerate(operands.reshape(codes, 4, 4).astype(int)):
+        expected = (stored >> code * bits & 2**bits - 1).astype(int)
+        place = 1 << (code * bits & 3)  # as queries are divided by
+        np.testing.assert_array_equal(operand, expected - 128 if bits == 8 else expected * place)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_values_are_unpacked_to_subnormal_halves(bits: int) -> None:
+    words = np.random.default_rng(0).integers(2**32, size=2, dtype=np.uint32)
+    codes = 8 // bits
+    operands = np.array(registers(kernel.unpack_halves(bits), words.tolist(), 4 * codes), dtype="<u4").view(np.float16)
+    stored = words.astype("<u4").view(np.uint8).reshape(2, 4)  # [token, byte]
+    for byte, operand in enumerate(operands.reshape(4, codes, 2).astype(float)):
+        for code in range(codes):
+            expected = (stored[:, byte] >> code * bits & 2**bits - 1).astype(float)
+            np.testing.assert_array_equal(operand[code] * 2.0**24, expected * 2 ** (code * bits))
+
+
+@pytest.mark.parametrize(("dims", "bits", "group"), [(128, 2, 128), (128, 2, 64), (128, 4, 128), (128, 8, 128)])
+def test_programs_fit_in_shared_memory(dims: int, bits: int, group: int) -> None:
+    side = kernel.side(affine_slot(dims, bits, group), 0, 0)
+    tile = 2 * TILE * affine_slot(dims, bits, group).slot_bytes
+    warps = kernel.room(side, side)
+    assert 0 < warps * (2 * tile + 1024) <= kernel.SHARED
+    assert warps == kernel.WARPS or (warps + 1) * (2 * tile + 1024) > kernel.SHARED
+
+
+@pytest.mark.parametrize(("dims", "bits", "segments"), [(128, 2, 1), (128, 2, 2), (128, 4, 1), (64, 4, 1), (256, 8, 2)])
+def test_every_code_of_a_key_has_an_index(dims: int, bits: int, segments: int) -> None:
+    """Lane t of 4 holds `words` words after one another, four to a register under each mask (see unpack_bytes)."""
+    count, words = dims // segments, dims * bits // 32 // segments // 4
+    for index in range(count):
+        byte, lane, rest = index & 3, index >> 2 & 3, index >> 4
+        word, code = rest % words, rest // words
+        expected = 4 * (lane * words + word) + byte + code * 16 * words  # as packing.py orders codes
+        bits_of = [bit for bit in range(count.bit_length() - 1) if index >> bit & 1]
+        assert sum(kernel.key_coordinate(bit, words) for bit in bits_of) == expected
