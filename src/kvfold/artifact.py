@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -42,28 +43,37 @@ class Fingerprint(_Strict):
 
     @classmethod
     def of(cls, model: "PreTrainedModel") -> Self:
-        config = model.config.to_dict()
-        geometry = Geometry.from_config(config)
         digest = hashlib.sha256()
         for name, parameter in sorted(model.named_parameters()):
             numbers = parameter.detach().flatten()[:256].to("cpu", torch.bfloat16).view(torch.uint8)
             digest.update(f"{name} {tuple(parameter.shape)} ".encode() + numbers.numpy().tobytes())
-        return cls(
-            architecture=type(model).__name__,
-            layers=geometry.layers,
-            q_heads=geometry.q_heads,
-            kv_heads=geometry.kv_heads,
-            head_dim=geometry.head_dim,
-            rope=config.get("rope_parameters") or {},
-            weights=digest.hexdigest(),
-        )
+        shape = cls._shape(model.config.to_dict())
+        return cls(**{**shape, "architecture": type(model).__name__, "weights": digest.hexdigest()})
+
+    @staticmethod
+    def _shape(config: Mapping[str, Any]) -> dict[str, Any]:
+        """All but the weights, as a configuration has it."""
+        geometry = Geometry.from_config(config)
+        return {
+            "architecture": geometry.architecture,
+            "layers": geometry.layers,
+            "q_heads": geometry.q_heads,
+            "kv_heads": geometry.kv_heads,
+            "head_dim": geometry.head_dim,
+            "rope": config.get("rope_parameters") or {},
+        }
 
     def check(self, model: "PreTrainedModel") -> None:
         """Refuse another model, naming the field that differs."""
-        other = Fingerprint.of(model)
-        for field in type(self).model_fields:
-            mine, theirs = getattr(self, field), getattr(other, field)
-            if mine != theirs:
+        self._compare(Fingerprint.of(model).model_dump())
+
+    def check_config(self, config: Mapping[str, Any]) -> None:
+        """The same for what a model's configuration (as transformers has it) tells, without its weights."""
+        self._compare(self._shape(config))
+
+    def _compare(self, other: Mapping[str, Any]) -> None:
+        for field, theirs in other.items():
+            if (mine := getattr(self, field)) != theirs:
                 raise ValueError(
                     f"the artifact was made for another model: its {field} is {mine}, the model's is {theirs}"
                 )
