@@ -23,7 +23,7 @@ class ShadowTable:
 
     def __init__(self, windows: Windows, page_size: int, pages: int, shadows: int, device: torch.device | str) -> None:
         self.windows, self.page_size = windows, page_size
-        self.step = 0
+        self.step = torch.zeros((), dtype=torch.int64, device=device)  # there too, so that updates can be captured
         self.of = torch.full((pages + 1,), -1, device=device)  # the shadow of each page, -1: none
         self.owner = torch.full((shadows + 1,), -1, device=device)  # the page of each shadow, -1: none
         self.needed = torch.zeros(shadows + 1, dtype=torch.int64, device=device)  # the last step that each was in use
