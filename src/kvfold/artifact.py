@@ -60,7 +60,8 @@ class Fingerprint(_Strict):
             "q_heads": geometry.q_heads,
             "kv_heads": geometry.kv_heads,
             "head_dim": geometry.head_dim,
-            "rope": config.get("rope_parameters") or {},
+            # without the older name of rope_type, which some engines add
+            "rope": {name: value for name, value in (config.get("rope_parameters") or {}).items() if name != "type"},
         }
 
     def check(self, model: "PreTrainedModel") -> None:

@@ -1,7 +1,7 @@
 """16-bit shadow pages for engines: which pages of their pool have one, decided on the device.
 
 Engines describe a step in device memory, and may schedule the next one before this one has run, so nothing here waits
-for the device or depends on what is in a tensor.
+for the device or depends on what is in a tensor: an update can be captured in a CUDA graph.
 """
 
 import torch
@@ -23,7 +23,7 @@ class ShadowTable:
 
     def __init__(self, windows: Windows, page_size: int, pages: int, shadows: int, device: torch.device | str) -> None:
         self.windows, self.page_size = windows, page_size
-        self.step = torch.zeros((), dtype=torch.int64, device=device)  # there too, so that updates can be captured
+        self.step = torch.zeros((), dtype=torch.int64, device=device)
         self.of = torch.full((pages + 1,), -1, device=device)  # the shadow of each page, -1: none
         self.owner = torch.full((shadows + 1,), -1, device=device)  # the page of each shadow, -1: none
         self.needed = torch.zeros(shadows + 1, dtype=torch.int64, device=device)  # the last step that each was in use
@@ -35,23 +35,25 @@ class ShadowTable:
         self.step += 1
         fresh = torch.where(slots % self.page_size == 0, slots // self.page_size, -1)  # pages; each comes once
         former = self.of[fresh]
-        self.owner[former], self.needed[former] = -1, 0
-        self.of[fresh] = -1
+        self.owner.index_fill_(0, former, -1)
+        self.needed.index_fill_(0, former, 0)
+        self.of.index_fill_(0, fresh, -1)
 
         reached = self._windows(starts.long(), lengths.long(), table)
         self.needed[self.of[reached]] = self.step
-        self._reached[reached] = True
+        self._reached.index_fill_(0, reached, True)
         given = self._reached[fresh] & (fresh >= 0)
-        self._reached[reached] = False
+        self._reached.index_fill_(0, reached, False)
 
         oldest = self.needed[:-1].argsort(stable=True)
         place = given.cumsum(0) - 1
         shadow = oldest[place.clamp(0, len(oldest) - 1)]
         given &= (place < len(oldest)) & (self.needed[shadow] < self.step)
         shadow, page = torch.where(given, shadow, -1), torch.where(given, fresh, -1)
-        self.of[self.owner[shadow]] = -1
+        self.of.index_fill_(0, self.owner[shadow], -1)
         self.of[page], self.owner[shadow], self.needed[shadow] = shadow, page, self.step
-        self.of[-1] = self.owner[-1] = -1
+        self.of[-1:].fill_(-1)
+        self.owner[-1:].fill_(-1)
 
     @property
     def used(self) -> Tensor:
@@ -59,11 +61,11 @@ class ShadowTable:
         return (self.owner >= 0).sum()
 
     def _windows(self, starts: Tensor, lengths: Tensor, table: Tensor) -> Tensor:
-        """The pages [requests, …] that windows reach into before the step and after it, -1 for none."""
+        """The pages that windows reach into before the step and after it, -1 for none."""
         parts = [self._span(torch.zeros_like(starts), lengths.clamp_max(self.windows.sink), self.windows.sink, table)]
         for ends in (starts, lengths):  # the next token reads `recent` tokens, of which it is one
             parts.append(self._span(ends + 1 - self.windows.recent, ends, self.windows.recent - 1, table))
-        return torch.cat(parts, dim=1)
+        return torch.cat(parts, dim=1).flatten()
 
     def _span(self, first: Tensor, end: Tensor, tokens: int, table: Tensor) -> Tensor:
         """The pages of `tokens` tokens, at most, from `first` on and before `end`."""
