@@ -78,6 +78,8 @@ class PackedBackend(AttentionBackend):
         self.req_to_token = runner.req_to_token_pool.req_to_token
         # the first token of each page of a request
         self.firsts = torch.arange(0, self.req_to_token.shape[1], self.pool.page_size, device=runner.device)
+        # kernels are told all in device memory, so that a step waits for nothing and can be captured in a CUDA graph
+        self.captured = all(layer.ops.decode.implementation != "torch" for layer in self.pool.layers)
         self.steps: list[tuple[slice, Step]] = []
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -87,7 +89,7 @@ class PackedBackend(AttentionBackend):
         return 1
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
-        """Begin a step. That of requests which decode on a GPU waits for nothing and is captured."""
+        """Begin a step."""
         mode, page_size, shadows = forward_batch.forward_mode, self.pool.page_size, self.pool.shadows
         if mode.is_idle():
             return
@@ -97,7 +99,7 @@ class PackedBackend(AttentionBackend):
         table = self.req_to_token[forward_batch.req_pool_indices.unsqueeze(1), self.firsts] // page_size
         if shadows.windows:
             shadows.update(slots, starts, lengths, table)
-        if mode.is_decode() and table.is_cuda:
+        if mode.is_decode() and self.captured:
             self.steps = [decode_step(slots, starts, lengths, table.long(), shadows.of, page_size)]
         elif mode.is_decode():
             self.steps = dense_steps(starts.tolist(), lengths.tolist(), table, page_size, shadows.of)
