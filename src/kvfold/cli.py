@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from importlib import import_module
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich import box
@@ -23,7 +24,7 @@ from rich.table import Table
 
 from kvfold import __version__
 from kvfold.geometry import Geometry, example_configs
-from kvfold.models import load_config, load_model
+from kvfold.models import EMBEDDED, cache_folder, embedded_folder, load_config, load_model, weight_files
 from kvfold.recipe import Recipe
 from kvfold.recipes import RECIPES, parse
 from kvfold.text import draw, read_text, tokenize
@@ -344,6 +345,34 @@ def generate(
     parsed = _panel([recipe] if recipe else None, means, "saw-int4")[0]
     _check(model, [parsed])
     _generate(*_load(model), parsed, prompt, max_tokens, raw, means)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(
+    context: typer.Context,
+    model: Model,
+    recipe: Annotated[str, typer.Option("--recipe", "-r", help="A recipe with options, e.g. `saw-int4:sink=4`.")],
+    artifact: ArtifactFolder = None,
+    engine: Annotated[Literal["vllm", "sglang"], typer.Option(help="The engine that serves.")] = "vllm",
+) -> None:
+    """Serve a model over the OpenAI API with a packed cache. Every other flag goes to the engine as it is.
+
+    Without an artifact, a recipe that needs one is calibrated first, once for each model.
+
+    Example: `kvfold serve embedded -r saw-int4 --port 8000 --max-model-len 4096`
+    """
+    from kvfold.engines.serving import Config
+
+    parsed = parse(recipe)
+    _check(model, [parsed])
+    if artifact is None and (parsed.centre or parsed.learns):
+        artifact = str(_calibrated(model, parsed))
+    try:
+        server = import_module(f"kvfold.engines.{engine}.server")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f'serving needs {engine}: pip install "kvfold[{engine}]" ({error})') from error
+    folder = str(embedded_folder()) if model == EMBEDDED else model
+    server.serve(folder, model, Config(parsed, artifact), context.args)
 
 
 @app.command()
@@ -721,6 +750,20 @@ def _calibrate(
         checkpoint.parent.mkdir(parents=True, exist_ok=True)
     with _progress("Calibrating") as advance:
         return run(network, words, context, recipes, seed=seed, into=into, checkpoint=checkpoint, progress=advance)
+
+
+def _calibrated(model: str, recipe: Recipe) -> Path:
+    """The folder of what a recipe has to know about a model, in the user's cache; made where it is not there yet."""
+    from kvfold.artifact import digest_files
+
+    files = weight_files(model)
+    which = digest_files(files)[:16] if files else re.sub(r"\W+", "-", model)
+    folder = cache_folder() / "artifacts" / f"{which}-{recipe.fitted_as if recipe.learns else 'means'}"
+    if not (folder / "kvfold.json").exists():
+        network, tokenizer = _load(model)
+        made = _calibrate(network, tokenizer, read_text(None, "calibration"), 8192, 2048, [recipe])
+        made.save(folder)
+    return folder
 
 
 def _evaluate(

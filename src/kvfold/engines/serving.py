@@ -69,13 +69,14 @@ class Plan:
         device: torch.device | str = "cpu",
         rank: int = 0,
         ranks: int = 1,
+        weights: str | None = None,
     ) -> Self:
-        """For one of several tensor-parallel ranks of a model with this configuration (its config.json). Ranks beyond
-        the KV heads hold copies, as many of each."""
+        """For one of several tensor-parallel ranks of a model with this configuration (its config.json) and, if they
+        are known, weights (`digest_files`). Ranks beyond the KV heads hold copies, as many of each."""
         recipe, geometry = config.recipe, Geometry.from_config(model)
         artifact = None if config.artifact is None else Artifact.load(config.artifact)
         if artifact is not None:
-            artifact.metadata.model.check_config(model)
+            artifact.metadata.model.check_files(model, weights)
         elif recipe.centre or recipe.learns:
             raise ValueError(
                 f"{recipe} needs an artifact of the model: run `kvfold calibrate MODEL --recipe {recipe.fitted_as} "

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvfold.artifact import digest_files
 from kvfold.engines.serving import Config, Plan
 from kvfold.layout import ALIGNMENT
+from kvfold.models import weight_files
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -81,8 +83,9 @@ def prepare(arguments: "ServerArgs") -> None:
     if arguments.page_size % ALIGNMENT:
         raise ValueError(f"pages need a multiple of {ALIGNMENT} tokens, not --page-size {arguments.page_size}")
     overrides = json.loads(arguments.json_model_override_args)
-    model = get_config(arguments.model_path, arguments.trust_remote_code, arguments.revision, overrides)
-    Plan.make(config, model.to_dict(), arguments.page_size, torch.bfloat16, ranks=arguments.tp_size)
+    model = get_config(arguments.model_path, arguments.trust_remote_code, arguments.revision, overrides).to_dict()
+    weights = digest_files(files) if config.artifact and (files := weight_files(arguments.model_path)) else None
+    Plan.make(config, model, arguments.page_size, torch.bfloat16, ranks=arguments.tp_size, weights=weights)
 
 
 def refuse(arguments: "ServerArgs") -> None:
