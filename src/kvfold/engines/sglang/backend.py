@@ -70,7 +70,7 @@ class PackedBackend(AttentionBackend):
     def __init__(self, runner: ModelRunner) -> None:
         super().__init__()
         if not isinstance(runner.token_to_kv_pool, PackedPool):
-            raise ValueError(f"SGLang made a {type(runner.token_to_kv_pool).__name__} instead of packed pages")
+            raise ValueError(f"kvfold: SGLang made a {type(runner.token_to_kv_pool).__name__} instead of packed pages")
         for layer in runner.model.modules():
             if isinstance(layer, RadixAttention):
                 refuse(layer)
@@ -119,7 +119,7 @@ class PackedBackend(AttentionBackend):
         **others: Any,
     ) -> Tensor:
         if k is None or v is None or not save_kv_cache or any(other is not None for other in others.values()):
-            raise ValueError(f"layer {layer.layer_id} wants another attention than can run over packed pages")
+            raise ValueError(f"kvfold: layer {layer.layer_id} wants another attention than can run over packed pages")
         queries = q.view(-1, layer.tp_q_head_num, layer.head_dim)
         out = torch.empty_like(queries)
         self.pool.layers[layer.layer_id].attend(self.steps, queries, k, v, layer.scaling, out)
@@ -149,4 +149,4 @@ def refuse(layer: RadixAttention) -> None:
     }
     for what, applies in unsupported.items():
         if applies:
-            raise ValueError(f"attention with {what} in layer {layer.layer_id} cannot run over packed pages")
+            raise ValueError(f"kvfold: attention with {what} in layer {layer.layer_id} cannot run over packed pages")

@@ -1,6 +1,7 @@
 """The entry point of SGLang's plugins: nothing changes unless KVFOLD_RECIPE, and KVFOLD_ARTIFACT beside it, ask for it.
 
-SGLang only logs what fails in a plugin, and serves on without it. So what fails here ends the process, with one line.
+SGLang only logs what fails in a plugin, and serves on without it. So what fails here ends it: in the main process with
+one line; in a scheduler's by an error, of which SGLang makes its own end.
 """
 
 import json
@@ -25,6 +26,21 @@ if TYPE_CHECKING:
 
 BACKEND = "kvfold"
 PAGE_SIZE = {"cuda": 64, "cpu": 16}
+PLAIN: dict[str, tuple[Any, ...]] = {  # arguments, and the values with which the cache is where and what kvfold expects
+    **dict.fromkeys(("attention_backend", "prefill_attention_backend", "decode_attention_backend"), (None, BACKEND)),
+    "kv_cache_dtype": ("auto",),
+    "disaggregation_mode": ("null",),
+    **dict.fromkeys(("pp_size", "dcp_size", "attn_cp_size"), (1,)),
+    **dict.fromkeys(
+        (
+            *("speculative_algorithm", "dllm_algorithm", "enable_dp_attention", "enable_two_batch_overlap"),
+            *("enable_hierarchical_cache", "enable_lmcache", "enable_flexkv", "enable_hisparse", "enable_pdmux"),
+            *("enable_unified_memory", "enable_page_major_kv_layout", "enable_memory_saver", "enable_prefill_cp"),
+            *("prefill_only_disable_kv_cache", "encoder_only"),
+        ),
+        (None, False),
+    ),
+}
 RUNNING = 128  # requests at a time, where each keeps windows in 16 bits and nobody says how many there will be
 
 
@@ -51,10 +67,10 @@ def register() -> None:
     from kvfold.engines.sglang.backend import PackedBackend
 
     add_attention_backend_choices([BACKEND])
-    register_attention_backend(BACKEND)(aborting(PackedBackend))
+    register_attention_backend(BACKEND)(PackedBackend)
     pools = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
     sizes = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
-    begin = "resolve_once" if hasattr(ServerArgs, "resolve_once") else "__post_init__"  # up to 0.5.17
+    begin = "resolve_once" if hasattr(ServerArgs, "resolve_once") else "__post_init__"  # of older versions
     for target, kind, hook in (
         (f"sglang.srt.server_args.ServerArgs.{begin}", HookType.BEFORE, prepare),
         (f"{pools}._profile_available_bytes", HookType.AFTER, page_budget),
@@ -63,15 +79,16 @@ def register() -> None:
         (f"{pools}.configure", HookType.AFTER, verify),
     ):
         pkgutil.resolve_name(target)  # SGLang would leave out a hook on what is not there
-        HookRegistry.register(target, aborting(hook), kind)
+        HookRegistry.register(target, hook, kind)
 
 
+@aborting
 def prepare(arguments: "ServerArgs") -> None:
     """Refuse what cannot be served, before anything is loaded, and choose what kvfold needs."""
     from sglang.srt.utils.hf_transformers_utils import get_config
 
     config = Config.read()
-    if config is None or arguments.attention_backend == BACKEND:  # seen before
+    if config is None or getattr(arguments, "_resolution_finished", False):  # SGLang asks again
         return
     refuse(arguments)
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -89,38 +106,21 @@ def prepare(arguments: "ServerArgs") -> None:
 
 
 def refuse(arguments: "ServerArgs") -> None:
-    def given(name: str) -> Any:
-        return getattr(arguments, name, None)  # not every version has all
-
-    reasons = {
-        "kvfold has an attention backend of its own: leave out {}": [
-            name
-            for name in ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
-            if given(name) is not None
-        ],
-        "{} packs the cache in another way: leave it at auto": ["kv_cache_dtype"] * (given("kv_cache_dtype") != "auto"),
-        "it does not go together with {} yet": [
-            name
-            for name in (
-                *("speculative_algorithm", "dllm_algorithm", "enable_dp_attention", "enable_two_batch_overlap"),
-                *("enable_hierarchical_cache", "enable_lmcache", "enable_flexkv", "enable_hisparse", "enable_pdmux"),
-                *("enable_unified_memory", "enable_page_major_kv_layout", "enable_memory_saver", "enable_prefill_cp"),
-                *("prefill_only_disable_kv_cache", "encoder_only"),
-            )
-            if given(name)
-        ]
-        + [name for name in ("pp_size", "dcp_size", "attn_cp_size") if (given(name) or 1) > 1]
-        + ["disaggregation_mode"] * (given("disaggregation_mode") != "null"),
-    }
-    for reason, names in reasons.items():
-        if names:
-            raise ValueError(reason.format("--" + names[0].replace("_", "-")))
+    for name, values in PLAIN.items():
+        if (given := getattr(arguments, name, values[0])) not in values:
+            raise ValueError(f"--{name.replace('_', '-')} {given} does not go together with a packed cache")
 
 
 def page_budget(available: int, configurator: "KVCacheConfigurator", *_: Any) -> int:
     """What is left for pages, after shadow pages."""
     plan = plan_of(configurator)
-    return available - plan.shadow_bytes(shadows_of(plan))
+    taken = plan.shadow_bytes(shadows_of(plan))
+    if taken >= available:
+        raise ValueError(
+            f"kvfold: windows of so many requests take {taken / 2**20:,.0f} of {available / 2**20:,.0f} MiB for the "
+            "cache: lower --max-running-requests"
+        )
+    return available - taken
 
 
 def cell_size(_: int, sizes: Any, configurator: "KVCacheConfigurator", layers: int) -> int:
@@ -142,10 +142,10 @@ def verify(result: Any, configurator: "KVCacheConfigurator", **_: Any) -> None:
 
     plan = plan_of(configurator)
     if not isinstance(result.token_to_kv_pool, PackedPool):
-        raise ValueError(f"SGLang made a {type(result.token_to_kv_pool).__name__} instead of packed pages")
+        raise ValueError(f"kvfold: SGLang made a {type(result.token_to_kv_pool).__name__} instead of packed pages")
     counted = getattr(create_memory_pool_configurator(configurator), "_cell_size", None)
     if counted != math.ceil(plan.token_bytes):
-        raise ValueError(f"SGLang counts {counted} bytes for a token, and it takes {plan.token_bytes:g}")
+        raise ValueError(f"kvfold: SGLang counts {counted} bytes for a token, and it takes {plan.token_bytes:g}")
 
 
 def plan_of(configurator: "KVCacheConfigurator") -> Plan:
