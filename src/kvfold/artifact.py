@@ -1,14 +1,16 @@
 """Artifact: what calibration found, with the model it belongs to; a folder with kvfold.json and tensors.safetensors."""
 
 import hashlib
+import math
 import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 METADATA, TENSORS = "kvfold.json", "tensors.safetensors"
 TEXT = "text"
+DIGESTED = 256  # numbers of each parameter, which tell one model from another
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -42,31 +45,62 @@ class Fingerprint(_Strict):
 
     @classmethod
     def of(cls, model: "PreTrainedModel") -> Self:
-        config = model.config.to_dict()
+        shape = cls._shape(model.config.to_dict())
+        weights = _digest((name, parameter.shape, parameter.flatten()) for name, parameter in model.named_parameters())
+        return cls(**{**shape, "architecture": type(model).__name__, "weights": weights})
+
+    @staticmethod
+    def _shape(config: Mapping[str, Any]) -> dict[str, Any]:
+        """All but the weights, as a configuration has it."""
         geometry = Geometry.from_config(config)
-        digest = hashlib.sha256()
-        for name, parameter in sorted(model.named_parameters()):
-            numbers = parameter.detach().flatten()[:256].to("cpu", torch.bfloat16).view(torch.uint8)
-            digest.update(f"{name} {tuple(parameter.shape)} ".encode() + numbers.numpy().tobytes())
-        return cls(
-            architecture=type(model).__name__,
-            layers=geometry.layers,
-            q_heads=geometry.q_heads,
-            kv_heads=geometry.kv_heads,
-            head_dim=geometry.head_dim,
-            rope=config.get("rope_parameters") or {},
-            weights=digest.hexdigest(),
-        )
+        return {
+            "architecture": geometry.architecture,
+            "layers": geometry.layers,
+            "q_heads": geometry.q_heads,
+            "kv_heads": geometry.kv_heads,
+            "head_dim": geometry.head_dim,
+            # without the older name of rope_type, which some engines add
+            "rope": {name: value for name, value in (config.get("rope_parameters") or {}).items() if name != "type"},
+        }
 
     def check(self, model: "PreTrainedModel") -> None:
         """Refuse another model, naming the field that differs."""
-        other = Fingerprint.of(model)
-        for field in type(self).model_fields:
-            mine, theirs = getattr(self, field), getattr(other, field)
-            if mine != theirs:
+        self._compare(Fingerprint.of(model).model_dump())
+
+    def check_files(self, config: Mapping[str, Any], weights: str | None) -> None:
+        """The same for a model that is not loaded: its configuration, as transformers has it, and `digest_files`."""
+        self._compare(self._shape(config) | ({} if weights is None else {"weights": weights}))
+
+    def _compare(self, other: Mapping[str, Any]) -> None:
+        for field, theirs in other.items():
+            if (mine := getattr(self, field)) != theirs:
                 raise ValueError(
                     f"the artifact was made for another model: its {field} is {mine}, the model's is {theirs}"
                 )
+
+
+def _digest(parameters: Iterable[tuple[str, Sequence[int], Tensor]]) -> str:
+    """Of the name, shape and first numbers of each."""
+    digest = hashlib.sha256()
+    for name, shape, numbers in sorted(parameters, key=lambda parameter: parameter[0]):
+        first = numbers.detach()[:DIGESTED].to("cpu", torch.bfloat16).view(torch.uint8)
+        digest.update(f"{name} {tuple(shape)} ".encode() + first.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def digest_files(files: Sequence[Path]) -> str:
+    """`Fingerprint.weights` of the model that these safetensors files hold, if its parameters have their names."""
+    return _digest(_first_numbers(files))
+
+
+def _first_numbers(files: Sequence[Path]) -> Iterator[tuple[str, Sequence[int], Tensor]]:
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                part = tensors.get_slice(name)
+                shape = part.get_shape()
+                rows = -(-DIGESTED // max(1, math.prod(shape[1:])))
+                yield name, shape, (part[:rows] if shape else tensors.get_tensor(name)).flatten()
 
 
 class Provenance(_Strict):

@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from importlib import import_module
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich import box
@@ -23,7 +24,7 @@ from rich.table import Table
 
 from kvfold import __version__
 from kvfold.geometry import Geometry, example_configs
-from kvfold.models import load_config, load_model
+from kvfold.models import EMBEDDED, cache_folder, embedded_folder, load_config, load_model, weight_files
 from kvfold.recipe import Recipe
 from kvfold.recipes import RECIPES, parse
 from kvfold.text import draw, read_text, tokenize
@@ -346,6 +347,34 @@ def generate(
     _generate(*_load(model), parsed, prompt, max_tokens, raw, means)
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(
+    context: typer.Context,
+    model: Model,
+    recipe: Annotated[str, typer.Option("--recipe", "-r", help="A recipe with options, e.g. `saw-int4:sink=4`.")],
+    artifact: ArtifactFolder = None,
+    engine: Annotated[Literal["vllm", "sglang"], typer.Option(help="The engine that serves.")] = "vllm",
+) -> None:
+    """Serve a model over the OpenAI API with a packed cache. Every other flag goes to the engine as it is.
+
+    Without an artifact, a recipe that needs one is calibrated first, once for each model.
+
+    Example: `kvfold serve embedded -r saw-int4 --port 8000 --max-model-len 4096`
+    """
+    from kvfold.engines.serving import Config
+
+    parsed = parse(recipe)
+    _check(model, [parsed])
+    if artifact is None and (parsed.centre or parsed.learns):
+        artifact = str(_calibrated(model, parsed))
+    try:
+        server = import_module(f"kvfold.engines.{engine}.server")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f'serving needs {engine}: pip install "kvfold[{engine}]" ({error})') from error
+    folder = str(embedded_folder()) if model == EMBEDDED else model
+    server.serve(folder, model, Config(parsed, artifact), context.args)
+
+
 @app.command()
 def demo(
     html: Annotated[Path, typer.Option(help="Where to write the report.")] = Path("kvfold-report.html"),
@@ -497,6 +526,46 @@ def step(
         _print_steps(rows)
 
 
+@bench.command()
+def serving(
+    url: Annotated[str, typer.Argument(help="An OpenAI endpoint, e.g. `http://localhost:8000`.")],
+    input_tokens: Annotated[int, typer.Option("--input", help="Tokens of each prompt.", min=1)] = 1024,
+    output_tokens: Annotated[int, typer.Option("--output", help="Tokens of each answer.", min=2)] = 128,
+    concurrency: Annotated[
+        list[int] | None, typer.Option("--concurrency", "-c", help="Users at a time; repeatable. Default: 8.", min=1)
+    ] = None,
+    prefix_hit: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--prefix-hit", help="Percent of each prompt that is the same for all; repeatable.", min=0, max=100
+        ),
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Requests of each user, one after the other.", min=1)] = 4,
+    model: Annotated[str | None, typer.Option(help="The model's name there. Default: the only one.")] = None,
+    recipe: Annotated[str, typer.Option("--recipe", "-r", help="What the server stores in, for the rows.")] = "bf16",
+    gpu: Annotated[str | None, typer.Option(help="What it runs on, for the rows. Default: as this machine.")] = None,
+    json_file: JsonFile = None,
+    csv_file: CsvFile = None,
+) -> None:
+    """Put a server under load: throughput of all and of each user, time to the first token and to the last.
+
+    Example: `kvfold bench serving http://localhost:8000 -r saw-int4 --input 8192 --output 1024 -c 8 -c 32 -c 128`
+    """
+    from kvfold.bench import serving as run
+
+    _check_files(json_file, csv_file)
+    server = run.Server.find(url, model)
+    loads = [
+        run.Load(input_tokens, output_tokens, users, hit, rounds)
+        for hit in prefix_hit or [0]
+        for users in concurrency or [8]
+    ]
+    where = gpu or run.this_machine()
+    rows = _timed(lambda advance: run.run(server, loads, recipe, where, advance), csv_file)
+    if not _write_json(json_file, rows):
+        _print_serving(rows)
+
+
 def _timed(run: Callable[[Callable[[float], None]], Iterator[Any]], csv_file: Path | None) -> list[dict[str, Any]]:
     """The rows of a benchmark that yields them, in a CSV file too: of a run that broke off, those that there are."""
     rows: list[dict[str, Any]] = []
@@ -536,6 +605,29 @@ def _print_steps(rows: list[dict[str, Any]]) -> None:
         f"{first['gpu']}, torch {first['torch']}, triton {first['triton']}, transformers {first['transformers']}. "
         f"Attention over the dense cache: {first['baseline']}. What has no time does not fit in memory; peaks include "
         "weights.",
+        highlight=False,
+    )
+
+
+def _print_serving(rows: list[dict[str, Any]]) -> None:
+    """A table for each share of prefix hits."""
+    for hit, group in groupby(rows, itemgetter("prefix_hit")):
+        first = rows[0]
+        columns = ("users", "tokens/s", "of each", "TTFT p50", "p90", "p99", "E2E p50", "p90", "p99", "KV tokens")
+        table = _table(f"{first['input']:,} + {first['output']:,} tokens, {hit} % of prompts shared", *columns)
+        for row in group:
+            table.add_row(
+                str(row["concurrency"]),
+                f"{row['system_tps']:,.0f}",
+                f"{row['request_tps']:.1f}",
+                *(f"{row[f'{name}_p{p}']:.2f}" for name in ("ttft", "e2e") for p in (50, 90, 99)),
+                "–" if row["kv_tokens"] is None else f"{row['kv_tokens']:,}",
+            )
+        out.print(table)
+    out.print(
+        f"{first['model']} with {first['recipe']}, {first['engine']} {first['version']} on {first['gpu']}; "
+        f"{first['requests'] // first['concurrency']} requests of each user. Times in seconds; the rate of each is "
+        "that after its first token.",
         highlight=False,
     )
 
@@ -658,6 +750,20 @@ def _calibrate(
         checkpoint.parent.mkdir(parents=True, exist_ok=True)
     with _progress("Calibrating") as advance:
         return run(network, words, context, recipes, seed=seed, into=into, checkpoint=checkpoint, progress=advance)
+
+
+def _calibrated(model: str, recipe: Recipe) -> Path:
+    """The folder of what a recipe has to know about a model, in the user's cache; made where it is not there yet."""
+    from kvfold.artifact import digest_files
+
+    files = weight_files(model)
+    which = digest_files(files)[:16] if files else re.sub(r"\W+", "-", model)
+    folder = cache_folder() / "artifacts" / f"{which}-{recipe.fitted_as if recipe.learns else 'means'}"
+    if not (folder / "kvfold.json").exists():
+        network, tokenizer = _load(model)
+        made = _calibrate(network, tokenizer, read_text(None, "calibration"), 8192, 2048, [recipe])
+        made.save(folder)
+    return folder
 
 
 def _evaluate(

@@ -109,6 +109,10 @@ class SlotLayout:
         """Whether metadata belong to a page and not to a token, so that a page is quantized when it is full."""
         return any(segment.rule == "channel" for segment in self.segments)
 
+    @cached_property
+    def has_raw(self) -> bool:
+        return any(segment.rule == "raw" for segment in self.segments)
+
     @property
     def meta_bytes(self) -> int:
         """Of a token, or of a page where metadata belong to it."""

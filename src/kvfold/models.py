@@ -67,9 +67,19 @@ def load_config(name: str) -> dict[str, Any]:
     return config
 
 
+def weight_files(name: str) -> list[Path]:
+    """The safetensors files of a model that is on this machine, if transformers takes their contents as they are."""
+    transformers, source = _require("transformers"), _locate(name)
+    config = transformers.AutoConfig.from_pretrained(source.where, **source.gguf)
+    renamed = _require("transformers.conversion_mapping").get_checkpoint_conversion_mapping(config.model_type)
+    if source.gguf or renamed:
+        return []
+    return sorted(source.config.parent.glob("*.safetensors"))
+
+
 def embedded_folder() -> Path:
     """SmolLM2-135M-Instruct as an ordinary model folder in the user's cache, converted on first use."""
-    folder = _cache_folder() / "SmolLM2-135M-Instruct"
+    folder = cache_folder() / "SmolLM2-135M-Instruct"
     if folder.is_dir():
         return folder
     gguf = _embedded_gguf()
@@ -128,7 +138,7 @@ def _dequantized(source: _Source) -> dict[str, Any]:
     return {**source.gguf, "quantization_config": _require("transformers").GgufConfig(dequantize=True)}
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
     if own := os.environ.get("KVFOLD_CACHE"):
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvfold"

@@ -83,6 +83,11 @@ class Step:
         page = self.table[self._new[0], position // self.page_size]
         return page, self.shadow_of[page], position % self.page_size
 
+    def described(self, batch: Batch) -> "Step":
+        """This step, with its description in device memory that stays where it is."""
+        vars(self)["batch"] = batch
+        return self
+
     @cached_property
     def batch(self) -> Batch:
         starts, lengths = torch.tensor(self.starts, dtype=torch.int32), torch.tensor(self.lengths, dtype=torch.int32)

@@ -93,7 +93,7 @@ class PagedCache:
                     tensor[target] = tensor[source]
         last, self.step = self.step, self._describe(starts, max(counts, default=0))
         if self.reserved and "batch" in vars(last) and last.n == self.step.n and last.batch.update(self.step.batch):
-            vars(self.step)["batch"] = last.batch
+            self.step.described(last.batch)
 
     def _views(self) -> list[list[tuple[slice, Tensor, Tensor]]]:
         return [

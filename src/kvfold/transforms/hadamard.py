@@ -32,15 +32,11 @@ class Hadamard:
 
     def apply(self, x: Tensor) -> Tensor:
         """Sums of ±x in float64 are exact for 16-bit inputs, and for float32 ones unless magnitudes differ by more than
-        2^22, so what is stored of a token does not depend on how many tokens come along."""
+        2^22, so what is stored and read of a token does not depend on how many tokens come along."""
         signs, _ = self._matrices(x.shape[-1], x.device)
         return (x.double() @ signs).mul_(self.order**-0.5).float()
 
-    def invert(self, y: Tensor) -> Tensor:
-        _, orthonormal = self._matrices(y.shape[-1], y.device)
-        return y @ orthonormal
-
-    dual = invert
+    invert = dual = apply
 
     def dense(self, dims: int, device: torch.device) -> Tensor:
         _, orthonormal = self._matrices(dims, device)

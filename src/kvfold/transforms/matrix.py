@@ -11,12 +11,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """y = x·A with an orthogonal A, float32[kv_heads or 1, d, d]."""
+    """y = x·A with an orthogonal A, float32[kv_heads or 1, d, d].
+
+    Computed in float64, so that what is stored and read of a token does not depend on how many tokens come along.
+    """
 
     matrix: Tensor
 
     def apply(self, x: Tensor) -> Tensor:
-        """In float64, so that what is stored of a token does not depend on how many tokens come along."""
         return _by_head(x.double(), self._doubled).float()
 
     @cached_property
@@ -24,10 +26,9 @@ class Matrix:
         return self.matrix.double()
 
     def invert(self, y: Tensor) -> Tensor:
-        return _by_head(y, self.matrix.mT)
+        return _by_head(y.double(), self._doubled.mT).float()
 
-    def dual(self, q: Tensor) -> Tensor:
-        return _by_head(q, self.matrix)
+    dual = apply
 
     def dense(self, dims: int, device: torch.device) -> Tensor:
         return self.matrix

@@ -1,7 +1,7 @@
 """`attend` as vectorised PyTorch: blocks of pages are unpacked one after the other, flash attention runs on each, and
 the parts are merged by their log-sum-exp. The context is never unpacked at once."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ def attend(pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scal
         parts.add(block.columns, block.mask, *_unpack(pages, block))
     if new is not None:
         for window in pages.step.once(_window_blocks, pages.windows, tokens):
-            parts.add(window.columns, window.mask, *window.gather(pages.shadows, new))
+            parts.add(window.columns, window.mask, *window.gather(pages, new))
     return pages.value.transform.inverse(parts.out.transpose(1, 2))
 
 
@@ -39,12 +39,15 @@ def _unpack(pages: LayerPages, block: "_PackedBlock") -> tuple[Tensor, Tensor]:
     tokens = len(block.pages) // sequences * pages.step.page_size
     for sides, *views in pages.sides:
         # [pages, page_size, kv_heads, sides, …] -> [kv_heads, sides, pages, page_size, …]
+        codec = pages.codec(sides)
         codes, meta = (view.permute(2, 3, 0, 1, 4).index_select(2, block.pages) for view in views)
-        parts.append(pages.codec(sides).dequantize(codes, meta, heads=-5))
+        if block.unwritten is not None:  # where memory may hold NaN
+            meta.masked_fill_(block.unwritten[:, : meta.shape[3]], 0)
+            if codec.layout.has_raw:
+                codes.masked_fill_(block.unwritten, 0)
+        parts.append(codec.dequantize(codes, meta, heads=-5))
     x = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
     x = x.view(*x.shape[:2], sequences, tokens, x.shape[-1]).narrow(3, 0, block.tokens)
-    if block.unwritten is not None:
-        x = x.masked_fill_(block.unwritten, 0)
     k, v = x.transpose(0, 2).unbind(1)
     return k, v
 
@@ -96,7 +99,7 @@ class _PackedBlock:
     tokens: int  # of them, from the first: the rest is seen by no query
     columns: slice  # the queries that see anything of it
     mask: Tensor | None  # float[sequences, 1, columns, tokens]: 0 or UNSEEN; None: they see all of it
-    unwritten: Tensor | None  # bool[sequences, tokens, 1]: beyond what is packed of a shorter sequence
+    unwritten: Tensor | None  # bool[sequences · pages, page_size, 1]: beyond what is packed of a shorter sequence
 
 
 def _packed_blocks(step: Step, windows: Windows, block_tokens: int) -> list[_PackedBlock]:
@@ -116,7 +119,8 @@ def _packed_blocks(step: Step, windows: Windows, block_tokens: int) -> list[_Pac
             mask = _additive((tokens >= windows.sink) & (tokens < windows.exact_from(position))).to(device)
         written = torch.tensor(step.lengths) // windows.group * windows.group  # tokens of each sequence
         if stop > written.min():
-            unwritten = (torch.arange(start, stop) >= written.unsqueeze(1)).to(device)[..., None]
+            tokens = start + torch.arange(table.shape[1] * step.page_size)
+            unwritten = (tokens >= written.unsqueeze(1)).view(-1, step.page_size, 1).to(device)
         blocks.append(_PackedBlock(table.flatten(), stop - start, columns, mask, unwritten))
     return blocks
 
@@ -126,16 +130,45 @@ class _WindowBlock:
     columns: slice  # the queries that see anything of it
     mask: Tensor  # float[sequences, 1, columns, tokens]: 0 or UNSEEN
     column: Tensor  # int64[sequences, tokens]: the column of each token in the step, 0 where it is not of the step
-    old: tuple[Tensor, Tensor]  # row and place of the tokens that are older than the step,
-    shadow: tuple[Tensor, Tensor]  # and their shadow page and offset in it
+    kept: "_Places"  # tokens that are older than the step, in shadow pages
+    lost: "_Places"  # those whose shadow page is gone, in packed pages
 
-    def gather(self, shadows: Tensor, new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def gather(self, pages: LayerPages, new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """The keys and values [sequences, kv_heads, tokens, d], float32."""
         row = torch.arange(len(self.column), device=self.column.device).unsqueeze(1)
-        old = shadows[self.shadow[0], :, :, self.shadow[1]]  # [tokens, kv_heads, 2, d]
-        k, v = (states[row, self.column] for states in new)  # [sequences, tokens, kv_heads, d]
-        k[self.old], v[self.old] = old[:, :, 0], old[:, :, 1]
-        return k.transpose(1, 2).float(), v.transpose(1, 2).float()
+        k, v = (states[row, self.column].float() for states in new)  # [sequences, tokens, kv_heads, d]
+        for places, read in ((self.kept, _shadows), (self.lost, _packed)):
+            if len(places.page):
+                x = read(pages, places)  # [tokens, kv_heads, 2, d]
+                k[places.row, places.column], v[places.row, places.column] = x[:, :, 0], x[:, :, 1]
+        return k.transpose(1, 2), v.transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where tokens of a block [sequences, tokens] come from: row and column in it, page and offset in that."""
+
+    row: Tensor
+    column: Tensor
+    page: Tensor
+    offset: Tensor
+
+    def __getitem__(self, mask: Tensor) -> "_Places":
+        return _Places(self.row[mask], self.column[mask], self.page[mask], self.offset[mask])
+
+
+def _shadows(pages: LayerPages, places: _Places) -> Tensor:
+    return pages.shadows[places.page, :, :, places.offset].float()
+
+
+def _packed(pages: LayerPages, places: _Places) -> Tensor:
+    parts = [
+        pages.codec(sides).dequantize(
+            codes[places.page, places.offset], meta[places.page, places.offset % meta.shape[1]]
+        )
+        for sides, codes, meta in pages.sides
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
 def _window_blocks(step: Step, windows: Windows, block_tokens: int) -> list[_WindowBlock]:
@@ -168,14 +201,16 @@ def _window_block(step: Step, tokens: Tensor, windows: Windows | None) -> _Windo
     if windows is not None:
         mask &= token >= windows.exact_from(position)
     old = (tokens >= 0) & (tokens < torch.tensor(step.starts).unsqueeze(1))
-    row, place = (index.to(device) for index in torch.nonzero(old, as_tuple=True))
+    row, column = (index.to(device) for index in torch.nonzero(old, as_tuple=True))
     old_tokens = tokens[old].to(device)
+    packed = _Places(row, column, step.table[row, old_tokens // step.page_size], old_tokens % step.page_size)
+    shadow = step.shadow_of[packed.page]
     return _WindowBlock(
         columns,
         _additive(mask).to(device),
         (tokens - lengths + step.n).clamp_min(0).to(device),
-        (row, place),
-        (step.shadow_of[step.table[row, old_tokens // step.page_size]], old_tokens % step.page_size),
+        replace(packed, page=shadow)[shadow >= 0],
+        packed[shadow < 0],
     )
 
 

@@ -1,0 +1,211 @@
+"""What all serving engines need: the configuration, the plan made from it, layers that pack and attend, the report."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from kvfold import __version__
+from kvfold.artifact import Artifact
+from kvfold.codec import Codec
+from kvfold.engines.shadow_table import shadows_needed
+from kvfold.geometry import Geometry
+from kvfold.layout import PageLayout, raw_slot
+from kvfold.ops.dispatch import Ops, choose
+from kvfold.ops.pages import LayerPages, Step
+from kvfold.recipe import Recipe
+from kvfold.recipes import parse
+from kvfold.windows import Windows
+
+RECIPE, ARTIFACT = "KVFOLD_RECIPE", "KVFOLD_ARTIFACT"  # environment variables
+
+
+@dataclass(frozen=True)
+class Config:
+    """What to serve with."""
+
+    recipe: Recipe
+    artifact: str | None = None  # a folder or a Hub id
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any] | None = None) -> Self | None:
+        """From {"recipe": …, "artifact": …} of an engine's own configuration, else from the environment; None where
+        neither asks for kvfold."""
+        if given is None:
+            if not (name := os.environ.get(RECIPE)):
+                return None
+            given = {"recipe": name, "artifact": os.environ.get(ARTIFACT) or None}
+        if unknown := given.keys() - {"recipe", "artifact"}:
+            raise ValueError(f"kvfold is configured by recipe and artifact, not by {', '.join(sorted(unknown))}")
+        if not given.get("recipe"):
+            raise ValueError("kvfold needs a recipe, such as saw-int4")
+        return cls(parse(given["recipe"]), given.get("artifact"))
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """How one rank of an engine packs a model: all that is the same for every step."""
+
+    recipe: Recipe
+    geometry: Geometry  # of the whole model
+    kv_heads: int  # of this rank
+    codecs: Sequence[tuple[Codec, Codec]]  # keys and values of each layer
+    page_size: int
+    wide: torch.dtype  # the 16-bit type
+    device: torch.device
+
+    @classmethod
+    def make(
+        cls,
+        config: Config,
+        model: Mapping[str, Any],
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        rank: int = 0,
+        ranks: int = 1,
+        weights: str | None = None,
+    ) -> Self:
+        """For one of several tensor-parallel ranks of a model with this configuration (its config.json) and, if they
+        are known, weights (`digest_files`). Ranks beyond the KV heads hold copies, as many of each."""
+        recipe, geometry = config.recipe, Geometry.from_config(model)
+        artifact = None if config.artifact is None else Artifact.load(config.artifact)
+        if artifact is not None:
+            artifact.metadata.model.check_files(model, weights)
+        elif recipe.centre or recipe.learns:
+            raise ValueError(
+                f"{recipe} needs an artifact of the model: run `kvfold calibrate MODEL --recipe {recipe.fitted_as} "
+                "--out DIR`" + ("" if recipe.learns else ", or use centre=false")
+            )
+        for layout in recipe.page_layouts(geometry, page_size, artifact):
+            if layout.key.per_page or layout.value.per_page:
+                raise ValueError(f"{recipe} quantizes whole pages, which cannot be served yet: only token-wise recipes")
+        parts = min(ranks, geometry.kv_heads)
+        if artifact is not None and parts > 1:
+            artifact = artifact.shard(rank * parts // ranks, parts)
+        wide = dtype if dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
+        codecs = []
+        for layer in range(geometry.layers):
+            fit = artifact.fit(recipe, layer) if artifact is not None else {}
+            key, value = recipe.layer_codecs(layer, geometry.head_dim, fit, wide)
+            codecs.append((key.to(device), value.to(device)))
+        plan = cls(recipe, geometry, geometry.kv_heads // parts, codecs, page_size, wide, torch.device(device))
+        for ops in plan.ops if plan.device.type == "cuda" else ():
+            if ops.store.implementation == "torch":  # which waits for the device
+                raise ValueError(f"{recipe} cannot be served on a GPU: {ops.store.reason}")
+        return plan
+
+    @cached_property
+    def layouts(self) -> list[PageLayout]:
+        return [PageLayout(key.layout, value.layout, self.page_size) for key, value in self.codecs]
+
+    @cached_property
+    def ops(self) -> list[Ops]:
+        ratio = self.geometry.q_heads // self.geometry.kv_heads
+        return [choose(layout, ratio, self.device) for layout in self.layouts]
+
+    @property
+    def windows(self) -> Windows:
+        """Those of the layers that are not in 16 bits anyway."""
+        return self.recipe.windows
+
+    @property
+    def token_bytes(self) -> float:
+        """What a token takes in the pages of this rank."""
+        return self.kv_heads * sum(layout.page_bytes for layout in self.layouts) / self.page_size
+
+    @property
+    def wide_token_bytes(self) -> int:
+        """What it would take in 16 bits."""
+        return 2 * self.geometry.elements_per_token * self.kv_heads // self.geometry.kv_heads
+
+    def shadows(self, requests: int, tokens: int) -> int:
+        """Shadow pages that steps of so many requests and tokens need, so that none of a running request is lost."""
+        return shadows_needed(self.windows, self.page_size, requests, tokens)
+
+    def shadow_bytes(self, shadows: int) -> int:
+        """What so many take, over all layers."""
+        packed = sum(not layout.is_raw for layout in self.layouts)
+        page = PageLayout(raw_slot(self.geometry.head_dim), raw_slot(self.geometry.head_dim), self.page_size).page_bytes
+        return shadows * packed * self.kv_heads * page
+
+    def report(self, pages: int, shadows: int) -> str:
+        """What is served, for the engine's log at start."""
+        kept = [layer for layer, layout in enumerate(self.layouts) if layout.is_raw]
+        lines = [
+            f"kvfold {__version__}: {self.recipe}",
+            f"layers: {self.geometry.layers - len(kept)} packed"
+            + (f", {', '.join(map(str, kept))} in 16 bits as the recipe says" if kept else ""),
+            f"bytes per token: {self.token_bytes:,.0f}, against {self.wide_token_bytes:,} in 16 bits: "
+            f"{self.wide_token_bytes / self.token_bytes:.2f} times smaller",
+            f"pages: {pages:,} of {self.page_size} tokens, so that {pages * self.page_size:,} tokens fit",
+        ]
+        if self.windows:
+            lines.append(
+                f"windows: the first {self.windows.sink} and last {self.windows.recent} tokens in 16 bits, in "
+                f"{shadows:,} shadow pages, together {self.shadow_bytes(shadows) / 2**20:,.0f} MiB"
+            )
+        for op, choices in zip(Ops._fields, zip(*self.ops, strict=True), strict=True):
+            different = dict.fromkeys(f"{choice.implementation} ({choice.reason})" for choice in choices)
+            lines.append(f"{op}: {'; '.join(different)}")
+        return "\n  ".join(lines)
+
+
+class Layer:
+    """One layer in an engine: packs the tokens of a step into the engine's pages and lets its queries read."""
+
+    def __init__(self, plan: Plan, index: int, pool: Tensor, shadows: Tensor, faults: Tensor) -> None:
+        (key, value), layout = plan.codecs[index], plan.layouts[index]
+        self.ops = plan.ops[index]
+        self.pages = LayerPages(
+            NO_STEP,
+            key,
+            value,
+            layout,
+            layout.windows(plan.windows),
+            pool,
+            layout.sides(pool, together=key.quantizes_like(value)),
+            shadows,
+            faults,
+        )
+
+    def attend(
+        self, steps: Sequence[tuple[slice, Step]], q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor
+    ) -> None:
+        """Pack k and v [tokens, kv_heads, d], then let queries [tokens, q_heads, d] read, into `out`.
+
+        Each of `steps` comes with the slice of its tokens, which are without padding. All are packed before the first
+        query reads: requests may share pages with others of the same batch.
+        """
+        parts = []
+        for tokens, step in steps:
+            shape, pages = (len(step.lengths), step.n), replace(self.pages, step=step)
+            new = self.ops.store.run(pages, k[tokens].unflatten(0, shape), v[tokens].unflatten(0, shape))
+            parts.append((tokens, shape, pages, new))
+        for tokens, shape, pages, new in parts:
+            out[tokens] = self.ops.attend(pages, q[tokens].unflatten(0, shape), new, scale).flatten(0, 1)
+
+
+NO_STEP = Step(0, (), (), 1, torch.empty(0, 0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
+
+
+def dense_steps(
+    starts: Sequence[int], lengths: Sequence[int], table: Tensor, page_size: int, shadow_of: Tensor
+) -> list[tuple[slice, Step]]:
+    """A batch of tokens that lie one request after the other, as steps without padding: requests that follow each other
+    and bring as many tokens. Each with the slice of its tokens."""
+    steps: list[tuple[slice, Step]] = []
+    token = row = 0
+    counts = [length - start for start, length in zip(starts, lengths, strict=True)]
+    for n, group in groupby(counts):
+        rows = slice(row, row := row + len(list(group)))
+        tokens = slice(token, token := token + n * (rows.stop - rows.start))
+        if n:
+            pages = table[rows, : -(-max(lengths[rows]) // page_size)].long()
+            steps.append((tokens, Step(n, starts[rows], lengths[rows], page_size, pages, shadow_of)))
+    return steps

@@ -1,0 +1,152 @@
+"""SGLang's attention over packed pages: the pool that holds them, and the backend that packs and attends."""
+
+from logging import getLogger
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.mem_cache.memory_pool import KVCache
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.model_runner import ModelRunner
+from torch import Tensor
+
+from kvfold.engines.serving import Layer, Plan, dense_steps
+from kvfold.engines.shadow_table import ShadowTable
+from kvfold.ops.pages import Batch, Step
+
+logger = getLogger("sglang.kvfold")  # below SGLang's own, so that it is shown
+
+
+class PackedPool(KVCache):
+    """Pages uint8[pages, kv_heads, page_bytes] of each layer, and the 16-bit shadow pages of windows. SGLang says which
+    token lies where, and reads none of it."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        shadows: int,
+        size: int,
+        *,
+        page_size: int,
+        layer_num: int,
+        device: str,
+        enable_memory_saver: bool,
+        start_layer: int | None,
+        end_layer: int | None,
+        **_: Any,
+    ) -> None:
+        # no dtype of K and V: kernels that rotate keys would write them here
+        super().__init__(size, page_size, torch.uint8, layer_num, device, enable_memory_saver, start_layer, end_layer)
+        pages = size // page_size + 1  # the first is SGLang's, for padding
+        faults = torch.zeros(1, dtype=torch.int32, device=device)
+        shape = (plan.kv_heads, 2, page_size, plan.geometry.head_dim)
+        self.layers = [
+            Layer(
+                plan,
+                index,
+                layout.allocate(pages, plan.kv_heads, torch.device(device)),
+                torch.zeros(0 if layout.is_raw else shadows, *shape, dtype=plan.wide, device=device),
+                faults,
+            )
+            for index, layout in enumerate(plan.layouts)
+        ]
+        self.shadows = ShadowTable(plan.windows, page_size, pages, shadows, device)
+        self._finalize_allocation_log(size)
+        logger.info(plan.report(pages - 1, shadows))
+
+    def get_kv_size_bytes(self) -> int:
+        return sum(layer.pages.pool.nbytes + layer.pages.shadows.nbytes for layer in self.layers)
+
+    def _packed(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError("keys and values are packed: only kvfold's attention backend reads and writes them")
+
+    get_key_buffer = get_value_buffer = get_kv_buffer = set_kv_buffer = _packed
+
+
+class PackedBackend(AttentionBackend):
+    needs_cpu_seq_lens = False
+
+    def __init__(self, runner: ModelRunner) -> None:
+        super().__init__()
+        if not isinstance(runner.token_to_kv_pool, PackedPool):
+            raise ValueError(f"kvfold: SGLang made a {type(runner.token_to_kv_pool).__name__} instead of packed pages")
+        for layer in runner.model.modules():
+            if isinstance(layer, RadixAttention):
+                refuse(layer)
+        self.pool = runner.token_to_kv_pool
+        self.req_to_token = runner.req_to_token_pool.req_to_token
+        # the first token of each page of a request
+        self.firsts = torch.arange(0, self.req_to_token.shape[1], self.pool.page_size, device=runner.device)
+        # kernels are told all in device memory, so that a step waits for nothing and can be captured in a CUDA graph
+        self.captured = all(layer.ops.decode.implementation != "torch" for layer in self.pool.layers)
+        self.steps: list[tuple[slice, Step]] = []
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """A step is described inside the graph, out of tensors that SGLang keeps in place."""
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        """Begin a step."""
+        mode, page_size, shadows = forward_batch.forward_mode, self.pool.page_size, self.pool.shadows
+        if mode.is_idle():
+            return
+        lengths, slots = forward_batch.seq_lens, forward_batch.out_cache_loc
+        starts = lengths - 1 if mode.is_decode() else forward_batch.extend_prefix_lens
+        slots = torch.where(slots < page_size, -1, slots)  # the first page is for padding
+        table = self.req_to_token[forward_batch.req_pool_indices.unsqueeze(1), self.firsts] // page_size
+        if shadows.windows:
+            shadows.update(slots, starts, lengths, table)
+        if mode.is_decode() and self.captured:
+            self.steps = [decode_step(slots, starts, lengths, table.long(), shadows.of, page_size)]
+        elif mode.is_decode():
+            self.steps = dense_steps(starts.tolist(), lengths.tolist(), table, page_size, shadows.of)
+        else:
+            before = forward_batch.extend_prefix_lens_cpu
+            after = [start + n for start, n in zip(before, forward_batch.extend_seq_lens_cpu, strict=True)]
+            self.steps = dense_steps(before, after, table, page_size, shadows.of)
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **others: Any,
+    ) -> Tensor:
+        if k is None or v is None or not save_kv_cache or any(other is not None for other in others.values()):
+            raise ValueError(f"kvfold: layer {layer.layer_id} wants another attention than can run over packed pages")
+        queries = q.view(-1, layer.tp_q_head_num, layer.head_dim)
+        out = torch.empty_like(queries)
+        self.pool.layers[layer.layer_id].attend(self.steps, queries, k, v, layer.scaling, out)
+        return out.flatten(1)
+
+    forward_decode = forward_extend
+
+
+def decode_step(
+    slots: Tensor, starts: Tensor, lengths: Tensor, table: Tensor, shadow_of: Tensor, page_size: int
+) -> tuple[slice, Step]:
+    """One token of each request, described in device memory alone: kernels ask for nothing else."""
+    requests = len(lengths)
+    queries = torch.arange(requests + 1, dtype=torch.int32, device=table.device)
+    batch = Batch(slots, queries, starts.int(), lengths.int(), table, shadow_of, max_queries=1)
+    unknown = [0] * requests
+    return slice(requests), Step(1, unknown, unknown, page_size, table, shadow_of).described(batch)
+
+
+def refuse(layer: RadixAttention) -> None:
+    unsupported = {
+        "a sliding window": layer.sliding_window_size > -1,
+        "logit soft-capping": layer.logit_cap > 0,
+        "a temperature of its own": layer.xai_temperature_len > 0,
+        "values of another size than keys": layer.v_head_dim != layer.head_dim,
+        "bidirectional or cross attention": layer.is_cross_attention or layer.attn_type != AttentionType.DECODER,
+    }
+    for what, applies in unsupported.items():
+        if applies:
+            raise ValueError(f"kvfold: attention with {what} in layer {layer.layer_id} cannot run over packed pages")

@@ -1,0 +1,285 @@
+"""vLLM's attention over packed pages: the backend says how large pages are, the builder describes each step, the
+implementation packs and attends."""
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+import vllm
+from torch import Tensor
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.logger import init_logger
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
+
+from kvfold.artifact import digest_files
+from kvfold.engines.gauges import Gauges
+from kvfold.engines.serving import Config, Layer, Plan, dense_steps
+from kvfold.engines.shadow_table import ShadowTable
+from kvfold.layout import ALIGNMENT
+from kvfold.models import weight_files
+from kvfold.ops.pages import Batch, Step
+
+VERSIONS = "0.32"  # of vLLM; the hooks that are used change from one to the next
+
+logger = init_logger("vllm.kvfold")  # below vLLM's own, so that it is shown
+
+
+def asked_for(config: VllmConfig) -> Config | None:
+    """What a vLLM configuration, or else the environment, asks kvfold for."""
+    extra = config.additional_config
+    return Config.read(extra.get("kvfold") if isinstance(extra, dict) else None)
+
+
+def check_version() -> None:
+    if not vllm.__version__.startswith(f"{VERSIONS}."):
+        raise ValueError(f"kvfold serves with vLLM {VERSIONS}, this is {vllm.__version__}")
+
+
+def refuse(config: VllmConfig) -> None:
+    """Refuse what would give wrong answers, before anything is loaded."""
+    check_version()
+    parallel, cache = config.parallel_config, config.cache_config
+    reasons = {
+        "multi-head latent attention (MLA) caches one vector for all heads, which cannot be packed yet": (
+            config.model_config.use_mla
+        ),
+        "encoder-decoder models cannot be packed": config.model_config.is_encoder_decoder,
+        f"--kv-cache-dtype {cache.cache_dtype} packs the cache in another way: leave it at auto": (
+            cache.cache_dtype != "auto"
+        ),
+        "KV connectors would ship pages to where they cannot be read": config.kv_transfer_config is not None,
+        "speculative decoding is not supported yet": config.speculative_config is not None,
+        "pipeline parallelism is not supported yet": parallel.pipeline_parallel_size > 1,
+        "context parallelism is not supported": (
+            parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1
+        ),
+        "microbatching (DBO) is not supported": parallel.use_ubatching,
+        f"pages need a multiple of {ALIGNMENT} tokens, not --block-size {cache.block_size}": (
+            cache.block_size % ALIGNMENT != 0
+        ),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise ValueError(f"kvfold: {reason}")
+
+
+def make_plan(config: VllmConfig, rank: int = 0, device: torch.device | str = "cpu") -> Plan:
+    """The plan for a rank of a vLLM engine."""
+    refuse(config)
+    choice = asked_for(config)
+    if choice is None:
+        raise ValueError("kvfold's backend was selected without a recipe: set KVFOLD_RECIPE or additional-config")
+    plan = Plan.make(
+        choice,
+        config.model_config.hf_config.to_dict(),
+        config.cache_config.block_size,
+        config.model_config.dtype,
+        device,
+        rank,
+        config.parallel_config.tensor_parallel_size,
+        digest_files(files) if choice.artifact and (files := weight_files(config.model_config.model)) else None,
+    )
+    if len({layout.page_bytes for layout in plan.layouts}) > 1:
+        raise ValueError(f"kvfold: vLLM has pages of one size for all layers, and {plan.recipe} has not")
+    return plan
+
+
+class Engine:
+    """What the layers of the engine in this process share. It is made with the first of them, before vLLM measures how
+    much memory is left for pages, and shadow pages are allocated then."""
+
+    current: ClassVar["Engine"]
+
+    def __init__(self, config: VllmConfig) -> None:
+        self.config, self.device = config, config.device_config.device
+        self.plan = make_plan(config, get_tensor_model_parallel_rank(), self.device)
+        scheduler, cache = config.scheduler_config, config.cache_config
+        self.shadows = self.plan.shadows(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        if cache.kv_cache_memory_bytes is not None:  # then nothing is measured: what was given is for both
+            cache.kv_cache_memory_bytes -= self.plan.shadow_bytes(self.shadows)
+            if cache.kv_cache_memory_bytes <= 0:
+                raise ValueError(
+                    f"kvfold: {self.shadows} shadow pages for the windows of --max-num-seqs {scheduler.max_num_seqs} "
+                    "requests leave nothing of the memory for the cache"
+                )
+        self.faults = torch.zeros(1, dtype=torch.int32, device=self.device)
+
+    @classmethod
+    def of(cls, config: VllmConfig) -> "Engine":
+        if getattr(cls, "current", None) is None or cls.current.config is not config:
+            cls.current = cls(config)
+        return cls.current
+
+    def allocate_shadows(self) -> Tensor:
+        """The shadow pages of one layer; zeros are resident memory, which is what vLLM measures on a CPU."""
+        plan = self.plan
+        shape = (self.shadows, plan.kv_heads, 2, plan.page_size, plan.geometry.head_dim)
+        return torch.zeros(shape, dtype=plan.wide, device=self.device)
+
+
+class PackedBackend(AttentionBackend):
+    supported_dtypes: ClassVar = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar = ["auto"]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CPU_ATTN" if current_platform.is_cpu() else "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type["PackedImpl"]:
+        return PackedImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["PackedMetadataBuilder"]:
+        return PackedMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(ALIGNMENT)]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return (KVCacheLayout.LBHNC,)  # a page is one piece of memory, and in it what belongs to a KV head
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        return False
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """vLLM counts [blocks, heads, tokens, bytes]; the bytes of a page of ours are spread evenly over its tokens."""
+        page_bytes = Engine.current.plan.layouts[0].page_bytes
+        return replace(spec, dtype=torch.uint8, state_content_bytes=page_bytes // spec.block_size)
+
+
+@dataclass
+class PackedMetadata:
+    steps: list[tuple[slice, Step]]
+
+
+class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
+    _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    reorder_batch_threshold = 1  # requests that decode come first
+
+    def __init__(self, spec: AttentionSpec, layer_names: list[str], config: VllmConfig, device: torch.device) -> None:
+        super().__init__(spec, layer_names, config, device)
+        engine, pages = Engine.of(config), config.cache_config.num_gpu_blocks
+        self.page_size = spec.block_size
+        self.shadows = ShadowTable(engine.plan.windows, self.page_size, pages, engine.shadows, device)
+        requests = config.scheduler_config.max_num_seqs
+        width = spec.max_num_blocks_per_req(config, config.model_config.max_model_len)
+        self.starts = torch.zeros(requests, dtype=torch.int32, device=device)
+        self.table = torch.zeros(requests, width, dtype=torch.int64, device=device)
+        self.gauges = Gauges(engine.plan, engine.shadows)
+        logger.info(engine.plan.report(pages, engine.shadows))
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> PackedMetadata:
+        step = common_attn_metadata
+        slots, table = step.slot_mapping[: step.num_actual_tokens], step.block_table_tensor
+        starts = step.compute_num_computed_tokens()
+        if self.shadows.windows:
+            self.shadows.update(slots, starts, step.seq_lens, table)
+            self.gauges.step(self.shadows.used)
+        if self.device.type == "cpu":
+            lists = starts.tolist(), step.seq_lens.tolist()
+            return PackedMetadata(dense_steps(*lists, table, self.page_size, self.shadows.of))
+        return PackedMetadata(self._device_steps(step, starts))
+
+    def _device_steps(self, step: CommonAttentionMetadata, starts: Tensor) -> list[tuple[slice, Step]]:
+        """Requests that decode as one step, which lies where the last one did so that CUDA graphs see it; the others as
+        steps of their own."""
+        rows = slice(step.num_reqs)
+        self.starts[rows].copy_(starts)
+        table = self.table[rows, : step.block_table_tensor.shape[1]].copy_(step.block_table_tensor)
+        counts = step.query_start_loc_cpu.diff().tolist()
+        lengths = step.seq_lens_cpu_upper_bound.tolist()  # exact, without speculative decoding
+        before = [length - count for length, count in zip(lengths, counts, strict=True)]
+        decodes = next((row for row, count in enumerate(counts) if count > 1), len(counts))
+        steps = [
+            (slice(decodes + tokens.start, decodes + tokens.stop), part)
+            for tokens, part in dense_steps(
+                before[decodes:], lengths[decodes:], table[decodes:], self.page_size, self.shadows.of
+            )
+        ]
+        if decodes:
+            rows = slice(decodes)
+            batch = Batch(
+                step.slot_mapping[rows],
+                step.query_start_loc[: decodes + 1],
+                self.starts[rows],
+                step.seq_lens[rows],
+                self.table[rows],
+                self.shadows.of,
+                max_queries=1,
+            )
+            one = Step(1, before[rows], lengths[rows], self.page_size, self.table[rows], self.shadows.of)
+            steps.insert(0, (rows, one.described(batch)))
+        return steps
+
+
+class PackedImpl(AttentionImpl[PackedMetadata]):
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        **others: Any,
+    ) -> None:
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
+        self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
+        unsupported = {
+            "ALiBi": alibi_slopes,
+            "a sliding window": sliding_window,
+            "logit soft-capping": logits_soft_cap,
+            "another layer's cache": kv_sharing_target_layer_name,
+            "bidirectional or cross attention": attn_type != AttentionType.DECODER,
+            **{name.replace("_", " "): value for name, value in others.items()},
+        }
+        for what, value in unsupported.items():
+            if value:
+                raise ValueError(f"kvfold: attention with {what} cannot run over packed pages")
+        self.engine = Engine.of(get_current_vllm_config())
+        self.shadows = self.engine.allocate_shadows()
+        self.layer: Layer | None = None
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: PackedMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Queries [tokens, heads, d] over pages uint8[blocks, kv_heads, tokens, bytes]."""
+        if attn_metadata is None:  # vLLM measures memory
+            return output.zero_()
+        if self.layer is None or self.layer.pages.pool.data_ptr() != kv_cache.data_ptr():
+            pool, index = kv_cache.flatten(2), extract_layer_index(layer.layer_name)
+            self.layer = Layer(self.engine.plan, index, pool, self.shadows, self.engine.faults)
+        self.layer.attend(attn_metadata.steps, query, key, value, self.scale, output)
+        return output

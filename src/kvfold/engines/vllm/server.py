@@ -1,0 +1,39 @@
+"""vLLM's OpenAI server with the plugin on."""
+
+import os
+from collections.abc import Sequence
+from tempfile import TemporaryDirectory
+
+from vllm import AsyncEngineArgs
+from vllm.entrypoints.cli.serve import ServeSubcommand
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+from vllm.platforms import current_platform
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from kvfold.engines.serving import ARTIFACT, RECIPE, Config
+from kvfold.engines.vllm.backend import make_plan
+
+CPU_CACHE = 2**30  # bytes, where neither a flag nor VLLM_CPU_KVCACHE_SPACE says otherwise
+
+
+def serve(model: str, name: str, config: Config, flags: Sequence[str]) -> None:
+    """Serve a model folder or Hub id under a name, until interrupted. `flags` are vLLM's own, and the last of a kind
+    counts. What can be refused is refused before a process is started."""
+    os.environ[RECIPE], os.environ[ARTIFACT] = str(config.recipe), config.artifact or ""
+    cli_env_setup()
+    parser = make_arg_parser(FlexibleArgumentParser())
+    args = parser.parse_args([model, "--served-model-name", name, *_platform_flags(), *flags])
+    validate_parsed_serve_args(args)
+    args.model = args.model_tag
+    make_plan(AsyncEngineArgs.from_cli_args(args).create_engine_config())
+    with TemporaryDirectory(prefix="kvfold-metrics-") as folder:
+        os.environ.setdefault("PROMETHEUS_MULTIPROC_DIR", folder)  # /metrics then shows those of the workers too
+        ServeSubcommand.cmd(args)
+
+
+def _platform_flags() -> list[str]:
+    if not current_platform.is_cpu():
+        return ["--attention-backend", "CUSTOM", "--block-size", "64"]
+    explicit = [] if os.environ.get("VLLM_CPU_KVCACHE_SPACE") else ["--kv-cache-memory-bytes", str(CPU_CACHE)]
+    return ["--dtype", "float32", "--enforce-eager", *explicit]

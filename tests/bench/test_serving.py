@@ -1,0 +1,297 @@
+"""`kvfold bench serving` against a server in the test that answers after known delays."""
+
+import asyncio
+import csv
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+from kvfold.bench import serving
+from kvfold.bench.serving import WARM_UP, Answer, Load, Row, Server, ServerError, row
+from kvfold.cli import app
+
+FIRST, NEXT = 0.1, 0.02  # seconds to the first token, and from one to the next
+ASKED = [  # columns that the results must have, in this order
+    *("engine", "version", "model", "recipe", "input", "output", "concurrency", "prefix_hit", "requests"),
+    *("system_tps", "request_tps", "ttft_p50", "ttft_p90", "e2e_p50", "e2e_p90", "kv_tokens", "gpu", "date"),
+]
+
+
+@dataclass
+class FakeServer:
+    """An OpenAI endpoint that says how it was used. Tokens come two in an event, as servers under load send them."""
+
+    models: tuple[str, ...] = ("tiny",)
+    version_path: str = "/version"
+    metrics: str | None = None
+    status: int = 200
+    missing: int = 0  # tokens of each answer that never come
+    breaks: bool = False  # the connection, in the middle of an answer
+    prompts: list[dict[str, Any]] = field(default_factory=list)
+    running: int = 0
+    most: int = 0
+    url: str = ""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        method, path, _ = (await reader.readline()).decode().split()
+        length = 0
+        while (line := await reader.readline()) not in (b"\r\n", b""):
+            if line.lower().startswith(b"content-length:"):
+                length = int(line.split(b":")[1])
+        body = json.loads(await reader.readexactly(length)) if method == "POST" else None
+        self.running += body is not None
+        self.most = max(self.most, self.running)
+        try:
+            await (self.complete(body, writer) if body else self.get(path, writer))
+        finally:
+            self.running -= body is not None
+            writer.close()
+
+    async def get(self, path: str, writer: asyncio.StreamWriter) -> None:
+        pages = {
+            "/v1/models": json.dumps({"data": [{"id": model} for model in self.models]}),
+            self.version_path: json.dumps({"version": "1.2.3"}),
+            "/metrics": self.metrics,
+        }
+        text = pages.get(path)
+        status = "404 Not Found" if text is None else "200 OK"
+        content = (text or "").encode()
+        writer.write(f"HTTP/1.1 {status}\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
+        await writer.drain()
+
+    async def complete(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        self.prompts.append(body)
+        if self.status != 200:
+            writer.write(f"HTTP/1.1 {self.status} Bad Request\r\n\r\n".encode() + b'{"message": "context too long"}')
+            return
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
+        count = body["max_tokens"] - self.missing
+        await asyncio.sleep(FIRST)
+        for token in range(0, count, 2):
+            await asyncio.sleep(NEXT if token else 0)
+            done = token + 2 >= count
+            choice = {"text": "a b", "finish_reason": ("stop" if self.missing else "length") if done else None}
+            self.send(writer, {"choices": [choice], "usage": None})
+            if self.breaks:
+                return
+            await asyncio.sleep(0 if done else NEXT)
+        usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": count}
+        self.send(writer, {"choices": [], "usage": usage})
+        writer.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+        await writer.drain()
+
+    def send(self, writer: asyncio.StreamWriter, event: dict[str, Any]) -> None:
+        """An event in two chunks, which end anywhere."""
+        data = f"data: {json.dumps(event)}\n\n".encode()
+        for part in (data[:7], data[7:]):
+            writer.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
+
+
+@contextmanager
+def running(**options: Any) -> Iterator[FakeServer]:
+    fake, loop = FakeServer(**options), asyncio.new_event_loop()
+    server = loop.run_until_complete(asyncio.start_server(fake.serve, "127.0.0.1", 0, limit=2**24))
+    fake.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield fake
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        server.close()
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.close()
+
+
+def measure(fake: FakeServer, *loads: Load) -> list[Row]:
+    return list(serving.run(Server.find(fake.url, None), loads, "int4", "a GPU"))
+
+
+def command(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["bench", "serving", *map(str, arguments)])
+
+
+# Numbers
+
+
+def test_times_and_rates_are_those_of_the_server():
+    with running() as fake:
+        (found,) = measure(fake, Load(input=20, output=10, concurrency=3, prefix_hit=0, rounds=2))
+    whole = FIRST + 4 * 2 * NEXT  # five events of two tokens
+    assert FIRST <= found.ttft_p50 < FIRST + 0.05
+    assert whole <= found.e2e_p50 < whole + 0.15
+    assert found.requests == 6
+    assert 0.7 * 60 / (2 * whole) < found.system_tps <= 60 / (2 * whole)
+    assert 0.7 * 9 / (whole - FIRST) < found.request_tps <= 1.01 * 9 / (whole - FIRST)
+    assert (found.engine, found.version, found.model, found.recipe, found.gpu) == (
+        *("vllm", "1.2.3", "tiny", "int4", "a GPU"),
+    )
+
+
+def test_percentiles_are_numpys():
+    rng = np.random.default_rng(0)
+    answers = [Answer(first, first + rest) for first, rest in rng.uniform(0.1, 2, (40, 2))]
+    found = row(Server("", "m", "e", "v"), Load(8, 5, 4, 0, 10), answers, 8.0, 7, "int4", "gpu")
+    for p in (50, 90, 99):
+        assert getattr(found, f"ttft_p{p}") == pytest.approx(np.percentile([a.ttft for a in answers], p), abs=1e-4)
+        assert getattr(found, f"e2e_p{p}") == pytest.approx(np.percentile([a.e2e for a in answers], p), abs=1e-4)
+    assert found.system_tps == 40 * 5 / 8
+    rates = sorted(4 / (a.e2e - a.ttft) for a in answers)
+    assert found.request_tps == pytest.approx((rates[19] + rates[20]) / 2, abs=0.01)
+    assert found.kv_tokens == 7
+
+
+def test_rows_have_the_columns_of_the_results():
+    names = [column.name for column in fields(Row)]
+    assert [name for name in names if name in ASKED] == ASKED
+
+
+@pytest.mark.parametrize(
+    ("metrics", "tokens"),
+    [
+        ('# HELP sglang:num_used_tokens x\nsglang:num_used_tokens{model="a",tp_rank="0"} 640.0\n', 640),
+        (
+            'vllm:kv_cache_usage_perc{engine="0"} 0.25\n'
+            'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100"} 1.0\n',
+            400,
+        ),
+        ("something_else 3\n", None),
+        (None, None),
+    ],
+)
+def test_peak_of_the_cache_comes_from_the_servers_metrics(metrics: str | None, tokens: int | None):
+    with running(metrics=metrics) as fake:
+        (found,) = measure(fake, Load(input=4, output=2, concurrency=1, prefix_hit=0, rounds=1))
+    assert found.kv_tokens == tokens
+
+
+# What is sent
+
+
+def common_prefix(prompts: list[list[int]]) -> list[int]:
+    return [tokens[0] for tokens in takewhile(lambda tokens: len(set(tokens)) == 1, zip(*prompts, strict=True))]
+
+
+@pytest.mark.parametrize("users", [1, 4])
+def test_as_many_requests_run_as_there_are_users_and_never_more(users: int):
+    with running() as fake:
+        measure(fake, Load(input=4, output=4, concurrency=users, prefix_hit=0, rounds=3))
+    assert fake.most == users
+    assert len(fake.prompts) == WARM_UP + 3 * users
+
+
+@pytest.mark.parametrize("hit", [0, 50, 100])
+def test_so_much_of_every_prompt_is_shared(hit: int):
+    with running() as fake:
+        measure(fake, *[Load(input=40, output=2, concurrency=2, prefix_hit=hit, rounds=2)] * 2)
+    prompts = [body["prompt"] for body in fake.prompts]
+    half = len(prompts) // 2
+    for own in (prompts[:half], prompts[half:]):  # of one load each, warm-up included
+        common = common_prefix(own)
+        assert len(common) == 40 * hit // 100
+        assert all(len(prompt) == 40 for prompt in own)
+        assert len({tuple(prompt[len(common) :]) for prompt in own}) == (1 if hit == 100 else len(own))
+    assert common_prefix([prompts[0], prompts[-1]]) == []  # the second load finds nothing of the first
+
+
+def test_answers_do_not_end_before_their_length():
+    with running() as fake:
+        measure(fake, Load(input=4, output=6, concurrency=1, prefix_hit=0, rounds=1))
+    assert all(body["ignore_eos"] and body["temperature"] == 0 and body["stream"] for body in fake.prompts)
+    assert fake.prompts[-1]["max_tokens"] == 6
+
+
+# Errors
+
+
+def test_no_server():
+    result = command("http://127.0.0.1:9")
+    assert isinstance(result.exception, ServerError)
+    assert "no server answers at http://127.0.0.1:9" in str(result.exception)
+
+
+def test_no_openai_endpoint():
+    with running(models=()) as fake, pytest.raises(ServerError, match="serves nothing: choose one with --model"):
+        Server.find(fake.url, None)
+    with running() as fake, pytest.raises(ServerError, match="is no OpenAI endpoint"):
+        Server.find(f"{fake.url}/elsewhere", None)
+
+
+def test_unknown_model():
+    with running(models=("one", "two")) as fake:
+        with pytest.raises(ServerError, match="does not serve three, it serves one, two"):
+            Server.find(fake.url, "three")
+        with pytest.raises(ServerError, match="serves one, two: choose one with --model"):
+            Server.find(fake.url, None)
+        assert Server.find(f"{fake.url}/v1/", "two").model == "two"
+
+
+def test_fewer_tokens_than_asked():
+    with running(missing=2) as fake, pytest.raises(ServerError, match=r"gave 2 tokens of 4 \(it finished for 'stop'\)"):
+        measure(fake, Load(input=4, output=4, concurrency=1, prefix_hit=0, rounds=1))
+
+
+def test_a_refused_request():
+    with running(status=400) as fake, pytest.raises(ServerError, match=r"refused a request: 400 .*context too long"):
+        measure(fake, Load(input=4, output=4, concurrency=1, prefix_hit=0, rounds=1))
+
+
+def test_an_answer_that_breaks_off():
+    with running(breaks=True) as fake, pytest.raises(ServerError, match="broke off an answer"):
+        measure(fake, Load(input=4, output=4, concurrency=2, prefix_hit=0, rounds=1))
+
+
+# The command
+
+
+def test_command(tmp_path: Path):
+    with running(version_path="/get_server_info") as fake:
+        table = tmp_path / "rows.csv"
+        arguments = (
+            "--input",
+            8,
+            "--output",
+            4,
+            "-c",
+            1,
+            "-c",
+            2,
+            "--prefix-hit",
+            0,
+            "--prefix-hit",
+            50,
+            "--rounds",
+            1,
+        )
+        result = command(fake.url, *arguments, "-r", "saw-int4", "--gpu", "H200", "--csv", table)
+    assert result.exit_code == 0, result.output
+    assert "8 + 4 tokens, 50 % of prompts shared" in result.output
+    with table.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["prefix_hit"], row["concurrency"]) for row in rows] == [
+        ("0", "1"),
+        ("0", "2"),
+        ("50", "1"),
+        ("50", "2"),
+    ]
+    assert {(row["engine"], row["recipe"], row["gpu"]) for row in rows} == {("sglang", "saw-int4", "H200")}
+
+
+def test_json_takes_the_place_of_the_table():
+    with running() as fake:
+        result = command(fake.url, "--input", 8, "--output", 4, "-c", 2, "--rounds", 1, "--json", "-")
+    (found,) = json.loads(result.stdout)
+    assert found["requests"] == 2
+    assert found["kv_tokens"] is None

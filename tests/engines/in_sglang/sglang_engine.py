@@ -1,0 +1,90 @@
+"""SGLang engines for tests, each in a process of its own."""
+
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any, NamedTuple, TypeVar
+
+import sglang
+import sglang.srt.entrypoints.engine
+import sglang.srt.managers.scheduler
+from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+
+from kvfold.models import embedded_folder
+
+T = TypeVar("T")
+ARGUMENTS = {
+    "device": "cpu",
+    "dtype": "float32",
+    "grammar_backend": "none",
+    "skip_tokenizer_init": True,
+    "log_level": "error",
+    "random_seed": 0,
+    "context_length": 1024,
+    "max_running_requests": 8,
+    "page_size": 16,
+}
+
+
+class Answer(NamedTuple):
+    tokens: list[int]
+    logprobs: list[float]
+    cached: int  # tokens of the prompt that were in the prefix cache
+
+
+def serve(
+    scenario: Callable[[sglang.Engine], T],
+    recipe: str | None = None,
+    artifact: str = "",
+    budget: int | None = None,
+    **arguments: Any,
+) -> T:
+    """scenario(engine), with stock SGLang where there is no recipe; `budget` is what SGLang finds free for the cache.
+
+    Engine and scheduler are forked from this process, which has imported SGLang: that takes longer than all else.
+    """
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
+        return pool.submit(_serve, scenario, recipe, artifact, budget, arguments).result()
+
+
+def _serve(
+    scenario: Callable[[sglang.Engine], T],
+    recipe: str | None,
+    artifact: str,
+    budget: int | None,
+    arguments: dict[str, Any],
+) -> T:
+    multiprocessing.set_start_method = lambda *_, **__: None  # SGLang would spawn
+    if recipe:
+        os.environ.update(KVFOLD_RECIPE=recipe, KVFOLD_ARTIFACT=artifact)
+    if budget:
+        KVCacheConfigurator._profile_available_bytes = lambda *_: budget
+    engine = sglang.Engine(**{"model_path": str(embedded_folder()), **ARGUMENTS, **arguments})
+    try:
+        return scenario(engine)
+    finally:
+        engine.shutdown()
+
+
+def ask(engine: sglang.Engine, prompts: Sequence[list[int]], tokens: int) -> list[Answer]:
+    """All at once."""
+    sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    answers = engine.generate(input_ids=list(prompts), sampling_params=sampling, return_logprob=True)
+    return [
+        Answer(
+            answer["output_ids"],
+            [logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]],
+            answer["meta_info"]["cached_tokens"],
+        )
+        for answer in answers
+    ]
+
+
+def ask_alone(engine: sglang.Engine, prompts: Sequence[list[int]], tokens: int) -> list[Answer]:
+    """One after the other."""
+    return [answer for prompt in prompts for answer in ask(engine, [prompt], tokens)]
+
+
+def tokens_that_fit(engine: sglang.Engine) -> int:
+    return engine.get_server_info()["max_total_num_tokens"]

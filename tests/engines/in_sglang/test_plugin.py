@@ -1,0 +1,211 @@
+"""The plugin: what fits, what is refused, what happens when it fails, and decoding as CUDA graphs see it."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures.process import BrokenProcessPool
+from types import SimpleNamespace
+
+import pytest
+import torch
+from recorded_graphs import KERNELS, recorder
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang_engine import serve, tokens_that_fit
+
+from kvfold.engines.serving import Config, Plan
+from kvfold.engines.sglang import plugin
+from kvfold.engines.sglang.backend import PackedBackend, PackedPool
+from kvfold.models import embedded_folder
+from kvfold.recipes import parse
+
+MIB = 2**20
+PAGE, PAGES = 16, 24
+KV_HEADS, RATIO, DIMS = 2, 3, 64
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 1,
+    "num_attention_heads": KV_HEADS * RATIO,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": DIMS,
+}
+
+
+# Room
+
+
+def test_more_tokens_fit_in_the_same_memory(artifact):
+    wide = serve(tokens_that_fit, budget=64 * MIB, dtype="bfloat16")
+    assert serve(tokens_that_fit, "saw-int4", artifact, budget=64 * MIB) >= 3.5 * wide
+    assert serve(tokens_that_fit, "int2", artifact, budget=64 * MIB) >= 6.3 * wide
+
+
+def test_shadow_pages_come_off_the_budget_first(artifact):
+    requests, recipe = 2, "int2:sink=16,recent=32"
+    options = {"max_running_requests": requests, "chunked_prefill_size": 64}
+    tokens = serve(tokens_that_fit, recipe, artifact, budget=16 * MIB, **options)
+    # 30 layers and 3 KV heads of 64: the first page, 3 pages of the last 31 tokens, and up to 3 more that a step begins
+    shadow_bytes = requests * (1 + 3 + 3) * 30 * 3 * 2 * PAGE * 64 * 2
+    token_bytes = 30 * 3 * 2 * (64 * 2 // 8 + 4)
+    assert tokens == (16 * MIB - shadow_bytes) // token_bytes // PAGE * PAGE
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arguments", "reason"),
+    [
+        ("int5", {}, "unknown recipe 'int5'"),
+        ("kivi-2", {}, "quantizes whole pages, which cannot be served yet"),
+        ("oscar-int2:group=32", {}, "the artifact was not calibrated for oscar-int2:group=32"),
+        ("int4", {"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype fp8_e4m3 does not go together"),
+        ("int4", {"attention_backend": "torch_native"}, "--attention-backend torch_native does not go together"),
+        ("int4", {"speculative_algorithm": "NGRAM"}, "--speculative-algorithm NGRAM does not go together"),
+        ("int4", {"enable_hierarchical_cache": True}, "--enable-hierarchical-cache True does not go together"),
+        ("int4", {"disaggregation_mode": "prefill"}, "--disaggregation-mode prefill does not go together"),
+        ("int4", {"pp_size": 2}, "--pp-size 2 does not go together"),
+        ("int4", {"page_size": 8}, "a multiple of 16 tokens, not --page-size 8"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_anything_is_loaded(recipe, arguments, reason, artifact):
+    with pytest.raises(SystemExit, match=f"^kvfold cannot serve this: .*{reason}"):
+        serve(tokens_that_fit, recipe, artifact, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"sliding_window_size": 128}, "a sliding window"),
+        ({"logit_cap": 30.0}, "logit soft-capping"),
+        ({"v_head_dim": 32}, "values of another size"),
+        ({"is_cross_attention": True}, "cross attention"),
+    ],
+)
+def test_attention_that_cannot_be_packed_is_refused(options, what):
+    model = torch.nn.ModuleList([RadixAttention(2, 64, 0.125, 1, layer_id=0, **options)])
+    with pytest.raises(ValueError, match=what):
+        backend("int4:centre=false", model)
+
+
+# Failures
+
+
+def test_a_command_line_that_cannot_be_served_ends_with_one_line():
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(embedded_folder()), "--device", "cpu"]
+    environment = {**os.environ, "KVFOLD_RECIPE": "saw-int5"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 1
+    assert run.stderr.splitlines()[-1].startswith("kvfold cannot serve this: unknown recipe 'saw-int5'")
+    assert "Traceback" not in run.stderr
+
+
+def test_a_hook_that_sglang_does_not_have_ends_it(artifact, monkeypatch):
+    monkeypatch.delattr("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mha_kv_pool")
+    with pytest.raises(SystemExit, match=r"kvfold cannot serve this: .*_build_mha_kv_pool"):
+        serve(tokens_that_fit, "int4", artifact)
+
+
+@pytest.mark.parametrize(
+    ("hook", "stand_in", "reason"),
+    [
+        ("build_pool", lambda build, *a, **k: build(*a, **k), "made a MHATokenToKVPool instead of packed pages"),
+        ("cell_size", lambda size, *_: size, "counts 46080 bytes for a token, and it takes 6480"),
+    ],
+)
+def test_hooks_that_do_not_take_effect_end_the_start(hook, stand_in, reason, artifact, monkeypatch, capfd):
+    monkeypatch.setattr(plugin, hook, stand_in)
+    with pytest.raises(BrokenProcessPool):  # SGLang ends its whole process when a scheduler does
+        serve(tokens_that_fit, "int4", artifact, max_total_tokens=512)
+    assert f"ValueError: kvfold: SGLang {reason}" in capfd.readouterr().err
+
+
+# Steps
+
+
+def backend(recipe: str, model: torch.nn.Module | None = None, shadows: int = 40) -> PackedBackend:
+    plan = Plan.make(Config(parse(recipe)), MODEL, PAGE, torch.bfloat16)
+    pool = PackedPool(
+        *(plan, shadows, PAGES * PAGE),
+        page_size=PAGE,
+        layer_num=1,
+        device="cpu",
+        enable_memory_saver=False,
+        start_layer=0,
+        end_layer=1,
+    )
+    requests = SimpleNamespace(req_to_token=torch.zeros(4, 8 * PAGE, dtype=torch.int32))
+    model = model or torch.nn.Module()
+    return PackedBackend(SimpleNamespace(token_to_kv_pool=pool, req_to_token_pool=requests, model=model, device="cpu"))
+
+
+class Requests:
+    """Two requests with pages here and there, as SGLang's scheduler would describe them, and one of padding."""
+
+    layer = RadixAttention(KV_HEADS * RATIO, DIMS, DIMS**-0.5, KV_HEADS, layer_id=0)
+
+    def __init__(self, backend: PackedBackend, lengths: list[int]) -> None:
+        self.backend, self.lengths = backend, lengths
+        pages = 1 + torch.randperm(PAGES, generator=torch.Generator().manual_seed(0))
+        for row, own in enumerate(pages[:16].view(2, 8), 1):
+            backend.req_to_token[row] = (own.unsqueeze(1) * PAGE + torch.arange(PAGE)).flatten()
+        self.rows, self.after, self.slots = (torch.zeros(3, dtype=torch.int64) for _ in range(3))
+        self.batch = SimpleNamespace(
+            forward_mode=ForwardMode.DECODE, seq_lens=self.after, out_cache_loc=self.slots, req_pool_indices=self.rows
+        )
+
+    def extend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        slots = [self.backend.req_to_token[row, :length] for row, length in enumerate(self.lengths, 1)]
+        batch = SimpleNamespace(
+            forward_mode=ForwardMode.EXTEND,
+            seq_lens=torch.tensor(self.lengths),
+            extend_prefix_lens=torch.zeros(2, dtype=torch.int64),
+            extend_prefix_lens_cpu=[0, 0],
+            extend_seq_lens_cpu=self.lengths,
+            out_cache_loc=torch.cat(slots).long(),
+            req_pool_indices=torch.tensor([1, 2]),
+        )
+        self.backend.init_forward_metadata(batch)
+        return self.backend.forward_extend(q, k, v, self.layer, batch)
+
+    def grow(self) -> None:
+        """Another token of each."""
+        self.lengths = [length + 1 for length in self.lengths]
+        self.rows.copy_(torch.tensor([1, 2, 0]))
+        self.after.copy_(torch.tensor([*self.lengths, 1]))
+        self.slots.copy_(self.backend.req_to_token[self.rows, self.after - 1])
+
+    def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        self.backend.init_forward_metadata(self.batch)
+        return self.backend.forward_decode(q, k, v, self.layer, self.batch)
+
+
+@pytest.mark.usefixtures("_poisoned_memory")
+def test_a_captured_step_reads_what_the_next_ones_bring(monkeypatch):
+    """Against the same requests without kernels and without a graph, over the ends of pages."""
+    recipe = "int4:centre=false,sink=4,recent=20"
+    generator = torch.Generator().manual_seed(0)
+
+    def tokens(n: int) -> list[torch.Tensor]:
+        heads = (KV_HEADS * RATIO, KV_HEADS, KV_HEADS)
+        return [torch.randn(n, each, DIMS, generator=generator).bfloat16() for each in heads]
+
+    plain = Requests(backend(recipe), [37, 13])
+    monkeypatch.setattr("kvfold.engines.serving.choose", lambda *_: KERNELS)
+    own = Requests(backend(recipe), [37, 13])
+    assert (own.backend.captured, plain.backend.captured) == (True, False)
+    static = tokens(3)
+    static[0] = static[0].flatten(1)
+    graph, out = recorder(monkeypatch)(lambda: own.after.fill_(1), lambda: own.decode(*static))  # all of it padding
+
+    first = tokens(50)
+    torch.testing.assert_close(own.extend(*first), plain.extend(*first), atol=2e-2, rtol=0)
+    for _ in range(20):
+        new = tokens(3)
+        for target, x in zip(static, new, strict=True):
+            target.copy_(x.view_as(target))
+        for requests in (own, plain):
+            requests.grow()
+        graph.replay()
+        torch.testing.assert_close(out[:2], plain.decode(*new)[:2], atol=2e-2, rtol=0)
+    assert torch.equal(own.backend.pool.shadows.of, plain.backend.pool.shadows.of)

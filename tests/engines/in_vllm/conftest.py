@@ -1,0 +1,28 @@
+"""vLLM has an environment of its own, which `make test` makes; elsewhere these tests are not seen."""
+
+from importlib.util import find_spec
+
+import pytest
+
+from kvfold.calibration import calibrate
+from kvfold.recipes import parse
+from kvfold.text import default_text, tokenize
+
+LEARNING = ("oscar-int2", "gtq-k3v3")
+
+if find_spec("vllm") is None:
+    collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(scope="session")
+def words(embedded) -> list[int]:
+    return tokenize(default_text("evaluation"), embedded[1], 4096).tolist()
+
+
+@pytest.fixture(scope="session")
+def artifact(embedded, tmp_path_factory) -> str:
+    model, tokenizer = embedded
+    tokens = tokenize(default_text("calibration"), tokenizer, 512)
+    folder = tmp_path_factory.mktemp("artifact")
+    calibrate(model, tokens, 512, [parse(recipe) for recipe in LEARNING]).save(folder)
+    return str(folder)

@@ -1,0 +1,240 @@
+"""What serving engines share: configuration, plans, and layers that attend over an engine's own pages."""
+
+import random
+
+import pytest
+import torch
+from random_layers import fitted
+
+from kvfold.artifact import Artifact
+from kvfold.engines.serving import Config, Layer, Plan, dense_steps
+from kvfold.engines.shadow_table import ShadowTable
+from kvfold.geometry import Geometry, UnsupportedModel
+from kvfold.recipes import parse
+
+pytestmark = pytest.mark.usefixtures("_poisoned_memory")
+
+KV_HEADS, RATIO, DIMS, PAGE = 2, 3, 64, 16
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "hidden_size": 384,
+}
+
+
+# Configuration
+
+
+def test_nothing_asks_for_kvfold_by_itself(monkeypatch):
+    monkeypatch.delenv("KVFOLD_RECIPE", raising=False)
+    assert Config.read() is None
+
+
+def test_the_environment_or_the_engine_asks_for_it(monkeypatch):
+    monkeypatch.setenv("KVFOLD_RECIPE", "saw-int4:sink=4")
+    monkeypatch.setenv("KVFOLD_ARTIFACT", "fits")
+    assert Config.read() == Config(parse("saw-int4:sink=4"), "fits")
+    assert Config.read({"recipe": "int2"}) == Config(parse("int2"))
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"recipe": "saw-int5"}, "unknown recipe 'saw-int5': did you mean 'saw-int4'"),
+        ({"recipe": "int4", "window": 3}, "not by window"),
+        ({"artifact": "fits"}, "needs a recipe"),
+    ],
+)
+def test_configurations_that_are_refused(given, reason):
+    with pytest.raises(ValueError, match=reason):
+        Config.read(given)
+
+
+# Plans
+
+
+def plan(recipe, model=MODEL, page_size=PAGE, **options):
+    return Plan.make(Config(parse(recipe), **options), model, page_size, torch.bfloat16)
+
+
+def test_bytes_of_a_token():
+    # 64 numbers of 4 bits, a scale and an offset; keys and values, 2 KV heads, 2 layers
+    assert plan("int4:centre=false").token_bytes == (32 + 4) * 2 * 2 * 2
+    assert plan("int4:centre=false").wide_token_bytes == 64 * 2 * 2 * 2 * 2
+    assert plan("int4:centre=false,skip=1").token_bytes == (32 + 4) * 2 * 2 + 64 * 2 * 2 * 2
+
+
+def test_the_report_says_what_is_served():
+    report = plan("int4:centre=false,skip=1,sink=4").report(pages=100, shadows=8)
+    for part in ("int4:sink=4,centre=false,skip=1", "1 packed, 1 in 16 bits", "1,600 tokens fit", "8 shadow pages"):
+        assert part in report
+
+
+@pytest.mark.parametrize(
+    ("recipe", "model", "reason"),
+    [
+        ("int4", {}, "needs an artifact of the model: run `kvfold calibrate MODEL --recipe int4 --out DIR`, or use"),
+        ("kivi-2", {}, "quantizes whole pages"),
+        ("int4:centre=false,skip=7", {}, "the model has layers 0 to 1"),
+        ("int4:centre=false", {"kv_lora_rank": 512}, "MLA"),
+        ("int4:centre=false", {"sliding_window": 4096}, "sliding attention in layers 0, 1"),
+        ("int4:centre=false,group=48", {}, "group=48 does not divide the head dimension 64"),
+    ],
+)
+def test_what_is_refused(recipe, model, reason):
+    with pytest.raises(ValueError, match=reason):
+        plan(recipe, MODEL | model)
+
+
+def test_refusals_of_models_say_what_they_are():
+    with pytest.raises(UnsupportedModel):
+        plan("int4:centre=false", MODEL | {"is_encoder_decoder": True})
+
+
+def test_a_folder_that_is_no_artifact(tmp_path):
+    with pytest.raises(ValueError, match=r"is no artifact: there is no kvfold\.json in it"):
+        plan("int4", artifact=str(tmp_path))
+
+
+# Layers
+
+
+def random_plan(recipe):
+    recipe = parse(recipe)
+    codecs = [recipe.layer_codecs(0, DIMS, fitted(str(recipe), DIMS, KV_HEADS))]
+    geometry = Geometry("any", 1, KV_HEADS * RATIO, KV_HEADS, DIMS)
+    return Plan(recipe, geometry, KV_HEADS, codecs, PAGE, torch.bfloat16, torch.device("cpu"))
+
+
+class World:
+    """An engine with one layer: requests of random tokens in pages of random order, and every key and value kept."""
+
+    def __init__(self, recipe, requests, pages=64, shadows=None, seed=0):
+        self.plan = random_plan(recipe)
+        shadows = self.plan.shadows(requests, 256) if shadows is None else shadows
+        pool = torch.empty(pages, KV_HEADS, self.plan.layouts[0].page_bytes, dtype=torch.uint8)
+        copies = torch.empty(shadows, KV_HEADS, 2, PAGE, DIMS, dtype=torch.bfloat16)
+        self.layer = Layer(self.plan, 0, pool, copies, torch.zeros(1, dtype=torch.int32))
+        self.table = ShadowTable(self.plan.windows, PAGE, pages, shadows, "cpu")
+        self.generator = torch.Generator().manual_seed(seed)
+        self.free = random.Random(seed).sample(range(pages), pages)
+        self.held = [[] for _ in range(requests)]
+        self.keys = [torch.empty(0, KV_HEADS, DIMS) for _ in range(requests)]
+        self.values = [torch.empty(0, KV_HEADS, DIMS) for _ in range(requests)]
+
+    def randn(self, tokens, heads):
+        return torch.randn(tokens, heads, DIMS, generator=self.generator) + 0.3
+
+    def step(self, *counts):
+        """The output of each request and what it has to be."""
+        starts = [len(keys) for keys in self.keys]
+        for row, count in enumerate(counts):
+            while len(self.held[row]) * PAGE < starts[row] + count:
+                self.held[row].append(self.free.pop())
+        lengths = [start + count for start, count in zip(starts, counts, strict=True)]
+        table = torch.zeros(len(counts), max(map(len, self.held)) + 1, dtype=torch.int32)
+        slots = []
+        for row, pages in enumerate(self.held):
+            table[row, : len(pages)] = torch.tensor(pages)
+            slots += [pages[t // PAGE] * PAGE + t % PAGE for t in range(starts[row], lengths[row])]
+        if self.plan.windows:
+            self.table.update(torch.tensor(slots), torch.tensor(starts), torch.tensor(lengths), table)
+        q = self.randn(sum(counts), KV_HEADS * RATIO)
+        k, v, out = self.randn(sum(counts), KV_HEADS), self.randn(sum(counts), KV_HEADS), torch.full_like(q, torch.nan)
+        self.layer.attend(dense_steps(starts, lengths, table, PAGE, self.table.of), q, k, v, DIMS**-0.5, out)
+        for row, (new_k, new_v) in enumerate(zip(k.split(counts), v.split(counts), strict=True)):
+            self.keys[row] = torch.cat((self.keys[row], new_k))
+            self.values[row] = torch.cat((self.values[row], new_v))
+        for row, (queries, found) in enumerate(zip(q.split(counts), out.split(counts), strict=True)):
+            for i, query in enumerate(queries):
+                expected = self.defined(row, starts[row] + i, starts[row], query)
+                torch.testing.assert_close(found[i], expected, atol=2e-5, rtol=1e-4)
+
+    def defined(self, row, position, start, query):
+        """Attention of one query in float64, with every token read as the definition says."""
+        sides, windows = [], self.plan.windows
+        for codec, x in zip(self.plan.codecs[0], (self.keys[row], self.values[row]), strict=True):
+            y = codec.transform.forward(x[: position + 1])
+            packed = codec.dequantize(*codec.quantize(y.unsqueeze(-2))).squeeze(-2)
+            for j in range(position + 1):
+                copy = j >= start or self.table.of[self.held[row][j // PAGE]] >= 0
+                if copy and (j < windows.sink or j > position - windows.recent):
+                    packed[j] = y[j].bfloat16()
+            sides.append(packed.double())
+        key, value = self.plan.codecs[0]
+        turned = key.transform.dual(query).double().unflatten(0, (KV_HEADS, RATIO))
+        weights = torch.softmax(DIMS**-0.5 * torch.einsum("hgd,jhd->hgj", turned, sides[0]), -1)
+        return value.transform.inverse(torch.einsum("hgj,jhd->hgd", weights, sides[1]).flatten(0, 1).float())
+
+
+RECIPES = (
+    "saw-int4",
+    "int2",
+    "gtq-k3v3:sink=0",
+    "int2:sink=5,recent=20",
+    "oscar-int2:sink=20,recent=40",
+    "int4:sink=4",
+)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_ragged_batches_read_what_the_definition_says(recipe):
+    world = World(recipe, requests=4)
+    for counts in ((33, 1, 0, 17), (1, 1, 0, 1), (1, 40, 5, 1), (2, 2, 2, 2), (1, 1, 1, 60), *[(1, 1, 1, 1)] * 3):
+        world.step(*counts)
+
+
+def test_windows_keep_their_16_bits_for_as_long_as_a_request_runs():
+    world = World("int2:sink=5,recent=20", requests=2)
+    for counts in ((50, 7), *[(1, 1)] * 40):
+        world.step(*counts)
+        for row, pages in enumerate(world.held):
+            length = len(world.keys[row])
+            for j in (*range(5), *range(max(0, length - 19), length)):
+                assert world.table.of[pages[j // PAGE]] >= 0
+
+
+def test_tokens_whose_copies_are_gone_are_read_packed():
+    world = World("int2:sink=20,recent=40", requests=2)
+    world.step(60, 50)
+    world.table.of[world.held[0][0]] = -1  # of the sink
+    world.table.of[world.held[0][2]] = -1  # of the recent window
+    world.table.of[world.held[1]] = -1
+    world.step(1, 1)
+    world.step(3, 1)
+
+
+def test_too_few_shadows_cost_bits_and_not_answers():
+    world = World("int2:sink=20,recent=40", requests=4, shadows=3)
+    for counts in ((33, 1, 9, 17), (1, 1, 30, 1), *[(1, 1, 1, 1)] * 20):
+        world.step(*counts)
+
+
+# Tensor parallelism
+
+
+def test_ranks_hold_their_own_heads(tmp_path, embedded):
+    from kvfold.calibration import calibrate
+
+    model, _ = embedded
+    tokens = torch.randint(0, 1000, (64,), generator=torch.Generator().manual_seed(0))
+    calibrate(model, tokens, 64, [parse("oscar-int2")]).save(tmp_path)
+    whole = Artifact.load(tmp_path)
+    config, given = Config(parse("oscar-int2"), str(tmp_path)), model.config.to_dict()
+    for rank, ranks, heads in ((0, 3, [0]), (2, 3, [2]), (4, 6, [2]), (0, 1, [0, 1, 2])):
+        part = Plan.make(config, given, PAGE, torch.float32, rank=rank, ranks=ranks)
+        assert part.kv_heads == len(heads)
+        key, _ = part.codecs[5]
+        torch.testing.assert_close(key.transform.mean, whole.tensors["key_mean"][5, heads])
+
+
+def test_an_artifact_of_another_model_is_refused(tmp_path, embedded):
+    from kvfold.calibration import calibrate
+
+    model, _ = embedded
+    calibrate(model, torch.arange(64), 64, []).save(tmp_path)
+    with pytest.raises(ValueError, match="made for another model: its layers is 30, the model's is 2"):
+        plan("int4", artifact=str(tmp_path))

@@ -1,0 +1,154 @@
+"""The shadow table against a model of it in plain Python: dictionaries, one page after the other."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvfold.engines.shadow_table import ShadowTable, shadows_needed
+from kvfold.windows import Windows
+
+
+class Model:
+    """What ShadowTable says it does: page -> shadow, and the last step at which windows needed it."""
+
+    def __init__(self, windows, page_size, shadows):
+        self.windows, self.page_size, self.shadows = windows, page_size, shadows
+        self.step, self.of, self.needed = 0, {}, {}
+
+    def update(self, requests):
+        """Requests are (start, length, pages)."""
+        self.step += 1
+        fresh, reached = [], set()
+        for start, length, pages in requests:
+            fresh += [pages[token // self.page_size] for token in range(start, length) if token % self.page_size == 0]
+            for position in (start, length):  # the next query before the step, and after it
+                tokens = [*range(min(self.windows.sink, length)), *range(position + 1 - self.windows.recent, position)]
+                reached |= {pages[token // self.page_size] for token in tokens if token >= 0}
+        for page in fresh:
+            self.of.pop(page, None)
+        for page in reached & self.of.keys():
+            self.needed[self.of[page]] = self.step
+        for page in fresh:
+            if page in reached:
+                self.give(page)
+
+    def give(self, page):
+        owners = {shadow: owner for owner, shadow in self.of.items()}
+        free = [shadow for shadow in range(self.shadows) if shadow not in owners]
+        old = sorted(
+            (shadow for shadow in owners if self.needed[shadow] < self.step), key=lambda x: (self.needed[x], x)
+        )
+        if free or old:
+            shadow = (free + old)[0]
+            self.of.pop(owners.get(shadow), None)
+            self.of[page], self.needed[shadow] = shadow, self.step
+
+
+class Pages:
+    """An engine's scheduler: requests that come, grow, share full pages of a prefix, and go."""
+
+    def __init__(self, draw, page_size, pool, most_requests, most_tokens):
+        self.draw, self.page_size, self.free = draw, page_size, list(range(pool))
+        self.most_requests, self.most_tokens = most_requests, most_tokens
+        self.requests = []  # [length, pages]
+        self.held = [0] * pool
+
+    def step(self):
+        """(start, length, pages) of every running request, after some have gone and others have come."""
+        for request in list(self.requests):
+            if self.draw(st.integers(0, 9)) == 0:
+                self.requests.remove(request)
+                for page in request[1]:
+                    self.drop(page)
+        tokens, batch = self.most_tokens, []
+        for request in self.requests:
+            tokens -= (count := self.draw(st.integers(1, max(1, min(3, tokens)))))
+            self.grow(request, count, batch)
+        while len(self.requests) < self.most_requests and tokens > 0 and self.draw(st.booleans()):
+            pages = []
+            if self.requests and self.draw(st.booleans()):  # a prefix of another request, of full pages
+                length, other = self.draw(st.sampled_from(self.requests))
+                pages = other[: self.draw(st.integers(0, length // self.page_size))]
+            for page in pages:
+                self.held[page] += 1
+            request = [len(pages) * self.page_size, list(pages)]
+            tokens -= (count := self.draw(st.integers(1, tokens)))
+            if self.grow(request, count, batch):
+                self.requests.append(request)
+            else:
+                for page in pages:
+                    self.drop(page)
+        return batch
+
+    def grow(self, request, count, batch):
+        start, pages = request
+        wanted = -(-(start + count) // self.page_size) - len(pages)
+        if wanted > len(self.free):
+            return False
+        for _ in range(wanted):
+            pages.append(self.free.pop(self.draw(st.integers(0, len(self.free) - 1))))
+            self.held[pages[-1]] = 1
+        request[0] = start + count
+        batch.append((start, request[0], list(pages)))
+        return True
+
+    def drop(self, page):
+        self.held[page] -= 1
+        if not self.held[page]:
+            self.free.append(page)
+
+
+def device_tensors(batch, page_size, pad):
+    """A batch as engines describe it, with padding that means nothing."""
+    width = max((len(pages) for _, _, pages in batch), default=0) + pad + 1
+    table = torch.full((len(batch) + pad, width), 3, dtype=torch.int32)
+    slots = []
+    for row, (start, length, pages) in enumerate(batch):
+        table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        slots += [pages[token // page_size] * page_size + token % page_size for token in range(start, length)]
+    starts = torch.tensor([start for start, _, _ in batch] + [0] * pad, dtype=torch.int32)
+    lengths = torch.tensor([length for _, length, _ in batch] + [0] * pad, dtype=torch.int32)
+    return torch.tensor(slots + [-1] * pad, dtype=torch.int64), starts, lengths, table
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_it_does_what_the_model_does(data):
+    windows = Windows(data.draw(st.integers(0, 10)), data.draw(st.integers(0, 14)))
+    page_size, pool = data.draw(st.sampled_from((1, 2, 4, 8))), 24
+    shadows = data.draw(st.integers(1, 12))  # fewer than are needed at times
+    table, model = ShadowTable(windows, page_size, pool, shadows, "cpu"), Model(windows, page_size, shadows)
+    pages = Pages(data.draw, page_size, pool, most_requests=4, most_tokens=40)
+    for _ in range(data.draw(st.integers(1, 12))):
+        if batch := pages.step():
+            table.update(*device_tensors(batch, page_size, data.draw(st.integers(0, 2))))
+            model.update(batch)
+        found = {page: shadow for page, shadow in enumerate(table.of[:-1].tolist()) if shadow >= 0}
+        assert found == model.of
+        assert table.of[-1] == -1
+        assert table.used == len(model.of)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_pages_of_running_requests_keep_their_shadows(data):
+    windows = Windows(data.draw(st.integers(0, 10)), data.draw(st.integers(0, 14)))
+    page_size, requests, tokens = data.draw(st.sampled_from((1, 2, 4, 8))), data.draw(st.integers(1, 4)), 40
+    shadows = shadows_needed(windows, page_size, requests, tokens)
+    table = ShadowTable(windows, page_size, 64, max(1, shadows), "cpu")
+    pages = Pages(data.draw, page_size, 64, requests, tokens)
+    kept = set()  # pages that must have a shadow while they are held
+    for _ in range(data.draw(st.integers(1, 12))):
+        batch = pages.step()
+        if not batch:
+            continue
+        running = {page for _, _, held in batch for page in held}
+        table.update(*device_tensors(batch, page_size, 0))
+        before, kept = kept, set()
+        for start, length, held in batch:
+            window = [*range(min(windows.sink, length)), *range(max(0, length + 1 - windows.recent), length)]
+            for page in {held[token // page_size] for token in window}:
+                begun = held.index(page) * page_size >= start
+                if begun or page in before:
+                    kept.add(page)
+        assert all(table.of[page] >= 0 for page in kept & running)
