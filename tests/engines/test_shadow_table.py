@@ -18,19 +18,21 @@ class Model:
     def update(self, requests):
         """Requests are (start, length, pages)."""
         self.step += 1
-        fresh, reached = [], set()
+        fresh, reached = [], {}
         for start, length, pages in requests:
             fresh += [pages[token // self.page_size] for token in range(start, length) if token % self.page_size == 0]
+            tokens = [*range(min(self.windows.sink, length))]
             for position in (start, length):  # the next query before the step, and after it
-                tokens = [*range(min(self.windows.sink, length)), *range(position + 1 - self.windows.recent, position)]
-                reached |= {pages[token // self.page_size] for token in tokens if token >= 0}
+                tokens += range(max(0, position + 1 - self.windows.recent), position)
+            reached |= dict.fromkeys(pages[token // self.page_size] for token in tokens)
         for page in fresh:
             self.of.pop(page, None)
-        for page in reached & self.of.keys():
+        for page in reached.keys() & self.of.keys():
             self.needed[self.of[page]] = self.step
-        for page in fresh:
-            if page in reached:
-                self.give(page)
+        self.restored = {}
+        for page in reached:
+            if page not in self.of and self.give(page) and page not in fresh:
+                self.restored[page] = self.of[page]
 
     def give(self, page):
         owners = {shadow: owner for owner, shadow in self.of.items()}
@@ -42,6 +44,7 @@ class Model:
             shadow = (free + old)[0]
             self.of.pop(owners.get(shadow), None)
             self.of[page], self.needed[shadow] = shadow, self.step
+        return bool(free or old)
 
 
 class Pages:
@@ -121,8 +124,9 @@ def test_it_does_what_the_model_does(data):
     pages = Pages(data.draw, page_size, pool, most_requests=4, most_tokens=40)
     for _ in range(data.draw(st.integers(1, 12))):
         if batch := pages.step():
-            table.update(*device_tensors(batch, page_size, data.draw(st.integers(0, 2))))
+            pages_, shadows_, count = table.update(*device_tensors(batch, page_size, data.draw(st.integers(0, 2))))
             model.update(batch)
+            assert dict(zip(pages_[:count].tolist(), shadows_[:count].tolist(), strict=True)) == model.restored
         found = {page: shadow for page, shadow in enumerate(table.of[:-1].tolist()) if shadow >= 0}
         assert found == model.of
         assert table.of[-1] == -1
@@ -131,24 +135,20 @@ def test_it_does_what_the_model_does(data):
 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_pages_of_running_requests_keep_their_shadows(data):
+def test_windows_of_running_requests_have_their_shadows(data):
     windows = Windows(data.draw(st.integers(0, 10)), data.draw(st.integers(0, 14)))
     page_size, requests, tokens = data.draw(st.sampled_from((1, 2, 4, 8))), data.draw(st.integers(1, 4)), 40
     shadows = shadows_needed(windows, page_size, requests, tokens)
     table = ShadowTable(windows, page_size, 64, max(1, shadows), "cpu")
     pages = Pages(data.draw, page_size, 64, requests, tokens)
-    kept = set()  # pages that must have a shadow while they are held
     for _ in range(data.draw(st.integers(1, 12))):
         batch = pages.step()
         if not batch:
             continue
-        running = {page for _, _, held in batch for page in held}
-        table.update(*device_tensors(batch, page_size, 0))
-        before, kept = kept, set()
+        before = table.of.clone()
+        restored, _, count = table.update(*device_tensors(batch, page_size, 0))
         for start, length, held in batch:
-            window = [*range(min(windows.sink, length)), *range(max(0, length + 1 - windows.recent), length)]
-            for page in {held[token // page_size] for token in window}:
-                begun = held.index(page) * page_size >= start
-                if begun or page in before:
-                    kept.add(page)
-        assert all(table.of[page] >= 0 for page in kept & running)
+            for position in (start, length):
+                window = [*range(min(windows.sink, length)), *range(max(0, position + 1 - windows.recent), position)]
+                assert all(table.of[held[token // page_size]] >= 0 for token in window)
+        assert all(before[page] < 0 for page in restored[:count])

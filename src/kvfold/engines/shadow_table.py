@@ -13,12 +13,11 @@ from kvfold.windows import Windows
 class ShadowTable:
     """page -> shadow page, keyed by the physical page, so that requests that share pages share their shadows.
 
-    A page gets a shadow in the step that writes its first slot, if a window of some request of the step reaches into it
-    then. The shadows that windows needed longest ago are taken for it. A page that is written anew loses the shadow of
-    its former contents.
+    A page gets a shadow in the first step in which a window of some request reaches into it: the one that windows
+    needed longest ago. If the page holds older tokens then, as it does when a request finds a prefix whose shadows are
+    gone, the shadow is to be restored from it. A page that is written anew loses the shadow of its former contents.
 
-    In all three tensors -1 addresses one entry more than there are pages or shadows. What is not to be written goes
-    there.
+    In all tensors -1 addresses one entry more than there are pages or shadows. What is not to be written goes there.
     """
 
     def __init__(self, windows: Windows, page_size: int, pages: int, shadows: int, device: torch.device | str) -> None:
@@ -27,11 +26,15 @@ class ShadowTable:
         self.of = torch.full((pages + 1,), -1, device=device)  # the shadow of each page, -1: none
         self.owner = torch.full((shadows + 1,), -1, device=device)  # the page of each shadow, -1: none
         self.needed = torch.zeros(shadows + 1, dtype=torch.int64, device=device)  # the last step that each was in use
-        self._reached = torch.zeros(pages + 1, dtype=torch.bool, device=device)  # all False between steps
+        self._first = torch.zeros(pages + 1, dtype=torch.int64, device=device)  # where a page first comes in a list
+        self._fresh = torch.zeros(pages + 1, dtype=torch.bool, device=device)  # all False between steps
 
-    def update(self, slots: Tensor, starts: Tensor, lengths: Tensor, table: Tensor) -> None:
+    def update(self, slots: Tensor, starts: Tensor, lengths: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Begin a step that writes slots [tokens] (page · page_size + offset; negative: none) of requests which it
-        takes from `starts` to `lengths` tokens, with pages `table` [requests, pages]."""
+        takes from `starts` to `lengths` tokens, with pages `table` [requests, pages].
+
+        Returns what is to be restored: pages, their shadows, and how many of these count, int32[1].
+        """
         self.step += 1
         fresh = torch.where(slots % self.page_size == 0, slots // self.page_size, -1)  # pages; each comes once
         former = self.of[fresh]
@@ -41,24 +44,36 @@ class ShadowTable:
 
         reached = self._windows(starts.long(), lengths.long(), table)
         self.needed[self.of[reached]] = self.step
-        self._reached.index_fill_(0, reached, True)
-        given = self._reached[fresh] & (fresh >= 0)
-        self._reached.index_fill_(0, reached, False)
+        given = (reached >= 0) & (self.of[reached] < 0) & self._comes_first(reached)
 
         oldest = self.needed[:-1].argsort(stable=True)
         place = given.cumsum(0) - 1
         shadow = oldest[place.clamp(0, len(oldest) - 1)]
         given &= (place < len(oldest)) & (self.needed[shadow] < self.step)
-        shadow, page = torch.where(given, shadow, -1), torch.where(given, fresh, -1)
+        shadow, page = torch.where(given, shadow, -1), torch.where(given, reached, -1)
         self.of.index_fill_(0, self.owner[shadow], -1)
         self.of[page], self.owner[shadow], self.needed[shadow] = shadow, page, self.step
         self.of[-1:].fill_(-1)
         self.owner[-1:].fill_(-1)
 
+        self._fresh.index_fill_(0, fresh, True)
+        restored = given & ~self._fresh[reached]
+        self._fresh.index_fill_(0, fresh, False)
+        order = (~restored).byte().argsort(stable=True)
+        return page[order], shadow[order], restored.sum(dtype=torch.int32).view(1)
+
     @property
     def used(self) -> Tensor:
         """int64[]: how many shadows hold a page."""
         return (self.owner >= 0).sum()
+
+    def _comes_first(self, pages: Tensor) -> Tensor:
+        """bool[n]: which are not the same as one before."""
+        number = torch.arange(len(pages), device=pages.device)
+        pages = pages % len(self._first)
+        self._first.index_fill_(0, pages, len(pages))
+        self._first.scatter_reduce_(0, pages, number, "amin")
+        return self._first[pages] == number
 
     def _windows(self, starts: Tensor, lengths: Tensor, table: Tensor) -> Tensor:
         """The pages that windows reach into before the step and after it, -1 for none."""

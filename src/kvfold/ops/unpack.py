@@ -1,4 +1,5 @@
-"""Packed tokens of a sequence as 16-bit keys and values, for attention that knows nothing of packing.
+"""Packed tokens as 16-bit keys and values: of a sequence, for attention that knows nothing of packing, and of whole
+pages, into their shadows.
 
 `Codec.dequantize` is the definition.
 """
@@ -40,6 +41,27 @@ def unpack(pages: LayerPages, row: int, tokens: range, workspace: Tensor) -> tup
     return k, v
 
 
+def restore(addresses: Tensor, first: LayerPages, pages: Tensor, shadows: Tensor, count: Tensor) -> None:
+    """`Restore.__call__` for layers like the `first`, whose pools and shadows are at addresses int64[layers, 2]."""
+    layout, kv_heads = first.layout, first.pool.shape[1]
+    _restore[(len(addresses), kv_heads)](
+        addresses,
+        level_table(first.pool.device),
+        pages,
+        shadows,
+        count,
+        first.pool,
+        first.shadows,
+        KEY=key_side(layout),
+        VALUE=value_side(layout),
+        PAGE=layout.page_size,
+        PAGE_BYTES=layout.page_bytes,
+        KV_HEADS=kv_heads,
+        TOKENS=triton.next_power_of_2(layout.page_size),
+        enable_fp_fusion=False,
+    )
+
+
 @triton.jit(do_not_specialize=["start", "count"])
 def _unpack(
     k,
@@ -66,14 +88,53 @@ def _unpack(
     row = head * count + place
     for i in tl.static_range(len(KEY.columns)):
         x = k + row * KEY.head_dim
-        write_segment(x, pool, pool_meta, pool_wide, levels, page, offset, exists, KEY, i, PAGE_BYTES, TOKENS)
+        _segment(x, pool, pool_meta, pool_wide, levels, page, offset, exists, KEY, i, PAGE_BYTES, TOKENS)
     for i in tl.static_range(len(VALUE.columns)):
         x = v + row * VALUE.head_dim
-        write_segment(x, pool, pool_meta, pool_wide, levels, page, offset, exists, VALUE, i, PAGE_BYTES, TOKENS)
+        _segment(x, pool, pool_meta, pool_wide, levels, page, offset, exists, VALUE, i, PAGE_BYTES, TOKENS)
 
 
 @triton.jit
-def write_segment(
+def _restore(
+    addresses,  # of the pool and the shadows of each layer
+    levels,
+    pages,
+    shadows,
+    count,
+    any_pool,  # a layer's, for their types
+    any_shadows,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    PAGE: tl.constexpr,
+    PAGE_BYTES: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    layer, head = tl.program_id(0), tl.program_id(1)
+    pool = tl.load(addresses + 2 * layer)
+    codes, meta = pool.to(any_pool.dtype), pool.to(tl.pointer_type(tl.float16))
+    copies = tl.load(addresses + 2 * layer + 1).to(any_shadows.dtype)
+    token = tl.arange(0, TOKENS)
+    for i in range(tl.load(count)):
+        page = tl.load(pages + i).to(tl.int64) * KV_HEADS + head + tl.zeros([TOKENS], tl.int64)
+        copy = copies + ((tl.load(shadows + i).to(tl.int64) * KV_HEADS + head) * (2 * PAGE) + token) * KEY.head_dim
+        _copy(copy, codes, meta, levels, page, token, KEY, PAGE, PAGE_BYTES, TOKENS)
+        _copy(copy + PAGE * KEY.head_dim, codes, meta, levels, page, token, VALUE, PAGE, PAGE_BYTES, TOKENS)
+
+
+@triton.jit
+def _copy(
+    copy, codes, meta, levels, page, token,
+    SIDE: tl.constexpr, PAGE: tl.constexpr, PAGE_BYTES: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Write the keys or the values of a page to pointers `copy`, one for each token."""
+    wide = codes.to(copy.dtype)
+    for i in tl.static_range(len(SIDE.columns)):
+        _segment(copy, codes, meta, wide, levels, page, token, token < PAGE, SIDE, i, PAGE_BYTES, TOKENS)
+
+
+@triton.jit
+def _segment(
     x, pool, pool_meta, pool_wide, levels, page, offset, exists,
     SIDE: tl.constexpr, SEGMENT: tl.constexpr, PAGE_BYTES: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip

@@ -14,6 +14,7 @@ from torch import Tensor
 from kvfold.engines.serving import Layer, Plan, dense_steps
 from kvfold.engines.shadow_table import ShadowTable
 from kvfold.ops.pages import Batch, Step
+from kvfold.ops.restore import Restore
 
 logger = getLogger("sglang.kvfold")  # below SGLang's own, so that it is shown
 
@@ -52,6 +53,7 @@ class PackedPool(KVCache):
             for index, layout in enumerate(plan.layouts)
         ]
         self.shadows = ShadowTable(plan.windows, page_size, pages, shadows, device)
+        self.restore = Restore([layer.pages for layer in self.layers])
         self._finalize_allocation_log(size)
         logger.info(plan.report(pages - 1, shadows))
 
@@ -98,7 +100,7 @@ class PackedBackend(AttentionBackend):
         slots = torch.where(slots < page_size, -1, slots)  # the first page is for padding
         table = self.req_to_token[forward_batch.req_pool_indices.unsqueeze(1), self.firsts] // page_size
         if shadows.windows:
-            shadows.update(slots, starts, lengths, table)
+            self.pool.restore(*shadows.update(slots, starts, lengths, table))
         if mode.is_decode() and self.captured:
             self.steps = [decode_step(slots, starts, lengths, table.long(), shadows.of, page_size)]
         elif mode.is_decode():

@@ -29,7 +29,8 @@ from kvfold.engines.serving import Config, Layer, Plan, dense_steps
 from kvfold.engines.shadow_table import ShadowTable
 from kvfold.layout import ALIGNMENT
 from kvfold.models import weight_files
-from kvfold.ops.pages import Batch, Step
+from kvfold.ops.pages import Batch, LayerPages, Step
+from kvfold.ops.restore import Restore
 
 VERSIONS = "0.32"  # of vLLM; the hooks that are used change from one to the next
 
@@ -115,6 +116,14 @@ class Engine:
                     "requests leave nothing of the memory for the cache"
                 )
         self.faults = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self.pages: dict[int, LayerPages] = {}  # of each layer, once it has run
+        self.restore: Restore | None = None
+
+    def add(self, index: int, pages: LayerPages) -> None:
+        """A layer whose pages are known now. Before the last is, no page has lost its shadow."""
+        self.pages[index] = pages
+        if len(self.pages) == len(self.plan.layouts):
+            self.restore = Restore(list(self.pages.values()))
 
     @classmethod
     def of(cls, config: VllmConfig) -> "Engine":
@@ -175,15 +184,15 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
 
     def __init__(self, spec: AttentionSpec, layer_names: list[str], config: VllmConfig, device: torch.device) -> None:
         super().__init__(spec, layer_names, config, device)
-        engine, pages = Engine.of(config), config.cache_config.num_gpu_blocks
+        self.engine, pages = Engine.of(config), config.cache_config.num_gpu_blocks
         self.page_size = spec.block_size
-        self.shadows = ShadowTable(engine.plan.windows, self.page_size, pages, engine.shadows, device)
+        self.shadows = ShadowTable(self.engine.plan.windows, self.page_size, pages, self.engine.shadows, device)
         requests = config.scheduler_config.max_num_seqs
         width = spec.max_num_blocks_per_req(config, config.model_config.max_model_len)
         self.starts = torch.zeros(requests, dtype=torch.int32, device=device)
         self.table = torch.zeros(requests, width, dtype=torch.int64, device=device)
-        self.gauges = Gauges(engine.plan, engine.shadows)
-        logger.info(engine.plan.report(pages, engine.shadows))
+        self.gauges = Gauges(self.engine.plan, self.engine.shadows)
+        logger.info(self.engine.plan.report(pages, self.engine.shadows))
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -192,7 +201,9 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         slots, table = step.slot_mapping[: step.num_actual_tokens], step.block_table_tensor
         starts = step.compute_num_computed_tokens()
         if self.shadows.windows:
-            self.shadows.update(slots, starts, step.seq_lens, table)
+            lost = self.shadows.update(slots, starts, step.seq_lens, table)
+            if self.engine.restore is not None:
+                self.engine.restore(*lost)
             self.gauges.step(self.shadows.used)
         if self.device.type == "cpu":
             lists = starts.tolist(), step.seq_lens.tolist()
@@ -281,5 +292,6 @@ class PackedImpl(AttentionImpl[PackedMetadata]):
         if self.layer is None or self.layer.pages.pool.data_ptr() != kv_cache.data_ptr():
             pool, index = kv_cache.flatten(2), extract_layer_index(layer.layer_name)
             self.layer = Layer(self.engine.plan, index, pool, self.shadows, self.engine.faults)
+            self.engine.add(index, self.layer.pages)
         self.layer.attend(attn_metadata.steps, query, key, value, self.scale, output)
         return output

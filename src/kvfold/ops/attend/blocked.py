@@ -1,7 +1,7 @@
 """`attend` as vectorised PyTorch: blocks of pages are unpacked one after the other, flash attention runs on each, and
 the parts are merged by their log-sum-exp. The context is never unpacked at once."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ def attend(pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scal
         parts.add(block.columns, block.mask, *_unpack(pages, block))
     if new is not None:
         for window in pages.step.once(_window_blocks, pages.windows, tokens):
-            parts.add(window.columns, window.mask, *window.gather(pages, new))
+            parts.add(window.columns, window.mask, *window.gather(pages.shadows, new))
     return pages.value.transform.inverse(parts.out.transpose(1, 2))
 
 
@@ -71,8 +71,8 @@ class _Parts:
             self.out, self.weight = part, weight
             return
         if self.weight is None:
-            self.out = torch.zeros_like(queries)
-            self.weight = queries.new_full((*queries.shape[:-1], 1), 2 * UNSEEN)
+            self.out = part.new_zeros(queries.shape)
+            self.weight = part.new_full((*queries.shape[:-1], 1), 2 * UNSEEN)
         out, old = self.out[:, :, columns], self.weight[:, :, columns]
         # by the share of this part in both together; exact at 0 and 1, so that an unseen part leaves no rounding behind
         out.lerp_(part, torch.sigmoid(weight - old))
@@ -130,45 +130,16 @@ class _WindowBlock:
     columns: slice  # the queries that see anything of it
     mask: Tensor  # float[sequences, 1, columns, tokens]: 0 or UNSEEN
     column: Tensor  # int64[sequences, tokens]: the column of each token in the step, 0 where it is not of the step
-    kept: "_Places"  # tokens that are older than the step, in shadow pages
-    lost: "_Places"  # those whose shadow page is gone, in packed pages
+    old: tuple[Tensor, Tensor]  # row and place of the tokens that are older than the step,
+    shadow: tuple[Tensor, Tensor]  # and their shadow page and offset in it
 
-    def gather(self, pages: LayerPages, new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def gather(self, shadows: Tensor, new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """The keys and values [sequences, kv_heads, tokens, d], float32."""
         row = torch.arange(len(self.column), device=self.column.device).unsqueeze(1)
-        k, v = (states[row, self.column].float() for states in new)  # [sequences, tokens, kv_heads, d]
-        for places, read in ((self.kept, _shadows), (self.lost, _packed)):
-            if len(places.page):
-                x = read(pages, places)  # [tokens, kv_heads, 2, d]
-                k[places.row, places.column], v[places.row, places.column] = x[:, :, 0], x[:, :, 1]
-        return k.transpose(1, 2), v.transpose(1, 2)
-
-
-@dataclass(frozen=True)
-class _Places:
-    """Where tokens of a block [sequences, tokens] come from: row and column in it, page and offset in that."""
-
-    row: Tensor
-    column: Tensor
-    page: Tensor
-    offset: Tensor
-
-    def __getitem__(self, mask: Tensor) -> "_Places":
-        return _Places(self.row[mask], self.column[mask], self.page[mask], self.offset[mask])
-
-
-def _shadows(pages: LayerPages, places: _Places) -> Tensor:
-    return pages.shadows[places.page, :, :, places.offset].float()
-
-
-def _packed(pages: LayerPages, places: _Places) -> Tensor:
-    parts = [
-        pages.codec(sides).dequantize(
-            codes[places.page, places.offset], meta[places.page, places.offset % meta.shape[1]]
-        )
-        for sides, codes, meta in pages.sides
-    ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+        old = shadows[self.shadow[0], :, :, self.shadow[1]]  # [tokens, kv_heads, 2, d]
+        k, v = (states[row, self.column] for states in new)  # [sequences, tokens, kv_heads, d]
+        k[self.old], v[self.old] = old[:, :, 0], old[:, :, 1]
+        return k.transpose(1, 2).float(), v.transpose(1, 2).float()
 
 
 def _window_blocks(step: Step, windows: Windows, block_tokens: int) -> list[_WindowBlock]:
@@ -201,16 +172,14 @@ def _window_block(step: Step, tokens: Tensor, windows: Windows | None) -> _Windo
     if windows is not None:
         mask &= token >= windows.exact_from(position)
     old = (tokens >= 0) & (tokens < torch.tensor(step.starts).unsqueeze(1))
-    row, column = (index.to(device) for index in torch.nonzero(old, as_tuple=True))
+    row, place = (index.to(device) for index in torch.nonzero(old, as_tuple=True))
     old_tokens = tokens[old].to(device)
-    packed = _Places(row, column, step.table[row, old_tokens // step.page_size], old_tokens % step.page_size)
-    shadow = step.shadow_of[packed.page]
     return _WindowBlock(
         columns,
         _additive(mask).to(device),
         (tokens - lengths + step.n).clamp_min(0).to(device),
-        replace(packed, page=shadow)[shadow >= 0],
-        packed[shadow < 0],
+        (row, place),
+        (step.shadow_of[step.table[row, old_tokens // step.page_size]], old_tokens % step.page_size),
     )
 
 

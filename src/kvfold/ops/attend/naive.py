@@ -10,8 +10,8 @@ def read(pages: LayerPages, row: int, position: int, new: tuple[Tensor, Tensor] 
     """The transformed keys and values [position + 1, kv_heads, d] that the query at `position` of sequence `row` sees.
 
     It depends on the position alone: tokens j < sink, j > position − recent and of a page that is not full yet but is
-    quantized as a whole in 16 bits, all others through their packed form, tokens of its own step included. Where the
-    16-bit copy of an older token is gone, its packed form is read too. `new` is what `store` returned for the step.
+    quantized as a whole in 16 bits, all others through their packed form, tokens of its own step included. `new` is
+    what `store` returned for the step.
     """
     step, windows = pages.step, pages.windows
     tokens = torch.arange(position + 1, device=pages.pool.device)
@@ -26,8 +26,8 @@ def read(pages: LayerPages, row: int, position: int, new: tuple[Tensor, Tensor] 
         if new is not None and (j < windows.sink or j > position - windows.recent or unfilled):
             if j >= step.starts[row]:
                 x[j] = torch.stack([side[row, j - step.lengths[row]] for side in new], dim=1)
-            elif (shadow := step.shadow_of[page[j]]) >= 0:
-                x[j] = pages.shadows[shadow, :, :, offset[j]]
+            else:
+                x[j] = pages.shadows[step.shadow_of[page[j]], :, :, offset[j]]
     return x[:, :, 0], x[:, :, 1]
 
 
