@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import sglang
 import sglang.srt.entrypoints.engine
 import sglang.srt.managers.scheduler
+from sglang.srt.distributed import parallel_state
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 
 from kvfold.models import embedded_folder
@@ -56,6 +57,7 @@ def _serve(
     arguments: dict[str, Any],
 ) -> T:
     multiprocessing.set_start_method = lambda *_, **__: None  # SGLang would spawn
+    parallel_state.is_shm_available = lambda *_: False  # of SGLang's kernels
     if recipe:
         os.environ.update(KVFOLD_RECIPE=recipe, KVFOLD_ARTIFACT=artifact)
     if budget:

@@ -97,6 +97,15 @@ def test_answers_are_the_same(recipe, prompts, artifact, capfd):
     assert_alike(large.many, small.retracted, recipe)
 
 
+def test_answers_of_three_ranks_are_those_of_one(prompts, artifact, monkeypatch):
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|0|0")
+    alone, shared = (
+        serve(partial(ask, prompts=prompts.long[-1:], tokens=8), "saw-int4", artifact, tp_size=ranks, **LARGE)
+        for ranks in (1, 3)
+    )
+    assert_alike(shared, alone, "saw-int4")
+
+
 @pytest.mark.parametrize("recipe", ["saw-int4", "gtq-k3v3:sink=0"])
 def test_answers_are_those_of_the_definition(recipe, prompts, artifact, embedded):
     """Which is transformers' attention over keys and values that went through their codecs."""
