@@ -1,11 +1,14 @@
 """Real vLLM on a CPU with the embedded model, in the process of the tests, so that they see its scheduler."""
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # before vLLM is imported
 
+import torch
+from torch import Tensor
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.v1.attention import selector
 
@@ -31,7 +34,7 @@ class Engine:
             "kv_cache_memory_bytes": CACHE,
             "block_size": BLOCK,
             "disable_log_stats": True,
-            "seed": 0,
+            "max_logprobs": -1,
         }
         self.llm = LLM(str(embedded_folder()), additional_config=given, **settings | options)
         self.core = self.llm.llm_engine.engine_core.engine_core
@@ -44,8 +47,11 @@ class Engine:
 
     @property
     def builder(self):
-        worker = self.core.model_executor.driver_worker.worker
-        return worker.model_runner.attn_groups[0][0].get_metadata_builder()
+        return self.core.model_executor.driver_worker.worker.model_runner.attn_groups[0][0].get_metadata_builder()
+
+    @property
+    def layers(self) -> list:
+        return list(self.llm.llm_engine.vllm_config.compilation_config.static_forward_context.values())
 
     def run(self, prompts: list[list[int]], tokens: int = 8, chunk: int = CHUNK) -> list[tuple[list[int], list[float]]]:
         """The greedy continuation of each prompt and its log-probabilities."""
@@ -63,6 +69,26 @@ class Engine:
         """The same for one prompt. Tiny requests run beside it: matrix products of a single row are computed in another
         way than those of several, so that keys and values would not be the same."""
         return self.run([prompt, *([5 + i] for i in range(7))], **options)[0]
+
+    def next_token(self, prompt: list[int]) -> Tensor:
+        """Log-probabilities of all tokens after a prompt."""
+        sampling = SamplingParams(temperature=0, max_tokens=1, logprobs=-1)
+        found = (
+            self.llm.generate(TokensPrompt(prompt_token_ids=prompt), sampling, use_tqdm=False)[0].outputs[0].logprobs
+        )
+        return torch.tensor([found[0][token].logprob for token in range(len(found[0]))])
+
+    def perplexity(self, prompts: list[list[int]]) -> float:
+        """Of all tokens but the first of each prompt."""
+        sampling = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        given = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
+        outputs = self.llm.generate(given, sampling, use_tqdm=False)
+        found = [
+            each[token].logprob
+            for output in outputs
+            for token, each in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+        ]
+        return math.exp(-sum(found) / len(found))
 
     def forget(self) -> None:
         """Empty the prefix cache."""

@@ -71,8 +71,8 @@ class _Parts:
             self.out, self.weight = part, weight
             return
         if self.weight is None:
-            self.out = torch.zeros_like(queries)
-            self.weight = queries.new_full((*queries.shape[:-1], 1), 2 * UNSEEN)
+            self.out = part.new_zeros(queries.shape)
+            self.weight = part.new_full((*queries.shape[:-1], 1), 2 * UNSEEN)
         out, old = self.out[:, :, columns], self.weight[:, :, columns]
         # by the share of this part in both together; exact at 0 and 1, so that an unseen part leaves no rounding behind
         out.lerp_(part, torch.sigmoid(weight - old))
