@@ -7,7 +7,7 @@ import torch
 from random_layers import fitted
 
 from kvfold.artifact import Artifact
-from kvfold.engines.serving import Config, Layer, Plan, dense_steps
+from kvfold.engines.serving import Config, Faults, Layer, Plan, dense_steps
 from kvfold.engines.shadow_table import ShadowTable
 from kvfold.geometry import Geometry, UnsupportedModel
 from kvfold.ops.restore import Restore
@@ -217,6 +217,15 @@ def test_tokens_whose_copies_are_gone_are_read_packed():
     assert world.exact[0] == {*range(PAGE, 2 * PAGE), *range(3 * PAGE, 61)}
     assert world.exact[1] == {50}
     world.step(3, 1)
+
+
+def test_what_kernels_cannot_store_ends_a_later_step():
+    faults = Faults(torch.device("cpu"))
+    faults.check()
+    faults.flag.fill_(1)
+    faults.check()  # the flag is on its way
+    with pytest.raises(ValueError, match="cannot store NaN"):
+        faults.check()
 
 
 # Tensor parallelism

@@ -17,7 +17,7 @@ from kvfold.engines.shadow_table import shadows_needed
 from kvfold.geometry import Geometry
 from kvfold.layout import PageLayout, raw_slot
 from kvfold.ops.dispatch import Ops, choose
-from kvfold.ops.pages import LayerPages, Step
+from kvfold.ops.pages import UNSTORABLE, LayerPages, Step
 from kvfold.recipe import Recipe
 from kvfold.recipes import parse
 from kvfold.windows import Windows
@@ -154,6 +154,19 @@ class Plan:
             different = dict.fromkeys(f"{choice.implementation} ({choice.reason})" for choice in choices)
             lines.append(f"{op}: {'; '.join(different)}")
         return "\n  ".join(lines)
+
+
+class Faults:
+    """What kernels could not store. They set a flag on the device; a later step sees it, as nothing waits for them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.flag = torch.zeros(1, dtype=torch.int32, device=device)
+        self._seen = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+    def check(self) -> None:
+        if self._seen.item():
+            raise ValueError(f"kvfold: {UNSTORABLE}")
+        self._seen.copy_(self.flag, non_blocking=True)
 
 
 class Layer:

@@ -12,6 +12,8 @@ from kvfold.codec import Codec
 from kvfold.layout import PageLayout
 from kvfold.windows import Windows
 
+UNSTORABLE = "cannot store NaN, Inf or numbers beyond the range of 16-bit floats"
+
 T = TypeVar("T")
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvfold.codec import Codec
 from kvfold.layout import PageLayout
 from kvfold.ops.dispatch import choose
-from kvfold.ops.pages import LayerPages, Step
+from kvfold.ops.pages import UNSTORABLE, LayerPages, Step
 from kvfold.paged.shadows import Shadows
 from kvfold.paged.tables import PageTables
 from kvfold.windows import Windows
@@ -148,7 +148,7 @@ class PagedCache:
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if not capturing and self.faults.item():
             self.faults.zero_()
-            raise ValueError("cannot store NaN, Inf or numbers beyond the range of 16-bit floats")
+            raise ValueError(UNSTORABLE)
 
     def crop(self, counts: Sequence[int]) -> None:
         """Forget the last `counts[i]` tokens of sequence i."""

@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from kvfold.artifact import digest_files
 from kvfold.engines.gauges import Gauges
-from kvfold.engines.serving import Config, Layer, Plan, dense_steps
+from kvfold.engines.serving import Config, Faults, Layer, Plan, dense_steps
 from kvfold.engines.shadow_table import ShadowTable
 from kvfold.layout import ALIGNMENT
 from kvfold.models import weight_files
@@ -115,7 +115,7 @@ class Engine:
                     f"kvfold: {self.shadows} shadow pages for the windows of --max-num-seqs {scheduler.max_num_seqs} "
                     "requests leave nothing of the memory for the cache"
                 )
-        self.faults = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self.faults = Faults(self.device)
         self.pages: dict[int, LayerPages] = {}  # of each layer, once it has run
         self.restore: Restore | None = None
 
@@ -198,6 +198,7 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PackedMetadata:
         step = common_attn_metadata
+        self.engine.faults.check()
         slots, table = step.slot_mapping[: step.num_actual_tokens], step.block_table_tensor
         starts = step.compute_num_computed_tokens()
         if self.shadows.windows:
@@ -291,7 +292,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):
             return output.zero_()
         if self.layer is None or self.layer.pages.pool.data_ptr() != kv_cache.data_ptr():
             pool, index = kv_cache.flatten(2), extract_layer_index(layer.layer_name)
-            self.layer = Layer(self.engine.plan, index, pool, self.shadows, self.engine.faults)
+            self.layer = Layer(self.engine.plan, index, pool, self.shadows, self.engine.faults.flag)
             self.engine.add(index, self.layer.pages)
         self.layer.attend(attn_metadata.steps, query, key, value, self.scale, output)
         return output
