@@ -17,6 +17,7 @@ from kvfold.engines.serving import Config, Plan
 from kvfold.engines.sglang import plugin
 from kvfold.engines.sglang.backend import PackedBackend, PackedPool
 from kvfold.models import embedded_folder
+from kvfold.ops.restore import Restore
 from kvfold.recipes import parse
 
 MIB = 2**20
@@ -192,6 +193,7 @@ def test_a_captured_step_reads_what_the_next_ones_bring(monkeypatch):
 
     plain = Requests(backend(recipe), [37, 13])
     monkeypatch.setattr("kvfold.engines.serving.choose", lambda *_: KERNELS)
+    monkeypatch.setattr(Restore, "__call__", Restore.launch)
     own = Requests(backend(recipe), [37, 13])
     assert (own.backend.captured, plain.backend.captured) == (True, False)
     static = tokens(3)

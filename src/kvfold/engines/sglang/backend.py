@@ -100,7 +100,8 @@ class PackedBackend(AttentionBackend):
         slots = torch.where(slots < page_size, -1, slots)  # the first page is for padding
         table = self.req_to_token[forward_batch.req_pool_indices.unsqueeze(1), self.firsts] // page_size
         if shadows.windows:
-            self.pool.restore(*shadows.update(slots, starts, lengths, table))
+            kept = torch.where(slots < 0, 0, lengths) if mode.is_decode() else lengths  # nothing of padding
+            self.pool.restore(*shadows.update(slots, torch.minimum(starts, kept), kept, table))
         if mode.is_decode() and self.captured:
             self.steps = [decode_step(slots, starts, lengths, table.long(), shadows.of, page_size)]
         elif mode.is_decode():
