@@ -761,7 +761,8 @@ def _calibrated(model: str, recipe: Recipe) -> Path:
     folder = cache_folder() / "artifacts" / f"{which}-{recipe.fitted_as if recipe.learns else 'means'}"
     if not (folder / "kvfold.json").exists():
         network, tokenizer = _load(model)
-        made = _calibrate(network, tokenizer, read_text(None, "calibration"), 8192, 2048, [recipe])
+        tokens = 8192 if recipe.learns else 1024  # enough for means, done in seconds
+        made = _calibrate(network, tokenizer, read_text(None, "calibration"), tokens, 2048, [recipe])
         made.save(folder)
     return folder
 
