@@ -58,7 +58,7 @@ demo: install ## Show what packed caches gain and cost on the embedded model (op
 test: lint $(VLLM_INSTALLED) $(SGLANG_INSTALLED) ## Run everything that CI runs
 	$(BIN)/pytest
 	$(VLLM_BIN)/pytest tests/engines/in_vllm
-	$(SGLANG_BIN)/pytest $(SGLANG_TESTS)
+	OMP_NUM_THREADS=1 $(SGLANG_BIN)/pytest $(SGLANG_TESTS)  # engines are forked, which threads of OpenMP do not outlive
 
 lint: install ## Check style and types
 	$(BIN)/ruff check
