@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from kvfold.geometry import Geometry
+from kvfold.models import weight_files
 from kvfold.rope import Rope
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class Fingerprint(_Strict):
         self._compare(Fingerprint.of(model).model_dump())
 
     def check_files(self, config: Mapping[str, Any], weights: str | None) -> None:
-        """The same for a model that is not loaded: its configuration, as transformers has it, and `digest_files`."""
+        """The same for a model that is not loaded: its configuration, as transformers has it, and `digest_model`."""
         self._compare(self._shape(config) | ({} if weights is None else {"weights": weights}))
 
     def _compare(self, other: Mapping[str, Any]) -> None:
@@ -88,9 +89,10 @@ def _digest(parameters: Iterable[tuple[str, Sequence[int], Tensor]]) -> str:
     return digest.hexdigest()
 
 
-def digest_files(files: Sequence[Path]) -> str:
-    """`Fingerprint.weights` of the model that these safetensors files hold, if its parameters have their names."""
-    return _digest(_first_numbers(files))
+def digest_model(name: str) -> str | None:
+    """`Fingerprint.weights` of a model whose files are on this machine; None where they do not tell."""
+    files = weight_files(name)
+    return _digest(_first_numbers(files)) if files else None
 
 
 def _first_numbers(files: Sequence[Path]) -> Iterator[tuple[str, Sequence[int], Tensor]]:

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from kvfold import __version__
 from kvfold.geometry import Geometry, example_configs
-from kvfold.models import EMBEDDED, cache_folder, embedded_folder, load_config, load_model, weight_files
+from kvfold.models import EMBEDDED, cache_folder, embedded_folder, load_config, load_model
 from kvfold.recipe import Recipe
 from kvfold.recipes import RECIPES, parse
 from kvfold.text import draw, read_text, tokenize
@@ -754,10 +754,10 @@ def _calibrate(
 
 def _calibrated(model: str, recipe: Recipe) -> Path:
     """The folder of what a recipe has to know about a model, in the user's cache; made where it is not there yet."""
-    from kvfold.artifact import digest_files
+    from kvfold.artifact import digest_model
 
-    files = weight_files(model)
-    which = digest_files(files)[:16] if files else re.sub(r"\W+", "-", model)
+    digest = digest_model(model)
+    which = digest[:16] if digest else re.sub(r"\W+", "-", model)
     folder = cache_folder() / "artifacts" / f"{which}-{recipe.fitted_as if recipe.learns else 'means'}"
     if not (folder / "kvfold.json").exists():
         network, tokenizer = _load(model)

@@ -13,6 +13,11 @@ from kvfold.quantizers import affine, channelwise, codebook, kmeans
 from kvfold.transforms import Transform
 
 
+def sixteen_bit(dtype: torch.dtype) -> torch.dtype:
+    """The 16-bit type in which numbers of this type are kept."""
+    return dtype if dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
+
+
 @dataclass(frozen=True)
 class Codec:
     """Vectors [..., kv_heads, d] to slots uint8[..., kv_heads, slot_bytes] and back.

@@ -91,6 +91,17 @@ class Recipe(BaseModel):
             return raw, raw
         return self.codecs(head_dim, fit, wide)
 
+    def model_codecs(
+        self, geometry: Geometry, artifact: "Artifact | None", wide: torch.dtype, device: torch.device | str
+    ) -> list[tuple[Codec, Codec]]:
+        """The codecs of all layers, fitted by the artifact if there is one."""
+        codecs = []
+        for layer in range(geometry.layers):
+            fit = artifact.fit(self, layer) if artifact is not None else {}
+            key, value = self.layer_codecs(layer, geometry.head_dim, fit, wide)
+            codecs.append((key.to(device), value.to(device)))
+        return codecs
+
     def page_layouts(
         self, geometry: Geometry, page_size: int | None = None, artifact: "Artifact | None" = None
     ) -> list[PageLayout]:

@@ -11,7 +11,7 @@ from kvfold.bench import dense
 from kvfold.bench.dense import DenseCache
 from kvfold.bench.fits import random_codecs, random_states
 from kvfold.bench.graphs import WARM_UP, capture
-from kvfold.codec import Codec
+from kvfold.codec import Codec, sixteen_bit
 from kvfold.engines.transformers import IMPLEMENTATION, PackedCache
 from kvfold.geometry import Geometry
 from kvfold.ops.dispatch import choose
@@ -50,7 +50,7 @@ def packed_cache(
 ) -> PackedCache:
     """Sequences of `start` random tokens each, with room for `capacity`, in pages that come in random order."""
     geometry = Geometry.from_config(model.config.to_dict())
-    wide = model.dtype if model.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
+    wide = sixteen_bit(model.dtype)
     codecs = []
     for layer in range(geometry.layers):
         key, value = layer_codecs(recipe, geometry, layer, wide)

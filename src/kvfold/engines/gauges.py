@@ -3,11 +3,10 @@
 Engines pack in other processes than answer /metrics. With PROMETHEUS_MULTIPROC_DIR set, the latter sees the former's.
 """
 
-import torch
 from prometheus_client import Gauge
 from torch import Tensor
 
-from kvfold.engines.serving import Plan
+from kvfold.engines.serving import Late, Plan
 
 EVERY = 16  # steps
 
@@ -28,11 +27,10 @@ class Gauges:
         _compression.set(plan.wide_token_bytes / plan.token_bytes)
         _shadows.set(shadows)
         self.steps = 0
-        self.used = torch.zeros((), dtype=torch.int64, pin_memory=plan.device.type == "cuda")
+        self.used = Late(plan.device)
 
     def step(self, used: Tensor) -> None:
-        """Show how many shadows were in use a few steps ago: what is on the device now is not waited for."""
+        """Show how many shadows were in use a few steps ago."""
         if self.steps % EVERY == 0:
-            _shadows_used.set(self.used.item())
-            self.used.copy_(used, non_blocking=True)
+            _shadows_used.set(self.used.read(used))
         self.steps += 1

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from kvfold import __version__
 from kvfold.artifact import Artifact
-from kvfold.codec import Codec
+from kvfold.codec import Codec, sixteen_bit
 from kvfold.engines.shadow_table import shadows_needed
 from kvfold.geometry import Geometry
 from kvfold.layout import PageLayout, raw_slot
 from kvfold.ops.dispatch import Ops, choose
-from kvfold.ops.pages import UNSTORABLE, LayerPages, Step
+from kvfold.ops.pages import UNSTORABLE, Batch, LayerPages, Step
 from kvfold.recipe import Recipe
 from kvfold.recipes import parse
 from kvfold.windows import Windows
@@ -72,7 +72,7 @@ class Plan:
         weights: str | None = None,
     ) -> Self:
         """For one of several tensor-parallel ranks of a model with this configuration (its config.json) and, if they
-        are known, weights (`digest_files`). Ranks beyond the KV heads hold copies, as many of each."""
+        are known, weights (`digest_model`). Ranks beyond the KV heads hold copies, as many of each."""
         recipe, geometry = config.recipe, Geometry.from_config(model)
         artifact = None if config.artifact is None else Artifact.load(config.artifact)
         if artifact is not None:
@@ -88,12 +88,8 @@ class Plan:
         parts = min(ranks, geometry.kv_heads)
         if artifact is not None and parts > 1:
             artifact = artifact.shard(rank * parts // ranks, parts)
-        wide = dtype if dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
-        codecs = []
-        for layer in range(geometry.layers):
-            fit = artifact.fit(recipe, layer) if artifact is not None else {}
-            key, value = recipe.layer_codecs(layer, geometry.head_dim, fit, wide)
-            codecs.append((key.to(device), value.to(device)))
+        wide = sixteen_bit(dtype)
+        codecs = recipe.model_codecs(geometry, artifact, wide, device)
         plan = cls(recipe, geometry, geometry.kv_heads // parts, codecs, page_size, wide, torch.device(device))
         for ops in plan.ops if plan.device.type == "cuda" else ():
             if ops.store.implementation == "torch":  # which waits for the device
@@ -134,6 +130,11 @@ class Plan:
         page = PageLayout(raw_slot(self.geometry.head_dim), raw_slot(self.geometry.head_dim), self.page_size).page_bytes
         return shadows * packed * self.kv_heads * page
 
+    def allocate_shadows(self, shadows: int) -> Tensor:
+        """So many of one layer. Zeros are resident memory, which is what an engine may measure on a CPU."""
+        shape = (shadows, self.kv_heads, 2, self.page_size, self.geometry.head_dim)
+        return torch.zeros(shape, dtype=self.wide, device=self.device)
+
     def report(self, pages: int, shadows: int) -> str:
         """What is served, for the engine's log at start."""
         kept = [layer for layer, layout in enumerate(self.layouts) if layout.is_raw]
@@ -156,17 +157,28 @@ class Plan:
         return "\n  ".join(lines)
 
 
+class Late:
+    """A number on the device as it was the last time it was asked for, or a little later: nothing waits for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._seen = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+
+    def read(self, number: Tensor) -> int:
+        seen = int(self._seen)
+        self._seen.copy_(number, non_blocking=True)
+        return seen
+
+
 class Faults:
-    """What kernels could not store. They set a flag on the device; a later step sees it, as nothing waits for them."""
+    """What kernels could not store. They set a flag on the device, which a later step sees."""
 
     def __init__(self, device: torch.device) -> None:
         self.flag = torch.zeros(1, dtype=torch.int32, device=device)
-        self._seen = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._seen = Late(device)
 
     def check(self) -> None:
-        if self._seen.item():
+        if self._seen.read(self.flag):
             raise ValueError(f"kvfold: {UNSTORABLE}")
-        self._seen.copy_(self.flag, non_blocking=True)
 
 
 class Layer:
@@ -205,6 +217,21 @@ class Layer:
 
 
 NO_STEP = Step(0, (), (), 1, torch.empty(0, 0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
+
+
+def decode_step(
+    slots: Tensor,
+    query_starts: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    table: Tensor,
+    shadow_of: Tensor,
+    page_size: int,
+) -> tuple[slice, Step]:
+    """One token of each request, described in device memory alone (see `Batch`): kernels ask for nothing else."""
+    unknown = [0] * len(lengths)
+    batch = Batch(slots, query_starts, starts, lengths, table, shadow_of, max_queries=1)
+    return slice(len(lengths)), Step(1, unknown, unknown, page_size, table, shadow_of).described(batch)
 
 
 def dense_steps(

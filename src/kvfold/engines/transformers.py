@@ -18,7 +18,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from kvfold.artifact import Artifact, Fingerprint
 from kvfold.calibration import calibrate
-from kvfold.codec import Codec
+from kvfold.codec import Codec, sixteen_bit
 from kvfold.geometry import Geometry, UnsupportedModel
 from kvfold.models import load_tokenizer
 from kvfold.paged import PagedCache
@@ -58,12 +58,8 @@ def cache(
         artifact.metadata.model.check(model)
     elif recipe.centre or recipe.learns:
         artifact = _calibrate_once(model, recipe)
-    wide = model.dtype if model.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
-    codecs = []
-    for layer in range(geometry.layers):
-        fit = artifact.fit(recipe, layer) if artifact else {}
-        key, value = recipe.layer_codecs(layer, geometry.head_dim, fit, wide)
-        codecs.append((key.to(model.device), value.to(model.device)))
+    wide = sixteen_bit(model.dtype)
+    codecs = recipe.model_codecs(geometry, artifact, wide, model.device)
     return PackedCache(recipe, geometry, codecs, wide, model.device, page_size or recipe.page_size)
 
 

@@ -51,8 +51,7 @@ def unsupported(slot: SlotLayout) -> str | None:
     odd = [segment for segment in slot.segments if segment.padded_dims % 8]
     if odd:
         return f"{odd[0].dims} coordinates of a segment are no multiple of 8"
-    raw = any(segment.rule == "raw" for segment in slot.segments)
-    if raw and any(segment.code_bytes % 2 for segment in slot.segments):
+    if slot.has_raw and any(segment.code_bytes % 2 for segment in slot.segments):
         return "numbers of 16 bits lie at odd bytes"
     return None
 

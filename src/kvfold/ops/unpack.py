@@ -86,12 +86,9 @@ def _unpack(
     page = tl.load(table + (start + place) // PAGE, mask=exists, other=0).to(tl.int64) * KV_HEADS + head
     offset = (start + place) % PAGE
     row = head * count + place
-    for i in tl.static_range(len(KEY.columns)):
-        x = k + row * KEY.head_dim
-        _segment(x, pool, pool_meta, pool_wide, levels, page, offset, exists, KEY, i, PAGE_BYTES, TOKENS)
-    for i in tl.static_range(len(VALUE.columns)):
-        x = v + row * VALUE.head_dim
-        _segment(x, pool, pool_meta, pool_wide, levels, page, offset, exists, VALUE, i, PAGE_BYTES, TOKENS)
+    _write(k + row * KEY.head_dim, pool, pool_meta, pool_wide, levels, page, offset, exists, KEY, PAGE_BYTES, TOKENS)
+    x = v + row * VALUE.head_dim
+    _write(x, pool, pool_meta, pool_wide, levels, page, offset, exists, VALUE, PAGE_BYTES, TOKENS)
 
 
 @triton.jit
@@ -113,24 +110,24 @@ def _restore(
     layer, head = tl.program_id(0), tl.program_id(1)
     pool = tl.load(addresses + 2 * layer)
     codes, meta = pool.to(any_pool.dtype), pool.to(tl.pointer_type(tl.float16))
-    copies = tl.load(addresses + 2 * layer + 1).to(any_shadows.dtype)
+    copies, wide = tl.load(addresses + 2 * layer + 1).to(any_shadows.dtype), pool.to(any_shadows.dtype)
     token = tl.arange(0, TOKENS)
     for i in range(tl.load(count)):
         page = tl.load(pages + i).to(tl.int64) * KV_HEADS + head + tl.zeros([TOKENS], tl.int64)
         copy = copies + ((tl.load(shadows + i).to(tl.int64) * KV_HEADS + head) * (2 * PAGE) + token) * KEY.head_dim
-        _copy(copy, codes, meta, levels, page, token, KEY, PAGE, PAGE_BYTES, TOKENS)
-        _copy(copy + PAGE * KEY.head_dim, codes, meta, levels, page, token, VALUE, PAGE, PAGE_BYTES, TOKENS)
+        _write(copy, codes, meta, wide, levels, page, token, token < PAGE, KEY, PAGE_BYTES, TOKENS)
+        copy += PAGE * KEY.head_dim
+        _write(copy, codes, meta, wide, levels, page, token, token < PAGE, VALUE, PAGE_BYTES, TOKENS)
 
 
 @triton.jit
-def _copy(
-    copy, codes, meta, levels, page, token,
-    SIDE: tl.constexpr, PAGE: tl.constexpr, PAGE_BYTES: tl.constexpr, TOKENS: tl.constexpr,
+def _write(
+    x, pool, pool_meta, pool_wide, levels, page, offset, exists,
+    SIDE: tl.constexpr, PAGE_BYTES: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Write the keys or the values of a page to pointers `copy`, one for each token."""
-    wide = codes.to(copy.dtype)
+    """Write the keys or the values of tokens to pointers `x`."""
     for i in tl.static_range(len(SIDE.columns)):
-        _segment(copy, codes, meta, wide, levels, page, token, token < PAGE, SIDE, i, PAGE_BYTES, TOKENS)
+        _segment(x, pool, pool_meta, pool_wide, levels, page, offset, exists, SIDE, i, PAGE_BYTES, TOKENS)
 
 
 @triton.jit

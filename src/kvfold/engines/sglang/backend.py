@@ -11,9 +11,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 from torch import Tensor
 
-from kvfold.engines.serving import Layer, Plan, dense_steps
+from kvfold.engines.serving import Layer, Plan, decode_step, dense_steps
 from kvfold.engines.shadow_table import ShadowTable
-from kvfold.ops.pages import Batch, Step
+from kvfold.ops.pages import Step
 from kvfold.ops.restore import Restore
 
 logger = getLogger("sglang.kvfold")  # below SGLang's own, so that it is shown
@@ -41,13 +41,12 @@ class PackedPool(KVCache):
         super().__init__(size, page_size, torch.uint8, layer_num, device, enable_memory_saver, start_layer, end_layer)
         pages = size // page_size + 1  # the first is SGLang's, for padding
         faults = torch.zeros(1, dtype=torch.int32, device=device)
-        shape = (plan.kv_heads, 2, page_size, plan.geometry.head_dim)
         self.layers = [
             Layer(
                 plan,
                 index,
                 layout.allocate(pages, plan.kv_heads, torch.device(device)),
-                torch.zeros(0 if layout.is_raw else shadows, *shape, dtype=plan.wide, device=device),
+                plan.allocate_shadows(0 if layout.is_raw else shadows),
                 faults,
             )
             for index, layout in enumerate(plan.layouts)
@@ -103,7 +102,8 @@ class PackedBackend(AttentionBackend):
             kept = torch.where(slots < 0, 0, lengths) if mode.is_decode() else lengths  # nothing of padding
             self.pool.restore(*shadows.update(slots, torch.minimum(starts, kept), kept, table))
         if mode.is_decode() and self.captured:
-            self.steps = [decode_step(slots, starts, lengths, table.long(), shadows.of, page_size)]
+            queries = torch.arange(len(lengths) + 1, dtype=torch.int32, device=table.device)
+            self.steps = [decode_step(slots, queries, starts.int(), lengths.int(), table.long(), shadows.of, page_size)]
         elif mode.is_decode():
             self.steps = dense_steps(starts.tolist(), lengths.tolist(), table, page_size, shadows.of)
         else:
@@ -129,17 +129,6 @@ class PackedBackend(AttentionBackend):
         return out.flatten(1)
 
     forward_decode = forward_extend
-
-
-def decode_step(
-    slots: Tensor, starts: Tensor, lengths: Tensor, table: Tensor, shadow_of: Tensor, page_size: int
-) -> tuple[slice, Step]:
-    """One token of each request, described in device memory alone: kernels ask for nothing else."""
-    requests = len(lengths)
-    queries = torch.arange(requests + 1, dtype=torch.int32, device=table.device)
-    batch = Batch(slots, queries, starts.int(), lengths.int(), table, shadow_of, max_queries=1)
-    unknown = [0] * requests
-    return slice(requests), Step(1, unknown, unknown, page_size, table, shadow_of).described(batch)
 
 
 def refuse(layer: RadixAttention) -> None:

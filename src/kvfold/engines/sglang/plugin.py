@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvfold.artifact import digest_files
+from kvfold.artifact import digest_model
 from kvfold.engines.serving import Config, Plan
 from kvfold.layout import ALIGNMENT
-from kvfold.models import weight_files
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -101,7 +100,7 @@ def prepare(arguments: "ServerArgs") -> None:
         raise ValueError(f"pages need a multiple of {ALIGNMENT} tokens, not --page-size {arguments.page_size}")
     overrides = json.loads(arguments.json_model_override_args)
     model = get_config(arguments.model_path, arguments.trust_remote_code, arguments.revision, overrides).to_dict()
-    weights = digest_files(files) if config.artifact and (files := weight_files(arguments.model_path)) else None
+    weights = digest_model(arguments.model_path) if config.artifact else None
     Plan.make(config, model, arguments.page_size, torch.bfloat16, ranks=arguments.tp_size, weights=weights)
 
 

@@ -23,13 +23,12 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
-from kvfold.artifact import digest_files
+from kvfold.artifact import digest_model
 from kvfold.engines.gauges import Gauges
-from kvfold.engines.serving import Config, Faults, Layer, Plan, dense_steps
+from kvfold.engines.serving import Config, Faults, Layer, Plan, decode_step, dense_steps
 from kvfold.engines.shadow_table import ShadowTable
 from kvfold.layout import ALIGNMENT
-from kvfold.models import weight_files
-from kvfold.ops.pages import Batch, LayerPages, Step
+from kvfold.ops.pages import LayerPages, Step
 from kvfold.ops.restore import Restore
 
 VERSIONS = "0.32"  # of vLLM; the hooks that are used change from one to the next
@@ -90,7 +89,7 @@ def make_plan(config: VllmConfig, rank: int = 0, device: torch.device | str = "c
         device,
         rank,
         config.parallel_config.tensor_parallel_size,
-        digest_files(files) if choice.artifact and (files := weight_files(config.model_config.model)) else None,
+        digest_model(config.model_config.model) if choice.artifact else None,
     )
     if len({layout.page_bytes for layout in plan.layouts}) > 1:
         raise ValueError(f"kvfold: vLLM has pages of one size for all layers, and {plan.recipe} has not")
@@ -130,12 +129,6 @@ class Engine:
         if getattr(cls, "current", None) is None or cls.current.config is not config:
             cls.current = cls(config)
         return cls.current
-
-    def allocate_shadows(self) -> Tensor:
-        """The shadow pages of one layer; zeros are resident memory, which is what vLLM measures on a CPU."""
-        plan = self.plan
-        shape = (self.shadows, plan.kv_heads, 2, plan.page_size, plan.geometry.head_dim)
-        return torch.zeros(shape, dtype=plan.wide, device=self.device)
 
 
 class PackedBackend(AttentionBackend):
@@ -229,17 +222,16 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         ]
         if decodes:
             rows = slice(decodes)
-            batch = Batch(
+            one = decode_step(
                 step.slot_mapping[rows],
                 step.query_start_loc[: decodes + 1],
                 self.starts[rows],
                 step.seq_lens[rows],
                 self.table[rows],
                 self.shadows.of,
-                max_queries=1,
+                self.page_size,
             )
-            one = Step(1, before[rows], lengths[rows], self.page_size, self.table[rows], self.shadows.of)
-            steps.insert(0, (rows, one.described(batch)))
+            steps.insert(0, one)
         return steps
 
 
@@ -272,7 +264,7 @@ class PackedImpl(AttentionImpl[PackedMetadata]):
             if value:
                 raise ValueError(f"kvfold: attention with {what} cannot run over packed pages")
         self.engine = Engine.of(get_current_vllm_config())
-        self.shadows = self.engine.allocate_shadows()
+        self.shadows = self.engine.plan.allocate_shadows(self.engine.shadows)
         self.layer: Layer | None = None
 
     def forward(

@@ -17,6 +17,7 @@ from kvfold.ops.attend.gluon_tiles import (
     UNSEEN,
     control,
     faded,
+    float_pair,
     in_columns,
     joined,
     log2,
@@ -286,16 +287,7 @@ def _floats(words):
     even, odd = gl.split(gl.reshape(words, [8, 2, 2]))
     first, third = gl.split(even)
     second, fourth = gl.split(odd)
-    return _pair(first) + _pair(second) + _pair(third) + _pair(fourth)
-
-
-@gluon.jit
-def _pair(word):
-    low, high = gl.inline_asm_elementwise(
-        "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
-        "=f,=f,r", [word], dtype=(gl.float32, gl.float32), is_pure=True, pack=1,
-    )  # fmt: skip
-    return (low, high)
+    return float_pair(first) + float_pair(second) + float_pair(third) + float_pair(fourth)
 
 
 # --- loads
@@ -319,19 +311,8 @@ def find_pages(table, tile, final_page, kv_heads, PAGE: gl.constexpr):
 @gluon.jit
 def _load_keys(pool, page, tile, KEY: gl.constexpr, PAGE: gl.constexpr, PAGE_WORDS: gl.constexpr):
     """The words of a tile's keys: for each segment, `lane_words` of them, [run, place, lane]."""
-    LAYOUT: gl.constexpr = key_layout()
-    RUN: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))
-    run = gl.arange(0, 8, RUN)
-    place = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
-    lane = gl.arange(0, KEY_LANES, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
-    within = (place * KEY.per_token)[None, :, None]
-    if PAGE % 64 == 0:
-        start = pool + page * PAGE_WORDS + KEY.codes + gl.multiple_of(tile * 64 % PAGE, 64) * KEY.per_token
-        start += (run * (8 * KEY.per_token))[:, None, None] + within
-    else:
-        at = gl.convert_layout(page, RUN, assert_trivial=True) * PAGE_WORDS
-        at += (tile * 64 + run * 8) % PAGE * KEY.per_token
-        start = pool + KEY.codes + at[:, None, None] + within
+    start = _tokens(pool, page, tile, KEY, key_layout(), 8, PAGE, PAGE_WORDS)
+    lane = gl.arange(0, KEY_LANES, gl.SliceLayout(0, gl.SliceLayout(1, key_layout())))
     words = ()
     for i in gl.static_range(len(KEY.start)):
         words += (_load_segment(start + KEY.word[i], lane[None, None, :], KEY, i),)
@@ -341,25 +322,33 @@ def _load_keys(pool, page, tile, KEY: gl.constexpr, PAGE: gl.constexpr, PAGE_WOR
 @gluon.jit
 def _load_values(pool, page, tile, VALUE: gl.constexpr, PAGE: gl.constexpr, PAGE_WORDS: gl.constexpr):
     """The words of a tile's values, [lane of the run, place, lane, run % 2]."""
-    LAYOUT: gl.constexpr = quarter_layout()
-    LANE: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))
-    quarter = gl.arange(0, 4, LANE)
-    place = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
-    lane = gl.arange(0, VALUE_LANES, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
-    within = (place * VALUE.per_token)[None, :, None]
-    if PAGE % 64 == 0:
-        start = pool + page * PAGE_WORDS + VALUE.codes + gl.multiple_of(tile * 64 % PAGE, 64) * VALUE.per_token
-        start += (quarter * (16 * VALUE.per_token))[:, None, None] + within
-    else:
-        at = gl.convert_layout(page, LANE, assert_trivial=True) * PAGE_WORDS
-        at += (tile * 64 + quarter * 16) % PAGE * VALUE.per_token
-        start = pool + VALUE.codes + at[:, None, None] + within
+    start = _tokens(pool, page, tile, VALUE, quarter_layout(), 16, PAGE, PAGE_WORDS)
+    lane = gl.arange(0, VALUE_LANES, gl.SliceLayout(0, gl.SliceLayout(1, quarter_layout())))
     even = _load_segment(start, lane[None, None, :], VALUE, 0)
     odd = _load_segment(start + 8 * VALUE.per_token, lane[None, None, :], VALUE, 0)
     words = ()
     for i in gl.static_range(len(even)):
         words += (gl.join(even[i], odd[i]),)
     return words
+
+
+@gluon.jit
+def _tokens(pool, page, tile, SIDE: gl.constexpr, LAYOUT: gl.constexpr, EACH: gl.constexpr, PAGE: gl.constexpr,
+            PAGE_WORDS: gl.constexpr):  # fmt: skip
+    """Where the first 8 of every `EACH` tokens of a tile begin, [64 / EACH, place, 1]; `page` is one for all or for
+    each."""
+    GROUP: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))
+    group = gl.arange(0, 64 // EACH, GROUP)
+    place = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+    within = (place * SIDE.per_token)[None, :, None]
+    if PAGE % 64 == 0:
+        start = pool + page * PAGE_WORDS + SIDE.codes + gl.multiple_of(tile * 64 % PAGE, 64) * SIDE.per_token
+        start += (group * (EACH * SIDE.per_token))[:, None, None] + within
+    else:
+        at = gl.convert_layout(page, GROUP, assert_trivial=True) * PAGE_WORDS
+        at += (tile * 64 + group * EACH) % PAGE * SIDE.per_token
+        start = pool + SIDE.codes + at[:, None, None] + within
+    return start
 
 
 @gluon.jit

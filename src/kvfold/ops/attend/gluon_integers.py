@@ -28,6 +28,7 @@ from kvfold.ops.attend.gluon_tiles import (
     UNSEEN,
     control,
     faded,
+    float_pair,
     in_columns,
     joined,
     log2,
@@ -331,10 +332,7 @@ def _scales(meta, SIDE: gl.constexpr, LOGITS: gl.constexpr):
 
 @gluon.jit
 def _scale(meta, LOGITS: gl.constexpr):
-    scale, offset = gl.inline_asm_elementwise(
-        "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
-        "=f,=f,r", [meta], dtype=(gl.float32, gl.float32), is_pure=True, pack=1,
-    )  # fmt: skip
+    scale, offset = float_pair(meta)
     scale = gl.convert_layout(gl.permute(scale, [1, 0]), gl.SliceLayout(2, LOGITS), assert_trivial=True)
     offset = gl.convert_layout(gl.permute(offset, [1, 0]), gl.SliceLayout(2, LOGITS), assert_trivial=True)
     return scale[:, :, None], offset[:, :, None]

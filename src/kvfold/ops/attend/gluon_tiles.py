@@ -109,6 +109,15 @@ def control(INSTRUCTION: gl.constexpr):
 
 
 @gluon.jit
+def float_pair(word):
+    """The two float16 numbers in each word, the low one first."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
+        "=f,=f,r", [word], dtype=(gl.float32, gl.float32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def exp2(x):
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
