@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvfold.transforms import Transform
 
@@ -12,11 +12,14 @@ ROWS = tl.constexpr(16)  # vectors of a program
 COLUMNS = tl.constexpr(64)  # coordinates of them that it computes, at most
 
 
-def dual(transform: Transform, q: Tensor) -> Tensor:
-    """Queries [tokens, q_heads, d] of any type -> `transform.dual` of them: float32, or as they are if not rotated."""
+def dual(transform: Transform, q: Tensor, early: bool = False) -> Tensor:
+    """Queries [tokens, q_heads, d] of any type -> `transform.dual` of them: float32, or as they are if not rotated.
+
+    With `early`, the next kernel may begin before this one ends.
+    """
     if transform.rotation is None:
         return q
-    return _rotated(q, transform.rotation.dense(q.shape[-1], q.device), transpose=False)
+    return _rotated(q, transform.rotation.dense(q.shape[-1], q.device), transpose=False, early=early)
 
 
 def inverse(transform: Transform, out: Tensor, late: bool = False) -> Tensor:
@@ -30,7 +33,9 @@ def inverse(transform: Transform, out: Tensor, late: bool = False) -> Tensor:
     return _rotated(out, matrices, transpose=True, mean=transform.mean, late=late)
 
 
-def _rotated(x: Tensor, matrices: Tensor, transpose: bool, mean: Tensor | None = None, late: bool = False) -> Tensor:
+def _rotated(
+    x: Tensor, matrices: Tensor, transpose: bool, mean: Tensor | None = None, early: bool = False, late: bool = False
+) -> Tensor:
     """x·A (or x·Aᵀ) + mean, with the matrix [kv_heads or 1, d, d] and mean [kv_heads, d] of each head's KV head."""
     tokens, q_heads, dims = x.shape
     heads = max(len(matrices), 1 if mean is None else len(mean))
@@ -51,6 +56,7 @@ def _rotated(x: Tensor, matrices: Tensor, transpose: bool, mean: Tensor | None =
         DIMS=dims,
         PADDED=triton.next_power_of_2(dims),
         WIDTH=width,
+        EARLY=early,
         LATE=late,
         num_warps=4,
         **({"launch_pdl": True} if late else {}),
@@ -74,8 +80,11 @@ def _rotate(
     DIMS: tl.constexpr,
     PADDED: tl.constexpr,  # dims, up to a power of two
     WIDTH: tl.constexpr,
+    EARLY: tl.constexpr,
     LATE: tl.constexpr,
 ):
+    if EARLY:
+        gdc_launch_dependents()
     head = tl.program_id(1)
     vector = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token, q_head = vector // RATIO, head * RATIO + vector % RATIO

@@ -72,8 +72,9 @@ def attend(pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scal
     batch, layout, kernel = pages.step.batch, pages.layout, _kernel(pages.layout)
     rotation, rotated = pages.key.transform.rotation, q.flatten(0, 1)
     order = rotation.order if kernel.rotates and new is None and isinstance(rotation, Hadamard) else 1
+    late = order == 1 and rotation is not None and new is None
     if order == 1:
-        rotated = dual(pages.key.transform, rotated)
+        rotated = dual(pages.key.transform, rotated, early=late)
     rotated = rotated.contiguous()
     sequences, q_heads, dims = rotated.shape
     kv_heads = pages.pool.shape[1]
@@ -103,9 +104,11 @@ def attend(pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scal
         HEADS=heads,
         COLUMNS=max(8, heads * kernel.value.segments),
         ORDER=order,
+        LATE=late,
         EARLY=new is not None,
         num_warps=1,
         maxnreg=kernel.registers,
+        **({"launch_pdl": True} if late else {}),
     )
     if new is not None:  # beside decoding, in what that leaves of the processors
         flat = (new[0].flatten(0, 1), new[1].flatten(0, 1))

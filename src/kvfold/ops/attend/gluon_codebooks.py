@@ -90,6 +90,7 @@ def decode(
     HEADS: gl.constexpr,  # and up to 4 or 8
     COLUMNS: gl.constexpr,  # 8: one or two for each of them
     ORDER: gl.constexpr,  # 1: queries come rotated
+    LATE: gl.constexpr,  # whether this one began before the one that rotates queries had ended
     EARLY: gl.constexpr,  # whether the next kernel may begin at once, or at the end
 ):
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
@@ -113,6 +114,8 @@ def decode(
     constants = ()  # a register each, instead of a move before every lookup
     for i in gl.static_range(len(all_constants(KEY, VALUE))):
         constants += (_constant(all_constants(KEY, VALUE)[i]),)
+    if LATE:
+        control("griddepcontrol.wait")
     queries = ()
     for i in gl.static_range(len(KEY.start)):
         queries += (_queries(q + row.to(gl.int64) * DIMS, KEY, i, DIMS, RATIO, HEADS, COLUMNS, MMA),)

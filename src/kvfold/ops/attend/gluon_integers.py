@@ -62,8 +62,15 @@ def side(slot: SlotLayout, codes: int, meta: int) -> Side:
 
 def room(key: Side, value: Side) -> int:
     """How many programs a processor has room for."""
-    tile = 4 * TILE * sum(side.per_token + side.segments for side in (key, value))
-    return min(WARPS, SHARED // (STAGES.value * tile + 1024))
+    words = key.per_token + key.segments + value.per_token + value.segments
+    return SHARED // (slots(words) * 4 * TILE * words + 1024)
+
+
+@gluon.constexpr_function
+def slots(words):
+    """For how many tiles, of so many words a token, a program takes shared memory. They are more than it needs, so that
+    no processor runs more than WARPS programs while others are still busy with the kernel before."""
+    return max(STAGES.value, (SHARED // WARPS - 1024) // (4 * TILE * words))
 
 
 @gluon.jit(do_not_specialize=["sink", "recent"])
@@ -88,6 +95,7 @@ def decode(
     HEADS: gl.constexpr,  # and up to 4 or 8
     COLUMNS: gl.constexpr,  # of outputs: one for each of them, or two
     ORDER: gl.constexpr,  # of the Hadamard matrices by which queries are rotated here; 1: not
+    LATE: gl.constexpr,  # whether this one began before the one that rotates queries had ended
     EARLY: gl.constexpr,  # whether the next kernel may begin at once, or at the end
 ):
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
@@ -102,10 +110,11 @@ def decode(
     KEYS: gl.constexpr = gl.SwizzledSharedLayout(KEY.per_token, 1, 8, [1, 0])
     VALUES: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
     META: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    keys = gl.allocate_shared_memory(gl.int32, [STAGES, 8, 8 * KEY.per_token], KEYS)
-    key_meta = gl.allocate_shared_memory(gl.int32, [STAGES, 8, 8 * KEY.segments], META)
-    values = gl.allocate_shared_memory(gl.int32, [STAGES, 8, 8 * VALUE.per_token], VALUES)
-    value_meta = gl.allocate_shared_memory(gl.int32, [STAGES, 8, 8 * VALUE.segments], META)
+    SLOTS: gl.constexpr = slots(KEY.per_token + KEY.segments + VALUE.per_token + VALUE.segments)
+    keys = gl.allocate_shared_memory(gl.int32, [SLOTS, 8, 8 * KEY.per_token], KEYS)
+    key_meta = gl.allocate_shared_memory(gl.int32, [SLOTS, 8, 8 * KEY.segments], META)
+    values = gl.allocate_shared_memory(gl.int32, [SLOTS, 8, 8 * VALUE.per_token], VALUES)
+    value_meta = gl.allocate_shared_memory(gl.int32, [SLOTS, 8, 8 * VALUE.segments], META)
     shared = (keys, key_meta, values, value_meta)
     for i in gl.static_range(STAGES - 1):
         pages = _pages(table, first + i, table_pages, kv_heads, KEY, VALUE, PAGE)
@@ -114,6 +123,8 @@ def decode(
 
     if EARLY:
         control("griddepcontrol.launch_dependents")
+    if LATE:
+        control("griddepcontrol.wait")
     row = (sequence * kv_heads + head) * RATIO
     q += row.to(gl.int64) * DIMS
     query0, unit0, sum0 = _queries(q, 0, scale, KEY, DIMS, RATIO, HEADS, ORDER, MMA)
