@@ -112,3 +112,10 @@ def test_order_of_values(columns):
     token = column % 8 * 8 + column // 8  # columns are numbered 8·place + run
     assert torch.equal(found, 64 * at.unsqueeze(1) + token)
     assert sorted(at.tolist()) == index.tolist()
+
+
+@pytest.mark.parametrize("recipe", ["kivi-2", "kitty-2"])
+def test_what_runs_without_kernels_on_a_gpu_is_said(recipe):
+    choose.cache_clear()
+    with pytest.warns(UserWarning, match="no kernel for these keys: whole pages .* many times slower"):
+        assert choose(layout(recipe, 128, 128), 4, GPU, HOPPER).decode.implementation == "torch"

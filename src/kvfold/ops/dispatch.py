@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
+from warnings import warn
 
 import torch
 from torch import Tensor
@@ -46,7 +47,9 @@ def choose(layout: PageLayout, ratio: int, device: torch.device, capability: tup
 
     for side, slot in (("keys", layout.key), ("values", layout.value)):
         if reason := tiles.unsupported(slot):
-            return _torch(f"there is no kernel for these {side}: {reason}")
+            reason = f"there is no kernel for these {side}: {reason}"
+            warn(f"{reason}; PyTorch's operators do its work on the GPU, many times slower", stacklevel=2)
+            return _torch(reason)
     capability = capability or torch.cuda.get_device_capability(device)
     if capability < HOPPER:
         decode = Choice("triton", f"the GPU is older than Hopper: {capability}", attend.attend)
