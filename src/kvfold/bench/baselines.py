@@ -64,6 +64,8 @@ def dense_calls(case: "Case", device: torch.device) -> dict[str, Calls]:
 def attend_dense(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     """The one new token q [sequences, q_heads, 1, d] of each sequence over dense k, v [sequences, kv_heads, tokens, d],
     by the backend that `dense_backend` names."""
+    if k.shape[2] == 1:  # for which cuDNN has no kernel: its value is the output
+        return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
     with sdpa_kernel(BACKENDS[dense_backend(q.shape[1], k.shape[1], q.shape[3], q.dtype, q.device)]):
         return scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True)
 

@@ -43,8 +43,8 @@ class Blocks(NamedTuple):
     registers: int | None  # of a thread at most
 
 
-FEW = Blocks(16, 64, 4, 3, None)
-MANY = Blocks(128, 128, 8, 1, 128)  # two programs on a multiprocessor
+FEW = Blocks(16, 128, 4, 1, None)
+MANY = Blocks(64, 128, 4, 1, 128)  # four programs on a multiprocessor
 MANY_WIDE = Blocks(64, 32, 8, 3, None)  # of more than 128 coordinates
 MANY_VECTORS = 1 << 13  # from which on larger blocks, which read matrices less often, leave little of a GPU idle
 
