@@ -11,7 +11,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 from torch import Tensor
 
-from kvfold.engines.serving import Layer, Plan, decode_step, dense_steps
+from kvfold.engines.serving import Faults, Layer, Plan, decode_step, dense_steps
 from kvfold.engines.shadow_table import ShadowTable
 from kvfold.ops.pages import Step
 from kvfold.ops.restore import Restore
@@ -37,22 +37,25 @@ class PackedPool(KVCache):
         end_layer: int | None,
         **_: Any,
     ) -> None:
+        from kvfold.engines.gauges import Gauges  # prometheus_client has to be imported after SGLang set it up
+
         # no dtype of K and V: kernels that rotate keys would write them here
         super().__init__(size, page_size, torch.uint8, layer_num, device, enable_memory_saver, start_layer, end_layer)
         pages = size // page_size + 1  # the first is SGLang's, for padding
-        faults = torch.zeros(1, dtype=torch.int32, device=device)
+        self.faults = Faults(plan.device)
         self.layers = [
             Layer(
                 plan,
                 index,
-                layout.allocate(pages, plan.kv_heads, torch.device(device)),
+                layout.allocate(pages, plan.kv_heads, plan.device),
                 plan.allocate_shadows(0 if layout.is_raw else shadows),
-                faults,
+                self.faults.flag,
             )
             for index, layout in enumerate(plan.layouts)
         ]
         self.shadows = ShadowTable(plan.windows, page_size, pages, shadows, device)
         self.restore = Restore([layer.pages for layer in self.layers])
+        self.gauges = Gauges(plan, shadows)
         self._finalize_allocation_log(size)
         logger.info(plan.report(pages - 1, shadows))
 
@@ -88,6 +91,12 @@ class PackedBackend(AttentionBackend):
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        """Before each step, on the host: look at what earlier ones have left on the device."""
+        self.pool.faults.check()
+        if self.pool.shadows.windows:
+            self.pool.gauges.step(self.pool.shadows)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         """Begin a step."""

@@ -198,7 +198,7 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
             lost = self.shadows.update(slots, starts, step.seq_lens, table)
             if self.engine.restore is not None:
                 self.engine.restore(*lost)
-            self.gauges.step(self.shadows.used)
+            self.gauges.step(self.shadows)
         if self.device.type == "cpu":
             lists = starts.tolist(), step.seq_lens.tolist()
             return PackedMetadata(dense_steps(*lists, table, self.page_size, self.shadows.of))
