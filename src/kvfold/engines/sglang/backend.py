@@ -110,15 +110,17 @@ class PackedBackend(AttentionBackend):
         if shadows.windows:
             kept = torch.where(slots < 0, 0, lengths) if mode.is_decode() else lengths  # nothing of padding
             self.pool.restore(*shadows.update(slots, torch.minimum(starts, kept), kept, table))
+        starts, lengths = starts.int(), lengths.int()
         if mode.is_decode() and self.captured:
             queries = torch.arange(len(lengths) + 1, dtype=torch.int32, device=table.device)
-            self.steps = [decode_step(slots, queries, starts.int(), lengths.int(), table.long(), shadows.of, page_size)]
-        elif mode.is_decode():
-            self.steps = dense_steps(starts.tolist(), lengths.tolist(), table, page_size, shadows.of)
+            self.steps = [decode_step(slots, queries, starts, lengths, table.long(), shadows.of, page_size)]
+            return
+        if mode.is_decode():
+            before, after = starts.tolist(), lengths.tolist()
         else:
             before = forward_batch.extend_prefix_lens_cpu
             after = [start + n for start, n in zip(before, forward_batch.extend_seq_lens_cpu, strict=True)]
-            self.steps = dense_steps(before, after, table, page_size, shadows.of)
+        self.steps = dense_steps(before, after, table, page_size, shadows.of, (slots, starts, lengths))
 
     def forward_extend(
         self,
