@@ -145,8 +145,9 @@ class World:
         for row, pages in enumerate(self.held):
             table[row, : len(pages)] = torch.tensor(pages)
             slots += [pages[t // PAGE] * PAGE + t % PAGE for t in range(starts[row], lengths[row])]
+        described = (torch.tensor(slots), torch.tensor(starts), torch.tensor(lengths))
         if self.plan.windows:
-            *lost, count = self.table.update(torch.tensor(slots), torch.tensor(starts), torch.tensor(lengths), table)
+            *lost, count = self.table.update(*described, table)
             self.restore(*lost, count)
             for page in lost[0][:count].tolist():
                 for held, exact in zip(self.held, self.exact, strict=True):
@@ -155,7 +156,8 @@ class World:
             exact |= set(range(start, length))
         q = self.randn(sum(counts), KV_HEADS * RATIO)
         k, v, out = self.randn(sum(counts), KV_HEADS), self.randn(sum(counts), KV_HEADS), torch.full_like(q, torch.nan)
-        self.layer.attend(dense_steps(starts, lengths, table, PAGE, self.table.of), q, k, v, DIMS**-0.5, out)
+        steps = dense_steps(starts, lengths, table, PAGE, self.table.of, described)
+        self.layer.attend(steps, q, k, v, DIMS**-0.5, out)
         for row, (new_k, new_v) in enumerate(zip(k.split(counts), v.split(counts), strict=True)):
             self.keys[row] = torch.cat((self.keys[row], new_k))
             self.values[row] = torch.cat((self.values[row], new_v))

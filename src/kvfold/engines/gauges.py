@@ -4,9 +4,9 @@ Engines pack in other processes than answer /metrics. With PROMETHEUS_MULTIPROC_
 """
 
 from prometheus_client import Gauge
-from torch import Tensor
 
 from kvfold.engines.serving import Late, Plan
+from kvfold.engines.shadow_table import ShadowTable
 
 EVERY = 16  # steps
 
@@ -29,8 +29,8 @@ class Gauges:
         self.steps = 0
         self.used = Late(plan.device)
 
-    def step(self, used: Tensor) -> None:
+    def step(self, table: ShadowTable) -> None:
         """Show how many shadows were in use a few steps ago."""
         if self.steps % EVERY == 0:
-            _shadows_used.set(self.used.read(used))
+            _shadows_used.set(self.used.read(table.used))
         self.steps += 1

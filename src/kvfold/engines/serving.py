@@ -235,17 +235,29 @@ def decode_step(
 
 
 def dense_steps(
-    starts: Sequence[int], lengths: Sequence[int], table: Tensor, page_size: int, shadow_of: Tensor
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    table: Tensor,
+    page_size: int,
+    shadow_of: Tensor,
+    described: tuple[Tensor, Tensor, Tensor],
 ) -> list[tuple[slice, Step]]:
     """A batch of tokens that lie one request after the other, as steps without padding: requests that follow each other
-    and bring as many tokens. Each with the slice of its tokens."""
+    and bring as many tokens. Each with the slice of its tokens.
+
+    `described` are slots, starts and lengths in device memory (see `Batch`), so that kernels wait for no copy of them.
+    """
     steps: list[tuple[slice, Step]] = []
     token = row = 0
+    slots, device_starts, device_lengths = described
     counts = [length - start for start, length in zip(starts, lengths, strict=True)]
     for n, group in groupby(counts):
         rows = slice(row, row := row + len(list(group)))
         tokens = slice(token, token := token + n * (rows.stop - rows.start))
         if n:
             pages = table[rows, : -(-max(lengths[rows]) // page_size)].long()
-            steps.append((tokens, Step(n, starts[rows], lengths[rows], page_size, pages, shadow_of)))
+            queries = torch.arange(0, tokens.stop - tokens.start + 1, n, dtype=torch.int32, device=table.device)
+            batch = Batch(slots[tokens], queries, device_starts[rows], device_lengths[rows], pages, shadow_of, n)
+            step = Step(n, starts[rows], lengths[rows], page_size, pages, shadow_of).described(batch)
+            steps.append((tokens, step))
     return steps

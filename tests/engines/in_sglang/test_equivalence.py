@@ -13,7 +13,6 @@ import pytest
 import torch
 from sglang_engine import Answer, ask, ask_alone, serve
 from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvfold.artifact import Artifact
 from kvfold.recipes import parse
@@ -43,8 +42,11 @@ class Prompts(NamedTuple):
     long: list[list[int]]
     short: list[list[int]]
 
+    def twice(self, engine) -> list[list[Answer]]:
+        return [ask_alone(engine, self.long, 8) for _ in range(2)]
+
     def small(self, engine) -> Small:
-        cold, warm = (ask_alone(engine, self.long, 8) for _ in range(2))
+        cold, warm = self.twice(engine)
         engine.flush_cache()
         return Small(cold, warm, ask(engine, self.short, MANY))
 
@@ -89,7 +91,7 @@ def test_answers_are_the_same(recipe, prompts, artifact, capfd):
     assert [answer.cached for answer in small.warm] == [n // CHUNK * CHUNK for n in LONG]
     assert [answer[:2] for answer in small.warm] == [answer[:2] for answer in small.cold]
 
-    if recipe == "int2":
+    if recipe in ("int2", "gtq-k3v3"):
         return
     large = serve(prompts.large, recipe, artifact, **LARGE)
     assert_alike(large.cold, small.cold, recipe)  # other chunks
@@ -98,33 +100,60 @@ def test_answers_are_the_same(recipe, prompts, artifact, capfd):
 
 
 def test_answers_of_three_ranks_are_those_of_one(prompts, artifact, monkeypatch):
-    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|0|0")
-    alone, shared = (
-        serve(partial(ask, prompts=prompts.long[-1:], tokens=8), "saw-int4", artifact, tp_size=ranks, **LARGE)
-        for ranks in (1, 3)
-    )
+    def answers(ranks: int) -> list[Answer]:
+        monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "|".join("0" * ranks))
+        return serve(partial(ask, prompts=prompts.long[-1:], tokens=8), "saw-int4", artifact, tp_size=ranks, **LARGE)
+
+    alone, shared = answers(1), answers(3)
     assert_alike(shared, alone, "saw-int4")
 
 
-@pytest.mark.parametrize("recipe", ["saw-int4", "gtq-k3v3:sink=0"])
-def test_answers_are_those_of_the_definition(recipe, prompts, artifact, embedded):
-    """Which is transformers' attention over keys and values that went through their codecs."""
-    model, prompt = embedded[0], prompts.long[-1]
-    (answer,) = serve(partial(ask, prompts=[prompt], tokens=8), recipe, artifact, **LARGE)
-    fits, parsed = Artifact.load(artifact), parse(recipe)
+def defined(embedded, recipe: str, artifact: str, prompt: list[int], answer: Answer, lost: int = 0) -> np.ndarray:
+    """Log-probabilities by transformers, with an attention over keys and values that went through their codecs, or not
+    where they lie in a window of the query. To those after the first `lost` tokens, all of these are packed."""
+    model, parsed, fits = embedded[0], parse(recipe), Artifact.load(artifact)
+    t, j = torch.arange(len(prompt) + len(answer.tokens)).unsqueeze(1), torch.arange(len(prompt) + len(answer.tokens))
+    exact = ((j < parsed.windows.sink) | (j > t - parsed.windows.recent)) & ((t < lost) | (j >= lost))
 
-    def attention(module, query, key, value, mask, **options):
+    def attention(module, query, key, value, mask, scaling, **_):
         codecs = parsed.codecs(key.shape[-1], fits.fit(parsed, module.layer_idx))
-        read = (
+        packed_key, packed_value = (
             codec.decode(codec.encode(x.transpose(1, 2))).transpose(1, 2)
             for codec, x in zip(codecs, (key, value), strict=True)
         )
-        return sdpa_attention_forward(module, query, *read, None, **options)
+        key, value, packed_key, packed_value = (
+            x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value, packed_key, packed_value)
+        )
+        logits = torch.where(exact, query @ key.mT, query @ packed_key.mT) * scaling
+        weights = logits.masked_fill(j > t, -torch.inf).softmax(-1)
+        return ((weights * exact) @ value + (weights * ~exact) @ packed_value).transpose(1, 2), None
 
     AttentionInterface.register("through codecs", attention)
     model.set_attn_implementation("through codecs")
     with torch.no_grad():
         logits = model(torch.tensor([prompt + answer.tokens])).logits[0, len(prompt) - 1 : -1].double()
     model.set_attn_implementation("sdpa")
-    told = logits.log_softmax(-1)[torch.arange(len(answer.tokens)), answer.tokens]
-    assert np.abs(np.subtract(answer.logprobs, told)).mean() < 0.2
+    return logits.log_softmax(-1)[torch.arange(len(answer.tokens)), answer.tokens].numpy()
+
+
+@pytest.mark.parametrize("recipe", ["saw-int4", "gtq-k3v3:sink=0"])
+def test_answers_are_those_of_the_definition(recipe, prompts, artifact, embedded):
+    prompt = prompts.long[-1]
+    (answer,) = serve(partial(ask, prompts=[prompt], tokens=8), recipe, artifact, **LARGE)
+    assert np.abs(answer.logprobs - defined(embedded, recipe, artifact, prompt, answer)).mean() < 0.2
+
+
+def test_prefixes_whose_16_bit_copies_are_gone_are_read_packed(prompts, artifact, embedded):
+    """There are as many copies as one request needs, and others come between a prompt and its repetition."""
+    recipe = "oscar-int2:sink=16,recent=24"
+    cold, warm = serve(prompts.twice, recipe, artifact, **{**SMALL, "max_running_requests": 1})
+
+    def error(answers: list[Answer], lost: list[int]) -> float:
+        told = [defined(embedded, recipe, artifact, *each) for each in zip(prompts.long, answers, lost, strict=True)]
+        return np.abs(np.subtract([answer.logprobs for answer in answers], told)).mean()
+
+    nothing, prefixes = [0] * len(LONG), [n // CHUNK * CHUNK for n in LONG]
+    assert [answer.cached for answer in warm] == prefixes
+    assert error(cold, nothing) < 0.2
+    assert error(warm, prefixes) < 0.2
+    assert error(warm, prefixes) < error(warm, nothing)

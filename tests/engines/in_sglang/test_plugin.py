@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +12,10 @@ import torch
 from recorded_graphs import KERNELS, recorder
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang_engine import serve, tokens_that_fit
+from sglang_engine import ask, serve, tokens_that_fit
+from tiny_models import random_tokens, tiny
 
+from kvfold.calibration import calibrate
 from kvfold.engines.serving import Config, Plan
 from kvfold.engines.sglang import plugin
 from kvfold.engines.sglang.backend import PackedBackend, PackedPool
@@ -39,6 +42,36 @@ def test_more_tokens_fit_in_the_same_memory(artifact):
     wide = serve(tokens_that_fit, budget=64 * MIB, dtype="bfloat16")
     assert serve(tokens_that_fit, "saw-int4", artifact, budget=64 * MIB) >= 3.5 * wide
     assert serve(tokens_that_fit, "int2", artifact, budget=64 * MIB) >= 6.3 * wide
+
+
+@pytest.fixture(scope="module")
+def wide_heads(tmp_path_factory) -> tuple[str, str]:
+    """A random model with heads of 128, and what recipes need of it."""
+    model, folder = tiny("Qwen3", head_dim=128), tmp_path_factory.mktemp("wide")
+    model.save_pretrained(folder)
+    recipes = [parse("saw-int4"), parse("oscar-int2:group=128")]
+    calibrate(model, random_tokens(1024), 256, recipes).save(folder / "fits")
+    return str(folder), str(folder / "fits")
+
+
+@pytest.mark.parametrize(("recipe", "times"), [("saw-int4", 3.7), ("oscar-int2:group=128", 6.9)])
+def test_heads_of_128_leave_room_for_more_tokens(recipe, times, wide_heads, capfd):
+    """Than 16 bits, by SGLang's own count, with the copies of windows among what is counted; and the log says it."""
+    model, fits = wide_heads
+    options = {"model_path": model, "context_length": 512, "max_running_requests": 4, "chunked_prefill_size": 64}
+    token_bytes = 2 * 2 * 2 * 128 * 2  # 2 layers and 2 KV heads, K and V, 16 bits
+    wide, packed = (
+        serve(tokens_that_fit, *each, budget=256 * MIB, dtype="bfloat16", log_level="info", **options)
+        for each in ((), (recipe, fits))
+    )
+    assert wide == 256 * MIB // token_bytes
+    assert packed >= times * wide
+    printed = capfd.readouterr().err
+    assert f"so that {packed:,} tokens fit" in printed
+    if parse(recipe).windows:
+        # of 4 requests: 4 pages of 64 tokens, 17 of 255; and one for each and each 16 tokens of a step
+        shadows = 4 * (4 + 17) + 4 + 64 // PAGE
+        assert f"{shadows} shadow pages, together {shadows * PAGE * token_bytes / MIB:,.0f} MiB" in printed
 
 
 def test_shadow_pages_come_off_the_budget_first(artifact):
@@ -121,6 +154,18 @@ def test_hooks_that_do_not_take_effect_end_the_start(hook, stand_in, reason, art
     assert f"ValueError: kvfold: SGLang {reason}" in capfd.readouterr().err
 
 
+def test_a_number_that_cannot_be_stored_ends_the_engine(artifact, monkeypatch, capfd):
+    forward = RadixAttention.forward
+
+    def poisoned(layer, q, k, v, batch, *others, **options):
+        return forward(layer, q, k + torch.nan if layer.layer_id == 7 else k, v, batch, *others, **options)
+
+    monkeypatch.setattr(RadixAttention, "forward", poisoned)
+    with pytest.raises(BrokenProcessPool):
+        serve(partial(ask, prompts=[[1, 2, 3]], tokens=1), "int4", artifact, max_total_tokens=512)
+    assert "ValueError: cannot quantize NaN" in capfd.readouterr().err
+
+
 # Steps
 
 
@@ -177,8 +222,15 @@ class Requests:
         self.slots.copy_(self.backend.req_to_token[self.rows, self.after - 1])
 
     def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        self.backend.init_forward_metadata(self.batch)
+        """What SGLang captures of a step."""
+        self.backend.init_forward_metadata_in_graph(self.batch)
         return self.backend.forward_decode(q, k, v, self.layer, self.batch)
+
+
+def tokens(n: int, generator: torch.Generator) -> list[torch.Tensor]:
+    """Queries, keys and values."""
+    heads = (KV_HEADS * RATIO, KV_HEADS, KV_HEADS)
+    return [torch.randn(n, each, DIMS, generator=generator).bfloat16() for each in heads]
 
 
 @pytest.mark.usefixtures("_poisoned_memory")
@@ -186,28 +238,36 @@ def test_a_captured_step_reads_what_the_next_ones_bring(monkeypatch):
     """Against the same requests without kernels and without a graph, over the ends of pages."""
     recipe = "int4:centre=false,sink=4,recent=20"
     generator = torch.Generator().manual_seed(0)
-
-    def tokens(n: int) -> list[torch.Tensor]:
-        heads = (KV_HEADS * RATIO, KV_HEADS, KV_HEADS)
-        return [torch.randn(n, each, DIMS, generator=generator).bfloat16() for each in heads]
-
     plain = Requests(backend(recipe), [37, 13])
     monkeypatch.setattr("kvfold.engines.serving.choose", lambda *_: KERNELS)
     monkeypatch.setattr(Restore, "__call__", Restore.launch)
     own = Requests(backend(recipe), [37, 13])
     assert (own.backend.captured, plain.backend.captured) == (True, False)
-    static = tokens(3)
+    static = tokens(3, generator)
     static[0] = static[0].flatten(1)
     graph, out = recorder(monkeypatch)(lambda: own.after.fill_(1), lambda: own.decode(*static))  # all of it padding
 
-    first = tokens(50)
+    first = tokens(50, generator)
     torch.testing.assert_close(own.extend(*first), plain.extend(*first), atol=2e-2, rtol=0)
     for _ in range(20):
-        new = tokens(3)
+        new = tokens(3, generator)
         for target, x in zip(static, new, strict=True):
             target.copy_(x.view_as(target))
         for requests in (own, plain):
             requests.grow()
+            requests.backend.init_forward_metadata_out_graph(requests.batch)
         graph.replay()
         torch.testing.assert_close(out[:2], plain.decode(*new)[:2], atol=2e-2, rtol=0)
     assert torch.equal(own.backend.pool.shadows.of, plain.backend.pool.shadows.of)
+
+
+def test_a_later_step_tells_what_kernels_could_not_store(monkeypatch):
+    monkeypatch.setattr("kvfold.engines.serving.choose", lambda *_: KERNELS)
+    requests = Requests(backend("int4:centre=false"), [37, 13])
+    q, k, v = tokens(3, torch.Generator().manual_seed(0))
+    v[1, 0, 5] = torch.nan
+    requests.grow()
+    requests.decode(q, k, v)
+    requests.backend.init_forward_metadata_out_graph(requests.batch)
+    with pytest.raises(ValueError, match="kvfold: cannot store NaN"):
+        requests.backend.init_forward_metadata_out_graph(requests.batch)

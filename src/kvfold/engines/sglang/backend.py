@@ -11,7 +11,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 from torch import Tensor
 
-from kvfold.engines.serving import Layer, Plan, decode_step, dense_steps
+from kvfold.engines.serving import Faults, Layer, Plan, decode_step, dense_steps
 from kvfold.engines.shadow_table import ShadowTable
 from kvfold.ops.pages import Step
 from kvfold.ops.restore import Restore
@@ -37,22 +37,25 @@ class PackedPool(KVCache):
         end_layer: int | None,
         **_: Any,
     ) -> None:
+        from kvfold.engines.gauges import Gauges  # prometheus_client has to be imported after SGLang set it up
+
         # no dtype of K and V: kernels that rotate keys would write them here
         super().__init__(size, page_size, torch.uint8, layer_num, device, enable_memory_saver, start_layer, end_layer)
         pages = size // page_size + 1  # the first is SGLang's, for padding
-        faults = torch.zeros(1, dtype=torch.int32, device=device)
+        self.faults = Faults(plan.device)
         self.layers = [
             Layer(
                 plan,
                 index,
-                layout.allocate(pages, plan.kv_heads, torch.device(device)),
+                layout.allocate(pages, plan.kv_heads, plan.device),
                 plan.allocate_shadows(0 if layout.is_raw else shadows),
-                faults,
+                self.faults.flag,
             )
             for index, layout in enumerate(plan.layouts)
         ]
         self.shadows = ShadowTable(plan.windows, page_size, pages, shadows, device)
         self.restore = Restore([layer.pages for layer in self.layers])
+        self.gauges = Gauges(plan, shadows)
         self._finalize_allocation_log(size)
         logger.info(plan.report(pages - 1, shadows))
 
@@ -89,6 +92,12 @@ class PackedBackend(AttentionBackend):
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
 
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        """Before each step, on the host: look at what earlier ones have left on the device."""
+        self.pool.faults.check()
+        if self.pool.shadows.windows:
+            self.pool.gauges.step(self.pool.shadows)
+
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         """Begin a step."""
         mode, page_size, shadows = forward_batch.forward_mode, self.pool.page_size, self.pool.shadows
@@ -101,15 +110,17 @@ class PackedBackend(AttentionBackend):
         if shadows.windows:
             kept = torch.where(slots < 0, 0, lengths) if mode.is_decode() else lengths  # nothing of padding
             self.pool.restore(*shadows.update(slots, torch.minimum(starts, kept), kept, table))
+        starts, lengths = starts.int(), lengths.int()
         if mode.is_decode() and self.captured:
             queries = torch.arange(len(lengths) + 1, dtype=torch.int32, device=table.device)
-            self.steps = [decode_step(slots, queries, starts.int(), lengths.int(), table.long(), shadows.of, page_size)]
-        elif mode.is_decode():
-            self.steps = dense_steps(starts.tolist(), lengths.tolist(), table, page_size, shadows.of)
+            self.steps = [decode_step(slots, queries, starts, lengths, table.long(), shadows.of, page_size)]
+            return
+        if mode.is_decode():
+            before, after = starts.tolist(), lengths.tolist()
         else:
             before = forward_batch.extend_prefix_lens_cpu
             after = [start + n for start, n in zip(before, forward_batch.extend_seq_lens_cpu, strict=True)]
-            self.steps = dense_steps(before, after, table, page_size, shadows.of)
+        self.steps = dense_steps(before, after, table, page_size, shadows.of, (slots, starts, lengths))
 
     def forward_extend(
         self,

@@ -198,10 +198,11 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
             lost = self.shadows.update(slots, starts, step.seq_lens, table)
             if self.engine.restore is not None:
                 self.engine.restore(*lost)
-            self.gauges.step(self.shadows.used)
+            self.gauges.step(self.shadows)
         if self.device.type == "cpu":
             lists = starts.tolist(), step.seq_lens.tolist()
-            return PackedMetadata(dense_steps(*lists, table, self.page_size, self.shadows.of))
+            described = (slots, starts, step.seq_lens)
+            return PackedMetadata(dense_steps(*lists, table, self.page_size, self.shadows.of, described))
         return PackedMetadata(self._device_steps(step, starts))
 
     def _device_steps(self, step: CommonAttentionMetadata, starts: Tensor) -> list[tuple[slice, Step]]:
@@ -214,10 +215,11 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         lengths = step.seq_lens_cpu_upper_bound.tolist()  # exact, without speculative decoding
         before = [length - count for length, count in zip(lengths, counts, strict=True)]
         decodes = next((row for row, count in enumerate(counts) if count > 1), len(counts))
+        described = (step.slot_mapping[decodes:], self.starts[rows][decodes:], step.seq_lens[decodes:])
         steps = [
             (slice(decodes + tokens.start, decodes + tokens.stop), part)
             for tokens, part in dense_steps(
-                before[decodes:], lengths[decodes:], table[decodes:], self.page_size, self.shadows.of
+                before[decodes:], lengths[decodes:], table[decodes:], self.page_size, self.shadows.of, described
             )
         ]
         if decodes:
