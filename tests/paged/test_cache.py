@@ -879,7 +879,8 @@ def test_chunks_change_no_byte_and_no_read(setup, way):
     ],
     ids=describe,
 )
-def test_blocks_of_any_size_give_the_same(setup, block_tokens, block_logits, monkeypatch):
+@pytest.mark.parametrize("part", [blocked._flash, blocked._softmax])  # on a CPU and on a GPU
+def test_blocks_of_any_size_give_the_same(setup, block_tokens, block_logits, part, monkeypatch):
     generator = torch.Generator().manual_seed(block_tokens)
     cache = make_cache(setup, 3, shuffled=1)
     heads = setup.kv_heads * setup.ratio
@@ -892,6 +893,7 @@ def test_blocks_of_any_size_give_the_same(setup, block_tokens, block_logits, mon
         new = store(pages, *kv)
     monkeypatch.setattr(blocked, "BLOCK_TOKENS", block_tokens)
     monkeypatch.setitem(blocked.BLOCK_LOGITS, "cpu", block_logits)
+    monkeypatch.setattr(blocked, "_flash", part)
     expected = naive.attend(pages, q, new, setup.scale)
     got = blocked.attend(pages, q, new, setup.scale)
     for row, count in enumerate(counts):

@@ -85,12 +85,18 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
     if q.device.type == "cpu":
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return flash(q, k, v, attn_mask=mask, scale=scale)
-    kv_heads = k.shape[1]
-    logits = (q.unflatten(1, (kv_heads, -1)) @ k.unsqueeze(2).transpose(-1, -2)).mul_(scale)
+    return _softmax(q, k, v, mask, scale)
+
+
+def _softmax(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """The same, of products: queries and heads that read the same keys are the rows of one."""
+    shape, n = (k.shape[1], -1), q.shape[2]
+    logits = (q.unflatten(1, shape).flatten(2, 3) @ k.transpose(-1, -2)).mul_(scale)
     if mask is not None:
-        logits += mask.unsqueeze(1)
-    out = torch.softmax(logits, dim=-1) @ v.unsqueeze(2)
-    return out.flatten(1, 2), torch.logsumexp(logits, dim=-1).flatten(1, 2)
+        logits.unflatten(2, (-1, n)).add_(mask.unsqueeze(1))
+    out = torch.softmax(logits, dim=-1) @ v
+    weight = torch.logsumexp(logits, dim=-1)
+    return out.unflatten(2, (-1, n)).flatten(1, 2), weight.unflatten(2, (-1, n)).flatten(1, 2)
 
 
 @dataclass(frozen=True)
