@@ -44,6 +44,7 @@ class Blocks(NamedTuple):
 
 
 FEW = Blocks(16, 128, 4, 1, None)
+FEW_TERMS = Blocks(16, 64, 4, 3, None)  # for matrices of several terms
 MANY = Blocks(64, 128, 4, 1, 128)  # four programs on a multiprocessor
 MANY_WIDE = Blocks(64, 32, 8, 3, None)  # of more than 128 coordinates
 MANY_VECTORS = 1 << 13  # from which on larger blocks, which read matrices less often, leave little of a GPU idle
@@ -109,7 +110,6 @@ def store(pages: LayerPages, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | No
             raise ValueError(f"{tuple(x.shape)} are not the {expected} [tokens, kv_heads, d] of the step")
     wide, device = pages.shadows.dtype, k.device
     new = torch.empty(2, sequences, n, kv_heads, dims, dtype=wide, device=device) if pages.windows else None
-    blocks = FEW if k.shape[:3].numel() < MANY_VECTORS else MANY if dims <= 128 else MANY_WIDE
     memory = _Memory(
         batch.slots,
         batch.shadow_of,
@@ -123,6 +123,10 @@ def store(pages: LayerPages, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | No
     )
     key, KEY = _prepared(pages.key, tiles.key_side(pages.layout), k)
     value, VALUE = _prepared(pages.value, tiles.value_side(pages.layout), v)
+    if k.shape[:3].numel() < MANY_VECTORS:
+        blocks = FEW if max(len(key.matrices), len(value.matrices)) < 2 else FEW_TERMS
+    else:
+        blocks = MANY if dims <= 128 else MANY_WIDE
     _store[triton.cdiv(sequences * n, blocks.tokens), kv_heads, 2](
         _source(k), key, KEY, _source(v), value, VALUE, memory, sequences * n, wide == torch.bfloat16,
         pages.layout.page_size, pages.layout.page_bytes, blocks.tokens, blocks.rows,
