@@ -3,9 +3,9 @@
     kvfold bench kernels --csv results/kernels-h200.csv
     python benchmarks/roofline.py results/kernels-h200.csv kernels.svg
 
-Above: the share of the bandwidth of a large device copy that each recipe reaches, by case. Below: attention as
-operations per second over operations per byte of the cache, under the roof that this bandwidth is, with 16-bit
-attention as hollow marks. --peak draws the roof of the tensor cores, in TFLOP/s; what it is was not measured here.
+Left: the share of the bandwidth of a large device copy that each row reaches, by case. Right: attention as operations
+per second over operations per byte of the cache, under the roof that this bandwidth is, with 16-bit attention as hollow
+marks. --peak draws the roof of the tensor cores, in TFLOP/s; what it is was not measured here.
 """
 
 import argparse
@@ -38,9 +38,9 @@ def main() -> None:
 
 def draw(rows: list[Row], picture: Path, peak: float | None = None) -> None:
     colours = {recipe: f"C{i}" for i, recipe in enumerate(dict.fromkeys(row["recipe"] for row in rows))}
-    figure, (above, below) = plt.subplots(2, 1, figsize=(9, 9), layout="constrained")
-    fractions(above, rows, colours)
-    roofline(below, [row for row in rows if row["op"] in MARKERS], colours, peak)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(15, max(6, len(rows) / 6)), layout="constrained")
+    fractions(left, rows, colours)
+    roofline(right, [row for row in rows if row["op"] in MARKERS], colours, peak)
     first = rows[0]
     figure.suptitle(f"{first['gpu']}, torch {first['torch']}, triton {first['triton']}, {first['date']}", fontsize=10)
     figure.savefig(picture, dpi=150)
@@ -48,18 +48,20 @@ def draw(rows: list[Row], picture: Path, peak: float | None = None) -> None:
 
 
 def fractions(axes: Axes, rows: list[Row], colours: dict[str, str]) -> None:
-    cases = list(dict.fromkeys(map(case, rows)))
-    width = 0.8 / len(colours)
-    for i, (recipe, colour) in enumerate(colours.items()):
-        own = [row for row in rows if row["recipe"] == recipe]
-        places = [cases.index(case(row)) - 0.4 + (i + 0.5) * width for row in own]
-        bars = axes.bar(places, [float(row["fraction_of_copy"]) for row in own], width, color=colour, label=recipe)
-        axes.bar_label(bars, [f"{float(row['speedup']):.1f}×" for row in own], fontsize=6)
-    axes.axhline(1, color="grey", linewidth=0.8)
-    axes.set_xticks(range(len(cases)), cases, fontsize=7)
-    axes.set_ylabel("share of copy bandwidth")
-    axes.set_title("bandwidth; above the bars, the speed-up over the baseline of the same run", fontsize=9)
-    axes.legend(fontsize=7)
+    place, names = 0, dict[int, str]()
+    for name in dict.fromkeys(map(case, rows)):
+        names[place] = f"{name}:"
+        for row in (row for row in rows if case(row) == name):
+            place += 1
+            names[place] = row["recipe"]
+            bars = axes.barh(place, float(row["fraction_of_copy"]), color=colours[row["recipe"]])
+            axes.bar_label(bars, [f" {float(row['speedup']):.2f}×"], fontsize=6)
+        place += 1
+    axes.axvline(1, color="grey", linewidth=0.8)
+    axes.set_yticks(list(names), list(names.values()), fontsize=7)
+    axes.set_ylim(place + 1, -1)
+    axes.set_xlabel("share of copy bandwidth")
+    axes.set_title("beside the bars, the speed-up over the baseline of the same run", fontsize=9)
 
 
 def roofline(axes: Axes, rows: list[Row], colours: dict[str, str], peak: float | None) -> None:
@@ -88,7 +90,10 @@ def roofline(axes: Axes, rows: list[Row], colours: dict[str, str], peak: float |
 
 
 def case(row: Row) -> str:
-    return f"{row['op']}\n{row['batch']} × {row['context']}" + (f"\n{row['new']} new" if row["op"] == "extend" else "")
+    new = int(row["new"]) if row["op"] == "extend" else 0
+    tokens = f"{int(row['context']) - new}" + (f" + {new}" if new else "")
+    heads = f"{row['q_heads']}/{row['kv_heads']} heads of {row['head_dim']}"
+    return f"{row['op']} {row['batch']} × {tokens}, {heads}, page {row['page']}, {row['dtype']}"
 
 
 def operations(row: Row) -> float:
