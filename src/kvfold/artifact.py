@@ -46,12 +46,12 @@ class Fingerprint(_Strict):
 
     @classmethod
     def of(cls, model: "PreTrainedModel") -> Self:
-        shape = cls._shape(model.config.to_dict())
+        shape = cls.shape(model.config.to_dict())
         weights = _digest((name, parameter.shape, parameter.flatten()) for name, parameter in model.named_parameters())
         return cls(**{**shape, "architecture": type(model).__name__, "weights": weights})
 
     @staticmethod
-    def _shape(config: Mapping[str, Any]) -> dict[str, Any]:
+    def shape(config: Mapping[str, Any]) -> dict[str, Any]:
         """All but the weights, as a configuration has it."""
         geometry = Geometry.from_config(config)
         return {
@@ -70,7 +70,7 @@ class Fingerprint(_Strict):
 
     def check_files(self, config: Mapping[str, Any], weights: str | None) -> None:
         """The same for a model that is not loaded: its configuration, as transformers has it, and `digest_model`."""
-        self._compare(self._shape(config) | ({} if weights is None else {"weights": weights}))
+        self._compare(self.shape(config) | ({} if weights is None else {"weights": weights}))
 
     def _compare(self, other: Mapping[str, Any]) -> None:
         for field, theirs in other.items():

@@ -1,12 +1,17 @@
-"""Codecs for timing, without a calibrated model: recipes fitted to a random layer."""
+"""Codecs and artifacts for timing, without a calibrated model: recipes fitted to a random layer."""
 
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvfold.artifact import TEXT, Artifact, Fingerprint, Metadata, Provenance
 from kvfold.codec import Codec
+from kvfold.geometry import Geometry
 from kvfold.recipe import Fit, Recipe
+from kvfold.rope import Rope
 
 FIT_TOKENS = 320
 
@@ -19,23 +24,49 @@ def random_codecs(
     return recipe.layer_codecs(layer, head_dim, _fit(recipe, head_dim, q_heads, kv_heads), wide)
 
 
+def random_artifact(config: Mapping[str, Any], recipes: Sequence[Recipe]) -> Artifact:
+    """For a model of which there is a configuration alone, and weights are random: all layers get the same fits."""
+    geometry = Geometry.from_config(config)
+    shape = (geometry.layers, geometry.kv_heads, geometry.head_dim)
+    tensors = {
+        "key_mean": torch.zeros(shape),
+        "value_mean": torch.zeros(shape),
+        TEXT: torch.zeros(0, dtype=torch.int64),
+    }
+    for recipe in recipes:
+        fit = _fit(recipe, geometry.head_dim, geometry.q_heads, geometry.kv_heads)
+        for name, tensor in fit.items():
+            key = name if name in tensors else f"{recipe.fitted_as}/{name}"
+            tensors[key] = tensor.expand(geometry.layers, *tensor.shape).contiguous()
+    metadata = Metadata(
+        model=Fingerprint(**Fingerprint.shape(config), weights="random"),
+        rope=_rope(geometry.head_dim),
+        calibration=Provenance(tokens_sha256="", tokens=FIT_TOKENS, context=FIT_TOKENS, seed=0, versions={}),
+        recipes=tuple(dict.fromkeys(recipe.fitted_as for recipe in recipes if recipe.learns)),
+    )
+    return Artifact(metadata, tensors)
+
+
 @lru_cache(maxsize=64)
 def _fit(recipe: Recipe, head_dim: int, q_heads: int, kv_heads: int) -> Fit:
     from kvfold.calibration.statistics import LayerStatistics
     from kvfold.calibration.tap import Seen
-    from kvfold.rope import Rope
 
-    generator, half = torch.Generator().manual_seed(0), head_dim // 2
+    generator = torch.Generator().manual_seed(0)
     q, k, v, out = (
         random_states((FIT_TOKENS, heads, head_dim), generator) for heads in (q_heads, kv_heads, kv_heads, q_heads)
     )
     seen = Seen(0, q, k, v, out, head_dim**-0.5)
     layer = LayerStatistics.begin(seen, FIT_TOKENS)
     layer.add(seen, torch.arange(FIT_TOKENS), 0)
-    rope = Rope(head_dim, tuple((i, i + half) for i in range(half)), tuple(1e4 ** (-i / half) for i in range(half)))
     means = (layer.k.mean, layer.v.mean) if recipe.centre else (None, None)
     centred = {"key_mean": layer.k.mean.float(), "value_mean": layer.v.mean.float()} if recipe.centre else {}
-    return {**centred, **recipe.fit(layer, rope, means)}
+    return {**centred, **recipe.fit(layer, _rope(head_dim), means)}
+
+
+def _rope(head_dim: int) -> Rope:
+    half = head_dim // 2
+    return Rope(head_dim, tuple((i, i + half) for i in range(half)), tuple(1e4 ** (-i / half) for i in range(half)))
 
 
 def random_states(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

@@ -1,0 +1,153 @@
+"""Decoding inside SGLang: batches of which all requests are there, of a model with random weights.
+
+    python benchmarks/sglang_decode.py Qwen3-8B --case 32x8192 --case 32x16384 --csv rows.csv                # its own
+    python benchmarks/sglang_decode.py Qwen3-8B --case 32x8192 --engine '{"kv_cache_dtype": "fp8_e4m3"}' --csv rows.csv
+    python benchmarks/sglang_decode.py Qwen3-8B -r saw-int4 --case 32x8192 --case 32x16384 --csv rows.csv    # packed
+
+In an environment with SGLang and kvfold. Speed and memory are those of real weights, answers are not. Every case is
+timed from the moment when its last request has the first token until one of them has its last.
+"""
+
+import argparse
+import asyncio
+import csv
+import json
+import os
+import random
+import time
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from kvfold.bench.fits import random_artifact
+from kvfold.geometry import example_configs
+from kvfold.recipes import parse
+
+TOKENS = range(1000, 30000)  # ids that every vocabulary has, and no special ones
+
+
+@dataclass(frozen=True)
+class Row:
+    engine: str
+    version: str
+    model: str
+    recipe: str  # or the type of SGLang's own cache
+    attention: str
+    batch: int
+    input: int  # tokens of each prompt
+    output: int  # and of each answer
+    prefill_tps: float  # tokens of all prompts per second, until the last request has its first token
+    decode_tps: float  # tokens of all answers per second, while all are decoded
+    step_ms: float
+    kv_tokens: int  # that fit
+    gpu: str
+    torch: str
+    date: str
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="an example as Qwen3-8B, or a folder with config.json")
+    parser.add_argument("-r", "--recipe", help="default: SGLang's own cache")
+    parser.add_argument("--case", action="append", required=True, help="requests and tokens of each prompt: 32x8192")
+    parser.add_argument("--output", type=int, default=256, help="tokens of each answer")
+    parser.add_argument("--engine", type=json.loads, default={}, help="more arguments of sglang.Engine, as JSON")
+    parser.add_argument("--csv", type=Path, required=True, help="rows are added to it")
+    options = parser.parse_args()
+    cases = [tuple(map(int, case.split("x"))) for case in options.case]
+    with TemporaryDirectory() as scratch:
+        for row in run(options.model, options.recipe, cases, options.output, options.engine, Path(scratch)):
+            print(row, flush=True)
+            write(options.csv, asdict(row))
+
+
+def run(model, recipe, cases, output, extra, scratch):
+    folder = Path(model)
+    if model in example_configs():
+        folder = scratch / model
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(example_configs()[model]))
+    if recipe:
+        config = AutoConfig.from_pretrained(folder).to_dict()
+        random_artifact(config, [parse(recipe)]).save(scratch / "artifact")
+        os.environ |= {"KVFOLD_RECIPE": recipe, "KVFOLD_ARTIFACT": str(scratch / "artifact")}
+    import sglang
+
+    longest = max(tokens for _, tokens in cases) + output
+    arguments: dict[str, Any] = {
+        "model_path": str(folder),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "disable_radix_cache": True,
+        "context_length": longest + 64,
+        "json_model_override_args": json.dumps({"max_position_embeddings": longest + 64}),
+        "cuda_graph_max_bs_decode": max(batch for batch, _ in cases),
+        "max_running_requests": max(batch for batch, _ in cases),
+        "grammar_backend": "none",
+        **extra,
+    }
+    engine = sglang.Engine(**arguments)
+    info = engine._scheduler_init_result.scheduler_infos[0]
+    generator = random.Random(0)
+    for batch, tokens in [(1, 64), *cases]:  # the first compiles
+        prompts = [generator.choices(TOKENS, k=tokens) for _ in range(batch)]
+        prefill, seconds, decoded = engine.loop.run_until_complete(answer(engine, prompts, output))
+        if (batch, tokens) == (1, 64):
+            continue
+        yield Row(
+            engine="SGLang",
+            version=sglang.__version__,
+            model=folder.name,
+            recipe=recipe or arguments.get("kv_cache_dtype", "auto"),
+            attention="kvfold" if recipe else engine.server_args.attention_backend,
+            batch=batch,
+            input=tokens,
+            output=output,
+            prefill_tps=round(batch * tokens / prefill, 1),
+            decode_tps=round(decoded / seconds, 1),
+            step_ms=round(1000 * seconds * batch / decoded, 3),
+            kv_tokens=info["max_total_num_tokens"],
+            gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+            torch=torch.__version__,
+            date=datetime.now(UTC).date().isoformat(),
+        )
+    engine.shutdown()
+
+
+async def answer(engine, prompts: list[list[int]], output: int) -> tuple[float, float, int]:
+    """Seconds until all have their first token, from then until one has its last, and how many tokens came between."""
+    start = time.perf_counter()
+    counts = await asyncio.gather(*(stream(engine, prompt, output) for prompt in prompts))
+    begin = max(count[0][0] for count in counts)
+    end = min(count[-1][0] for count in counts)
+    decoded = sum(so_far(count, end) - so_far(count, begin) for count in counts)
+    return begin - start, end - begin, decoded
+
+
+async def stream(engine, prompt: list[int], output: int) -> list[tuple[float, int]]:
+    """When so many tokens were there."""
+    wanted = {"max_new_tokens": output, "temperature": 0, "ignore_eos": True}
+    chunks = await engine.async_generate(input_ids=prompt, sampling_params=wanted, stream=True)
+    return [(time.perf_counter(), chunk["meta_info"]["completion_tokens"]) async for chunk in chunks]
+
+
+def so_far(count: list[tuple[float, int]], moment: float) -> int:
+    return max((tokens for at, tokens in count if at <= moment), default=0)
+
+
+def write(path: Path, row: dict[str, Any]) -> None:
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, list(row), lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+if __name__ == "__main__":
+    main()
