@@ -1,6 +1,7 @@
 """What serving engines share: configuration, plans, and layers that attend over an engine's own pages."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -157,6 +158,9 @@ class World:
         q = self.randn(sum(counts), KV_HEADS * RATIO)
         k, v, out = self.randn(sum(counts), KV_HEADS), self.randn(sum(counts), KV_HEADS), torch.full_like(q, torch.nan)
         steps = dense_steps(starts, lengths, table, PAGE, self.table.of, described)
+        for _, step in steps:
+            for name, derived in vars(replace(step).batch).items():  # from lists
+                assert torch.equal(torch.as_tensor(getattr(step.batch, name)), torch.as_tensor(derived))
         self.layer.attend(steps, q, k, v, DIMS**-0.5, out)
         for row, (new_k, new_v) in enumerate(zip(k.split(counts), v.split(counts), strict=True)):
             self.keys[row] = torch.cat((self.keys[row], new_k))

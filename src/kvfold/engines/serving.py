@@ -161,7 +161,7 @@ class Late:
     """A number on the device as it was the last time it was asked for, or a little later: nothing waits for it."""
 
     def __init__(self, device: torch.device) -> None:
-        self._seen = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._seen = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
 
     def read(self, number: Tensor) -> int:
         seen = int(self._seen)

@@ -1,8 +1,13 @@
 """The plugin: what fits, what is refused, what happens when it fails, and decoding as CUDA graphs see it."""
 
+import json
 import os
+import socket
 import subprocess
 import sys
+import time
+import urllib.error
+import urllib.request
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from types import SimpleNamespace
@@ -166,6 +171,50 @@ def test_a_number_that_cannot_be_stored_ends_the_engine(artifact, monkeypatch, c
     assert "ValueError: cannot quantize NaN" in capfd.readouterr().err
 
 
+# The server
+
+
+def get(url: str, **body) -> str:
+    request = urllib.request.Request(url, json.dumps(body).encode() or None, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request if body else url, timeout=120) as answer:
+        return answer.read().decode()
+
+
+def test_the_server_answers_and_shows_its_gauges():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    address, recipe = f"http://127.0.0.1:{port}", "saw-int4:sink=4,recent=40,centre=false"
+    flags = ("--port", str(port), "--context-length", "512", "--max-running-requests", "4", "--enable-metrics")
+    kvfold = (sys.executable, "-c", "from kvfold.cli import main; main()")
+    command = (*kvfold, "serve", "embedded", "--engine", "sglang", "-r", recipe, *flags)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
+        try:
+            for _ in range(240):
+                assert server.poll() is None, server.communicate()[0]
+                try:
+                    get(f"{address}/health")
+                    break
+                except (urllib.error.URLError, ConnectionError):
+                    time.sleep(1)
+            prompt = "The capital of France is Paris. The capital of Germany is"
+            asked = {"model": "embedded", "prompt": prompt, "max_tokens": 40, "temperature": 0}
+            answer = json.loads(get(f"{address}/v1/completions", **asked))
+            lines = [line for line in get(f"{address}/metrics/").splitlines() if not line.startswith("#")]
+        finally:
+            server.terminate()
+            printed = server.communicate()[0]
+    assert answer["choices"][0]["text"].startswith(" Berlin")
+    gauges = dict(line.rsplit(maxsplit=1) for line in lines)
+    assert float(gauges["kvfold:bytes_per_token"]) == (32 + 4) * 2 * 3 * 30
+    assert float(gauges["kvfold:compression"]) == pytest.approx(128 / 36)
+    # of 4 requests: one page of the first 4 tokens, 4 of the last 39; and up to 4 that a step begins
+    assert float(gauges["kvfold:shadow_pages"]) == 4 * (1 + 4 + 4)
+    assert float(gauges["kvfold:shadow_pages_used"]) >= 1
+    assert any(name.startswith("sglang:prompt_tokens_total") for name in gauges)
+    assert "30 packed" in printed
+
+
 # Steps
 
 
@@ -245,7 +294,13 @@ def test_a_captured_step_reads_what_the_next_ones_bring(monkeypatch):
     assert (own.backend.captured, plain.backend.captured) == (True, False)
     static = tokens(3, generator)
     static[0] = static[0].flatten(1)
-    graph, out = recorder(monkeypatch)(lambda: own.after.fill_(1), lambda: own.decode(*static))  # all of it padding
+    own.backend.init_cuda_graph_state(4, 4)
+
+    def begin() -> None:
+        own.after.fill_(1)  # all of it padding
+        own.backend.init_forward_metadata_out_graph(own.batch, in_capture=True)
+
+    graph, out = recorder(monkeypatch)(begin, lambda: own.decode(*static))
 
     first = tokens(50, generator)
     torch.testing.assert_close(own.extend(*first), plain.extend(*first), atol=2e-2, rtol=0)
@@ -256,7 +311,10 @@ def test_a_captured_step_reads_what_the_next_ones_bring(monkeypatch):
         for requests in (own, plain):
             requests.grow()
             requests.backend.init_forward_metadata_out_graph(requests.batch)
+        written = own.backend.req_to_token.clone()
+        own.backend.req_to_token.zero_()  # where SGLang may write during a replay
         graph.replay()
+        own.backend.req_to_token.copy_(written)
         torch.testing.assert_close(out[:2], plain.decode(*new)[:2], atol=2e-2, rtol=0)
     assert torch.equal(own.backend.pool.shadows.of, plain.backend.pool.shadows.of)
 
@@ -267,6 +325,7 @@ def test_a_later_step_tells_what_kernels_could_not_store(monkeypatch):
     q, k, v = tokens(3, torch.Generator().manual_seed(0))
     v[1, 0, 5] = torch.nan
     requests.grow()
+    requests.backend.init_forward_metadata_out_graph(requests.batch)
     requests.decode(q, k, v)
     requests.backend.init_forward_metadata_out_graph(requests.batch)
     with pytest.raises(ValueError, match="kvfold: cannot store NaN"):

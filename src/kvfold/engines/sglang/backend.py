@@ -84,36 +84,48 @@ class PackedBackend(AttentionBackend):
         self.firsts = torch.arange(0, self.req_to_token.shape[1], self.pool.page_size, device=runner.device)
         # kernels are told all in device memory, so that a step waits for nothing and can be captured in a CUDA graph
         self.captured = all(layer.ops.decode.implementation != "torch" for layer in self.pool.layers)
+        self.tables = self._table(0)
+        self.table = self.tables  # of the step
         self.steps: list[tuple[slice, Step]] = []
 
+    def _table(self, requests: int) -> Tensor:
+        return torch.zeros(requests, len(self.firsts), dtype=torch.int64, device=self.firsts.device)
+
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """A step is described inside the graph, out of tensors that SGLang keeps in place."""
+        """Page tables lie where graphs read them. All else is described inside of these, out of tensors that SGLang
+        keeps in place."""
+        self.tables = self._table(max_bs)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
-        """Before each step, on the host: look at what earlier ones have left on the device."""
+        """Before each step: look at what earlier ones have left on the device, and read the page table. During a replay
+        SGLang may already write what it decides for the next step there."""
+        if forward_batch.forward_mode.is_idle():
+            return
         self.pool.faults.check()
         if self.pool.shadows.windows:
             self.pool.gauges.step(self.pool.shadows)
+        tokens = self.req_to_token[forward_batch.req_pool_indices.unsqueeze(1), self.firsts]
+        self.table = self.tables[: len(tokens)] if len(tokens) <= len(self.tables) else self._table(len(tokens))
+        torch.div(tokens, self.pool.page_size, rounding_mode="floor", out=self.table)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         """Begin a step."""
-        mode, page_size, shadows = forward_batch.forward_mode, self.pool.page_size, self.pool.shadows
+        mode, page_size, shadows, table = forward_batch.forward_mode, self.pool.page_size, self.pool.shadows, self.table
         if mode.is_idle():
             return
         lengths, slots = forward_batch.seq_lens, forward_batch.out_cache_loc
         starts = lengths - 1 if mode.is_decode() else forward_batch.extend_prefix_lens
         slots = torch.where(slots < page_size, -1, slots)  # the first page is for padding
-        table = self.req_to_token[forward_batch.req_pool_indices.unsqueeze(1), self.firsts] // page_size
         if shadows.windows:
             kept = torch.where(slots < 0, 0, lengths) if mode.is_decode() else lengths  # nothing of padding
             self.pool.restore(*shadows.update(slots, torch.minimum(starts, kept), kept, table))
         starts, lengths = starts.int(), lengths.int()
         if mode.is_decode() and self.captured:
             queries = torch.arange(len(lengths) + 1, dtype=torch.int32, device=table.device)
-            self.steps = [decode_step(slots, queries, starts, lengths, table.long(), shadows.of, page_size)]
+            self.steps = [decode_step(slots, queries, starts, lengths, table, shadows.of, page_size)]
             return
         if mode.is_decode():
             before, after = starts.tolist(), lengths.tolist()

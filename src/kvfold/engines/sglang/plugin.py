@@ -30,6 +30,8 @@ PLAIN: dict[str, tuple[Any, ...]] = {  # arguments, and the values with which th
     "kv_cache_dtype": ("auto",),
     "disaggregation_mode": ("null",),
     **dict.fromkeys(("pp_size", "dcp_size", "attn_cp_size"), (1,)),
+    "cuda_graph_backend_prefill": (None, "disabled"),  # lists of lengths describe a prefill step
+    "cuda_graph_backend_decode": (None, "full", "disabled"),
     **dict.fromkeys(
         (
             *("speculative_algorithm", "dllm_algorithm", "enable_dp_attention", "enable_two_batch_overlap"),
