@@ -508,6 +508,22 @@ def test_a_query_that_sees_one_token_gets_its_value(recipes, windows):
     torch.testing.assert_close(out, expected.repeat_interleave(2, dim=2), rtol=0, atol=bound)
 
 
+@pytest.mark.parametrize("recipe", ["int4", "saw-int4:values=true"])
+@pytest.mark.parametrize("recent", [0, 6])
+@pytest.mark.parametrize("count", [1, 9])
+def test_outputs_go_where_they_are_wanted(recipe, recent, count):
+    """In the type of that tensor, which may be a part of another one."""
+    world = World(codecs(recipe, 32, 2), 2, recent=recent)
+    world.fill(200, 30)
+    pages, new = world.fill(count, count)
+    q = world.queries(count)
+    expected = kernels.attend(pages, q, new, world.scale)
+    around = torch.full((4, *q.shape[1:]), torch.nan, dtype=torch.float16, device=DEVICE)
+    assert kernels.attend(pages, q, new, world.scale, around[1:3]).data_ptr() == around[1:3].data_ptr()
+    torch.testing.assert_close(around[1:3].float(), expected, rtol=2**-9, atol=2**-14)
+    assert around[::3].isnan().all()
+
+
 # --- what there is no kernel for
 
 

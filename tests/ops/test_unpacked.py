@@ -26,8 +26,11 @@ pytestmark = pytest.mark.usefixtures("_poisoned_memory")
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """From 3 queries and 4 packed tokens on, in a workspace of 16 tokens, in chunks of 16 and 4, with queries padded to
-    multiples of 4."""
-    for name, size in (("MIN_QUERIES", 3), ("MIN_TOKENS", 4), ("QUERY_STEP", 4), ("CHUNK_SIZES", 2)):
+    multiples of 4, which cuDNN has a mask for."""
+    for name, size in (
+        *(("MIN_QUERIES", 3), ("MIN_TOKENS", 4), ("CHUNK_SIZES", 2)),
+        *(("QUERY_STEP", 4), ("CAUSAL_STEP", 4)),
+    ):
         monkeypatch.setattr(unpacked, name, size)
     workspace = unpacked._workspace
 
@@ -207,6 +210,22 @@ def test_steps_without_tokens_or_with_few_are_left_to_the_portable_kernel(monkey
     assert unpacked.attend(pages, world.queries(0), None, world.scale).shape == (2, 0, world.q_heads, 32)
 
 
+@pytest.mark.parametrize("recipes", ["int4", "saw-int4:values=true"])
+@pytest.mark.parametrize("recent", [0, 6])
+@pytest.mark.parametrize("counts", [(19, 19), (19, 12)])
+def test_outputs_go_where_they_are_wanted(recipes, recent, counts):
+    """In the type of that tensor, which may be a part of another one."""
+    world = World(codecs(recipes, 32, 2), 2, recent=recent)
+    world.fill(30, 17)
+    pages, new = world.fill(*counts)
+    q = world.queries(19)
+    expected = unpacked.attend(pages, q, new, world.scale)
+    around = torch.full((4, *q.shape[1:]), torch.nan, dtype=torch.float16, device=DEVICE)
+    assert unpacked.attend(pages, q, new, world.scale, around[1:3]).data_ptr() == around[1:3].data_ptr()
+    torch.testing.assert_close(around[1:3].float(), expected, rtol=2**-9, atol=2**-14)
+    assert around[::3].isnan().all()
+
+
 # --- what is unpacked
 
 
@@ -237,9 +256,12 @@ def test_chunks_of_a_step(sink, recent, chunks):
 
 
 @pytest.mark.parametrize("room", [2, 16, 64, 16384])
-def test_sizes_of_chunks(room, monkeypatch):
-    """Those without a mask have few sizes, since cuDNN builds a graph for each; the others fit in the workspace."""
+@pytest.mark.parametrize("step", [4, 2048])
+def test_sizes_of_chunks(room, step, monkeypatch):
+    """Those without a mask have few sizes, since cuDNN builds a graph for each; the others fit in the workspace. Where
+    cuDNN has a mask for the queries, what all of them see is apart, whatever its size."""
     monkeypatch.setattr(unpacked, "CHUNK_SIZES", 3)
+    monkeypatch.setattr(unpacked, "CAUSAL_STEP", step)
     sizes = set()
     for n in {1, room // 4 + 1, room // 2}:
         for start, shared in ((0, 0), (3, 3), (5, 5 + room // 3), (0, room), (7, 7 + 3 * room), (0, 5 * room - 1)):
@@ -249,6 +271,10 @@ def test_sizes_of_chunks(room, monkeypatch):
             assert [token for tokens, _ in full for token in tokens] == list(range(start, rest.start))
             assert n <= len(rest) <= room
             assert rest.stop == shared + n
+            if n % step == 0:
+                assert len(rest) == n
+                assert all(len(tokens) <= room for tokens, _ in full)
+                full = [chunk for chunk in full if chunk[0].stop < shared or len(chunk[0]) in (room, room // 4)]
             sizes |= {len(tokens) for tokens, _ in full}
     assert sizes <= {room, room // 4, room // 16}
 
@@ -281,18 +307,39 @@ def test_equal_logits_far_below_zero():
 
 
 @pytest.mark.parametrize("last", [(), (1,)])  # FlashAttention's log-sum-exp, and that of cuDNN
-def test_merged_parts(last):
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("count", [1, 3])
+def test_merged_parts(last, begun, count):
     generator = torch.Generator().manual_seed(0)
-    parts, logs = torch.randn(3, 2, 12, 80, generator=generator), 9 * torch.randn(3, 2, 12, generator=generator)
-    outs, weights = torch.zeros(9, 2, 80, device=DEVICE), torch.full((9, 2), -1e30, device=DEVICE)
+    parts, logs = torch.randn(count, 2, 12, 80, generator=generator), 9 * torch.randn(count, 2, 12, generator=generator)
+    outs, weights = torch.full((9, 2, 80), torch.nan, device=DEVICE), torch.full((9, 2), torch.nan, device=DEVICE)
+    if begun:
+        outs.zero_()
+        weights.fill_(-1e30)
     for i, (part, log) in enumerate(zip(parts.to(DEVICE), logs.to(DEVICE), strict=True)):
         strided = part.transpose(0, 1).contiguous().transpose(0, 1) if i % 2 else part
-        unpacked._merge(outs, weights, strided.unsqueeze(0), log.view(1, 2, 12, *last))
+        unpacked._merge(outs, weights, strided.unsqueeze(0), log.view(1, 2, 12, *last), first=not begun and not i)
     shares = torch.softmax(logs.double(), dim=0).unsqueeze(-1)
     expected = (shares * parts).sum(dim=0)[:, :9].transpose(0, 1)
     torch.testing.assert_close(outs.cpu().double(), expected, rtol=0, atol=2**-18)
     total = logs.double().logsumexp(dim=0)[:, :9].T / math.log(2)
     torch.testing.assert_close(weights.cpu().double(), total, rtol=0, atol=2**-18)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_the_last_part_makes_outputs(first):
+    generator = torch.Generator().manual_seed(0)
+    part, log = torch.randn(1, 4, 12, 80, generator=generator), torch.randn(1, 4, 12, generator=generator)
+    outs, weights = torch.randn(9, 4, 80, generator=generator), torch.randn(9, 4, generator=generator)
+    mean = torch.randn(2, 80, generator=generator)
+    own = torch.sigmoid(log[0, :, :9].T - weights * math.log(2)).unsqueeze(-1) if not first else 1
+    expected = own * part[0, :, :9].transpose(0, 1) + (1 - own) * outs + mean.repeat_interleave(2, dim=0)
+    to = torch.full((9, 4, 80), torch.nan, dtype=torch.float16, device=DEVICE)
+    before = outs.clone()
+    arguments = (tensor.to(DEVICE) for tensor in (outs, weights, part, log))
+    unpacked._merge(*arguments, first, to, mean.to(DEVICE))
+    torch.testing.assert_close(to.cpu().float(), expected, rtol=2**-9, atol=2**-9)
+    assert torch.equal(outs, before)
 
 
 # --- who gets it

@@ -213,7 +213,7 @@ class Layer:
             new = self.ops.store.run(pages, k[tokens].unflatten(0, shape), v[tokens].unflatten(0, shape))
             parts.append((tokens, shape, pages, new))
         for tokens, shape, pages, new in parts:
-            out[tokens] = self.ops.attend(pages, q[tokens].unflatten(0, shape), new, scale).flatten(0, 1)
+            self.ops.attend(pages, q[tokens].unflatten(0, shape), new, scale, out[tokens].unflatten(0, shape))
 
 
 NO_STEP = Step(0, (), (), 1, torch.empty(0, 0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))

@@ -30,8 +30,8 @@ class Ops(NamedTuple):
     decode: Choice
     extend: Choice
 
-    def attend(self, pages: LayerPages, q: Tensor, new: New, scale: float) -> Tensor:
-        return (self.decode if q.shape[1] == 1 else self.extend).run(pages, q, new, scale)
+    def attend(self, pages: LayerPages, q: Tensor, new: New, scale: float, out: Tensor | None = None) -> Tensor:
+        return (self.decode if q.shape[1] == 1 else self.extend).run(pages, q, new, scale, out)
 
 
 @lru_cache

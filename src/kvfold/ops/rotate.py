@@ -12,35 +12,42 @@ ROWS = tl.constexpr(16)  # vectors of a program
 COLUMNS = tl.constexpr(64)  # coordinates of them that it computes, at most
 
 
-def dual(transform: Transform, q: Tensor, early: bool = False) -> Tensor:
-    """Queries [tokens, q_heads, d] of any type -> `transform.dual` of them: float32, or as they are if not rotated.
+def dual(transform: Transform, q: Tensor, dtype: torch.dtype = torch.float32, early: bool = False) -> Tensor:
+    """Queries [tokens, q_heads, d] of any type -> `transform.dual` of them: of `dtype`, or as they are if not rotated.
 
     With `early`, the next kernel may begin before this one ends.
     """
     if transform.rotation is None:
         return q
-    return _rotated(q, transform.rotation.dense(q.shape[-1], q.device), transpose=False, early=early)
+    out = torch.empty(q.shape, dtype=dtype, device=q.device)
+    return _rotate_to(out, q, transform.rotation.dense(q.shape[-1], q.device), transpose=False, early=early)
 
 
-def inverse(transform: Transform, out: Tensor, late: bool = False) -> Tensor:
-    """Outputs float32[tokens, q_heads, d] -> `transform.inverse` of them.
+def inverse(transform: Transform, x: Tensor, out: Tensor | None = None, late: bool = False) -> Tensor:
+    """Outputs float32[tokens, q_heads, d] -> `transform.inverse` of them, float32 or in `out`.
 
     With `late`, it is launched before the kernel that computes the outputs ends, and waits for that.
     """
     if transform.rotation is None:
-        return transform.inverse(out)
-    matrices = transform.rotation.dense(out.shape[-1], out.device)
-    return _rotated(out, matrices, transpose=True, mean=transform.mean, late=late)
+        return transform.inverse(x) if out is None else out.copy_(transform.inverse(x))
+    out = torch.empty(x.shape, device=x.device) if out is None else out
+    matrices = transform.rotation.dense(x.shape[-1], x.device)
+    return _rotate_to(out, x, matrices, transpose=True, mean=transform.mean, late=late)
 
 
-def _rotated(
-    x: Tensor, matrices: Tensor, transpose: bool, mean: Tensor | None = None, early: bool = False, late: bool = False
+def _rotate_to(
+    out: Tensor,
+    x: Tensor,
+    matrices: Tensor,
+    transpose: bool,
+    mean: Tensor | None = None,
+    early: bool = False,
+    late: bool = False,
 ) -> Tensor:
     """x·A (or x·Aᵀ) + mean, with the matrix [kv_heads or 1, d, d] and mean [kv_heads, d] of each head's KV head."""
     tokens, q_heads, dims = x.shape
     heads = max(len(matrices), 1 if mean is None else len(mean))
     ratio = q_heads // heads
-    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     row, column = matrices.stride()[-2:]
     width = min(COLUMNS.value, triton.next_power_of_2(dims))
     _rotate[(triton.cdiv(tokens * ratio, ROWS.value), heads, triton.cdiv(dims, width))](

@@ -15,8 +15,10 @@ BLOCK_LOGITS = {"cpu": 2**23, "cuda": 2**27}  # query-token pairs of a block, at
 UNSEEN = -1e30  # added to logits of tokens that a query does not read; finite, so that a row without tokens is no NaN
 
 
-def attend(pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scale: float) -> Tensor:
-    """Queries [sequences, n, q_heads, d] (left-padded) -> outputs of the same shape, float32.
+def attend(
+    pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scale: float, out: Tensor | None = None
+) -> Tensor:
+    """Queries [sequences, n, q_heads, d] (left-padded) -> outputs of the same shape, float32 or in `out`.
 
     `new` is what `store` returned for the same step. Outputs of padding are finite and meaningless.
     """
@@ -30,7 +32,8 @@ def attend(pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scal
     if new is not None:
         for window in pages.step.once(_window_blocks, pages.windows, tokens):
             parts.add(window.columns, window.mask, *window.gather(pages.shadows, new))
-    return pages.value.transform.inverse(parts.out.transpose(1, 2))
+    result = pages.value.transform.inverse(parts.out.transpose(1, 2))
+    return result if out is None else out.copy_(result)
 
 
 def _unpack(pages: LayerPages, block: "_PackedBlock") -> tuple[Tensor, Tensor]:

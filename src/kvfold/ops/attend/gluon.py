@@ -64,8 +64,10 @@ def _no_codebooks(slot: SlotLayout, side: str) -> str | None:
     return None
 
 
-def attend(pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scale: float) -> Tensor:
-    """Queries [sequences, 1, q_heads, d] -> outputs of the same shape, float32.
+def attend(
+    pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scale: float, out: Tensor | None = None
+) -> Tensor:
+    """Queries [sequences, 1, q_heads, d] -> outputs of the same shape, float32 or in `out`.
 
     `new` is what `store` returned for the same step.
     """
@@ -113,7 +115,8 @@ def attend(pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scal
     if new is not None:  # beside decoding, in what that leaves of the processors
         flat = (new[0].flatten(0, 1), new[1].flatten(0, 1))
         windows.attend(pages, rotated, flat, scale, outs[splits:], weights[splits:], late=True)
-    return merge(outs, weights, pages.value.transform, late=True).view(q.shape)
+    out = None if out is None else out.view(rotated.shape)
+    return merge(outs, weights, pages.value.transform, out, late=True).view(q.shape)
 
 
 def _splits(programs: int, tiles: int, warps: int, device: torch.device) -> int:

@@ -47,16 +47,17 @@ def empty(splits: int, q: Tensor) -> tuple[Tensor, Tensor]:
     return outs, torch.empty(splits, *q.shape[:2], dtype=torch.float32, device=q.device)
 
 
-def merge(outs: Tensor, weights: Tensor, value: Transform, late: bool = False) -> Tensor:
-    """Parts [splits, tokens, q_heads, d] over transformed values, and their weights -> outputs [tokens, q_heads, d].
+def merge(outs: Tensor, weights: Tensor, value: Transform, out: Tensor | None = None, late: bool = False) -> Tensor:
+    """Parts [splits, tokens, q_heads, d] over transformed values, and their weights -> outputs [tokens, q_heads, d],
+    float32 or in `out`.
 
     With `late`, it is launched before the kernel that computes the parts ends, and waits for that.
     """
     splits, tokens, q_heads, dims = outs.shape
     if splits == 1:
-        return inverse(value, outs[0])
+        return inverse(value, outs[0], out)
     mean = value.mean if value.rotation is None else None
-    merged = torch.empty_like(outs[0])
+    merged = torch.empty_like(outs[0]) if out is None or value.rotation is not None else out
     padded = triton.next_power_of_2(splits)
     width = min(triton.next_power_of_2(dims), max(32, 2048 // padded))
     _merge[(tokens * q_heads, triton.cdiv(dims, width))](
@@ -74,7 +75,7 @@ def merge(outs: Tensor, weights: Tensor, value: Transform, late: bool = False) -
         num_warps=4 if padded > 8 else 2,
         **({"launch_pdl": True} if late else {}),
     )
-    return merged if value.rotation is None else inverse(value, merged, late)
+    return merged if value.rotation is None else inverse(value, merged, out, late)
 
 
 @triton.jit

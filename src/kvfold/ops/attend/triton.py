@@ -19,8 +19,10 @@ from kvfold.ops.rotate import dual
 from kvfold.ops.tiles import AFFINE, CODEBOOK, coordinates, key_side, level_table, unpack, value_side
 
 
-def attend(pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scale: float) -> Tensor:
-    """Queries [sequences, n, q_heads, d] (left-padded) -> outputs of the same shape, float32.
+def attend(
+    pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scale: float, out: Tensor | None = None
+) -> Tensor:
+    """Queries [sequences, n, q_heads, d] (left-padded) -> outputs of the same shape, float32 or in `out`.
 
     `new` is what `store` returned for the same step. Outputs of padding are finite and meaningless.
     """
@@ -34,7 +36,8 @@ def attend(pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scal
     if new is not None:
         flat = (new[0].flatten(0, 1), new[1].flatten(0, 1))
         windows.attend(pages, rotated, flat, scale, outs[packed:], weights[packed:])
-    return merge(outs, weights, pages.value.transform).view(q.shape)
+    out = None if out is None else out.view(rotated.shape)
+    return merge(outs, weights, pages.value.transform, out).view(q.shape)
 
 
 def _attend_packed(pages: LayerPages, q: Tensor, scale: float, outs: Tensor, weights: Tensor) -> None:

@@ -2,7 +2,8 @@
 has runs on each; the parts are merged by their log-sum-exp. Windows are read by the portable kernel.
 
 Queries come in blocks. What all queries of a block read goes without a mask, to cuDNN where it can. Of the rest, each
-query reads one token more than the one before, and the last one all: FlashAttention has a mask for that.
+query reads one token more than the one before, and the last one all: FlashAttention has a mask for that, and cuDNN
+where the first query reads one token.
 """
 
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ MIN_QUERIES, MIN_TOKENS = 64, 1024  # of a sequence that read packed tokens, and
 # cuDNN builds a graph for every shape, in a tenth of a second and more, so there are few: queries are padded, and
 # chunks are as large as the workspace, a quarter of it or a sixteenth
 QUERY_STEP = 256
+CAUSAL_STEP = 2048  # of queries that cuDNN's mask is used for, as are chunked prefills
 CHUNK_STEP, CHUNK_SIZES = 4, 3
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -42,18 +44,21 @@ def unsupported(layout: PageLayout) -> str | None:
     return f"heads have {dims} dims, not a multiple of 8 up to 256" if dims % 8 or dims > 256 else None
 
 
-def attend(pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scale: float) -> Tensor:
-    """Queries [sequences, n, q_heads, d] (left-padded) -> outputs of the same shape, float32.
+def attend(
+    pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scale: float, out: Tensor | None = None
+) -> Tensor:
+    """Queries [sequences, n, q_heads, d] (left-padded) -> outputs of the same shape, float32 or in `out`.
 
     `new` is what `store` returned for the same step. Outputs of padding are finite and meaningless.
     """
     step = pages.step
     many, few = step.once(_split, pages.windows)
     if not many:
-        return portable.attend(pages, q, new, scale)
+        return portable.attend(pages, q, new, scale, out)
     if not few:
-        return _attend(pages, q, new, scale)
-    out = torch.zeros(q.shape, device=q.device)
+        return _attend(pages, q, new, scale, out)
+    out = torch.empty(q.shape, device=q.device) if out is None else out
+    out.zero_()
     for rows, run in ((many, _attend), (few, portable.attend)):
         part, index = step.once(_rows, rows)
         columns = slice(step.n - part.n, None)
@@ -85,28 +90,46 @@ def _rows(step: Step, rows: tuple[int, ...]) -> tuple[Step, Tensor]:
     return replace(step, n=n, starts=starts, lengths=lengths, table=step.table[index]), index
 
 
-def _attend(pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scale: float) -> Tensor:
-    step, windows = pages.step, pages.windows
-    rotated = dual(pages.key.transform, q.flatten(0, 1))  # [sequences · n, q_heads, d]
-    outs = torch.zeros(rotated.shape, device=q.device)
+def _attend(
+    pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scale: float, out: Tensor | None = None
+) -> Tensor:
+    step, windows, value = pages.step, pages.windows, pages.value.transform
+    room, workspace = _workspace(pages, q.device)
+    rotated = dual(pages.key.transform, q.flatten(0, 1), workspace.dtype)  # [sequences · n, q_heads, d]
+    final = torch.empty(rotated.shape, device=q.device) if out is None else out.view(rotated.shape)
+    outs = torch.empty(rotated.shape, device=q.device)
     weights = torch.full(rotated.shape[:2], UNSEEN.value, device=q.device)  # by powers of two
+    direct = new is None and value.rotation is None  # then a block's last part makes its outputs
+    if new is not None or sum(step.lengths) - sum(step.starts) < len(step.lengths) * step.n:  # rows without a block
+        (final if direct else outs).zero_()
     if new is not None:
         flat = (new[0].flatten(0, 1), new[1].flatten(0, 1))
         exact.attend(pages, rotated, flat, scale, outs.unsqueeze(0), weights.unsqueeze(0))
-    room, workspace = _workspace(pages, q.device)
+    for row, position, n in _blocks(step, windows, room // 2):
+        column = (row + 1) * step.n - step.lengths[row] + position
+        block = slice(column, column + n)
+        queries = pad(rotated[block].to(workspace.dtype), (0, 0, 0, 0, 0, -n % QUERY_STEP))
+        queries = queries.transpose(0, 1).unsqueeze(0)
+        end = windows.exact_from(position + n - 1)
+        chunks = _chunks(windows.sink, windows.exact_from(position) - 1, end, room)
+        for i, (tokens, causal) in enumerate(chunks):
+            k, v = unpack(pages, row, tokens, workspace)
+            part = _flash(queries[:, :, :n] if causal else queries, k, v, scale, causal)
+            first, last = new is None and not i, direct and causal
+            _merge(outs[block], weights[block], *part, first, final[block] if last else None, value.mean)
+    return (final if direct else inverse(value, outs, final)).view(q.shape)
+
+
+def _blocks(step: Step, windows: Windows, most: int) -> Iterator[tuple[int, int, int]]:
+    """Queries that read anything packed, at most so many at once: of which sequence, from which position on, how many.
+    Where they are many, as many as cuDNN has a mask for."""
     for row, length in enumerate(step.lengths):
-        for position in range(_first(step, windows, row), length, room // 2):
-            n = min(room // 2, length - position)
-            column = (row + 1) * step.n - length + position
-            block = slice(column, column + n)
-            queries = pad(rotated[block].to(workspace.dtype), (0, 0, 0, 0, 0, -n % QUERY_STEP))
-            queries = queries.transpose(0, 1).unsqueeze(0)
-            end = windows.exact_from(position + n - 1)
-            for tokens, causal in _chunks(windows.sink, windows.exact_from(position) - 1, end, room):
-                k, v = unpack(pages, row, tokens, workspace)
-                part = _flash(queries[:, :, :n] if causal else queries, k, v, scale, causal)
-                _merge(outs[block], weights[block], *part)
-    return inverse(pages.value.transform, outs).view(q.shape)
+        position = _first(step, windows, row)
+        while position < length:
+            n = min(most, length - position)
+            n -= n % CAUSAL_STEP if n > CAUSAL_STEP else 0
+            yield row, position, n
+            position += n
 
 
 def _workspace(pages: LayerPages, device: torch.device) -> tuple[int, Tensor]:
@@ -117,13 +140,17 @@ def _workspace(pages: LayerPages, device: torch.device) -> tuple[int, Tensor]:
 
 
 def _chunks(start: int, shared: int, end: int, room: int) -> Iterator[tuple[range, bool]]:
-    """Tokens from `start` to `end`, and whether queries see one more each: those up to `shared` are seen by all."""
+    """Tokens from `start` to `end`, and whether queries see one more each, as of the last chunk. All see those up to
+    `shared`."""
     size, smallest = room, max(1, room // CHUNK_STEP ** (CHUNK_SIZES - 1))
     while size >= smallest:
         while shared - start >= size:
             yield range(start, start + size), False
             start += size
         size //= CHUNK_STEP
+    if start < shared and not (end - shared) % CAUSAL_STEP:
+        yield range(start, shared), False
+        start = shared
     yield range(start, end), True
 
 
@@ -133,13 +160,24 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple
     if not q.is_cuda:
         mask = q.new_full((q.shape[2], k.shape[2]), -torch.inf).triu_(k.shape[2] - q.shape[2] + 1) if causal else None
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask, scale=scale)
-    if not causal and can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, False, True)):
-        return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, scale=scale)[:2]
+    square = q.shape[2] == k.shape[2] and not q.shape[2] % CAUSAL_STEP
+    usual = square if causal else not k.shape[2] % QUERY_STEP
+    if usual and can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, causal, True)):
+        return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
     return aten._scaled_dot_product_flash_attention(q, k, v, is_causal=causal, scale=scale)[:2]
 
 
-def _merge(outs: Tensor, weights: Tensor, part: Tensor, log_sum: Tensor) -> None:
-    """Add a part [1, q_heads, n or more, d] to outs [n, q_heads, d] of `weights`, in place."""
+def _merge(
+    outs: Tensor,
+    weights: Tensor,
+    part: Tensor,
+    log_sum: Tensor,
+    first: bool = False,
+    to: Tensor | None = None,
+    mean: Tensor | None = None,
+) -> None:
+    """Add a part [1, q_heads, n or more, d] to outs [n, q_heads, d] of `weights`, in which there is nothing before the
+    `first`: in place, or the sum and the mean of each KV head go to `to`."""
     n, q_heads, dims = outs.shape
     rows = 16
     _merge_rows[(triton.cdiv(n * q_heads, rows),)](
@@ -147,29 +185,42 @@ def _merge(outs: Tensor, weights: Tensor, part: Tensor, log_sum: Tensor) -> None
         weights,
         part,
         log_sum,
+        to,
+        mean,
         n * q_heads,
         *part.stride()[1:3],
         *log_sum.stride()[1:3],
         Q_HEADS=q_heads,
+        RATIO=1 if mean is None else q_heads // len(mean),
         DIMS=dims,
         WIDTH=triton.next_power_of_2(dims),
         ROWS=rows,
+        FIRST=first,
     )
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _merge_rows(
-    outs, weights, part, log_sum, rows, part_head, part_query, log_sum_head, log_sum_query,
-    Q_HEADS: tl.constexpr, DIMS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    outs, weights, part, log_sum, to, mean, rows, part_head, part_query, log_sum_head, log_sum_query,
+    Q_HEADS: tl.constexpr, RATIO: tl.constexpr, DIMS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    FIRST: tl.constexpr,
 ):  # fmt: skip
     row, coordinate = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
     query, head = row // Q_HEADS, row % Q_HEADS
     mask = (row < rows)[:, None] & (coordinate < DIMS)[None, :]
-    old = tl.load(weights + row, mask=row < rows, other=0.0)
-    new = LOG2_E * tl.load(log_sum + head * log_sum_head + query * log_sum_query, mask=row < rows, other=0.0)
-    place = outs + (row * DIMS)[:, None] + coordinate[None, :]
-    x = tl.load(place, mask=mask, other=0.0)
+    weight = LOG2_E * tl.load(log_sum + head * log_sum_head + query * log_sum_query, mask=row < rows, other=0.0)
     added = part + (head * part_head + query * part_query)[:, None] + coordinate[None, :]
-    y = tl.load(added, mask=mask, other=0.0).to(tl.float32)
-    tl.store(place, x + (y - x) * (1 / (1 + tl.exp2(old - new)))[:, None], mask=mask)
-    tl.store(weights + row, tl.maximum(old, new) + tl.log2(1 + tl.exp2(-tl.abs(old - new))), mask=row < rows)
+    out = tl.load(added, mask=mask, other=0.0).to(tl.float32)
+    place = (row * DIMS)[:, None] + coordinate[None, :]
+    if not FIRST:
+        old = tl.load(weights + row, mask=row < rows, other=0.0)
+        x = tl.load(outs + place, mask=mask, other=0.0)
+        out = x + (out - x) * (1 / (1 + tl.exp2(old - weight)))[:, None]
+        weight = tl.maximum(old, weight) + tl.log2(1 + tl.exp2(-tl.abs(old - weight)))
+    if to is None:
+        tl.store(outs + place, out, mask=mask)
+        tl.store(weights + row, weight, mask=row < rows)
+    else:
+        if mean is not None:
+            out += tl.load(mean + (head // RATIO * DIMS)[:, None] + coordinate[None, :], mask=mask, other=0.0)
+        tl.store(to + place, out, mask=mask)
