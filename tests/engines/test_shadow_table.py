@@ -1,5 +1,6 @@
 """The shadow table against a model of it in plain Python: dictionaries, one page after the other."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -114,17 +115,21 @@ def device_tensors(batch, page_size, pad):
     return torch.tensor(slots + [-1] * pad, dtype=torch.int64), starts, lengths, table
 
 
+@pytest.mark.parametrize("update", [ShadowTable.update, ShadowTable._update_in_one_launch])
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_it_does_what_the_model_does(data):
+def test_it_does_what_the_model_does(update, data):
     windows = Windows(data.draw(st.integers(0, 10)), data.draw(st.integers(0, 14)))
     page_size, pool = data.draw(st.sampled_from((1, 2, 4, 8))), 24
     shadows = data.draw(st.integers(1, 12))  # fewer than are needed at times
-    table, model = ShadowTable(windows, page_size, pool, shadows, "cpu"), Model(windows, page_size, shadows)
+    device = "cuda" if update is not ShadowTable.update and torch.cuda.is_available() else "cpu"
+    table, model = ShadowTable(windows, page_size, pool, shadows, device), Model(windows, page_size, shadows)
     pages = Pages(data.draw, page_size, pool, most_requests=4, most_tokens=40)
     for _ in range(data.draw(st.integers(1, 12))):
         if batch := pages.step():
-            pages_, shadows_, count = table.update(*device_tensors(batch, page_size, data.draw(st.integers(0, 2))))
+            padding = data.draw(st.integers(0, 2))
+            tensors = [tensor.to(device) for tensor in device_tensors(batch, page_size, padding)]
+            pages_, shadows_, count = update(table, *tensors)
             model.update(batch)
             assert dict(zip(pages_[:count].tolist(), shadows_[:count].tolist(), strict=True)) == model.restored
         found = {page: shadow for page, shadow in enumerate(table.of[:-1].tolist()) if shadow >= 0}

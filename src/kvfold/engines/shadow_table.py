@@ -27,7 +27,7 @@ class ShadowTable:
         self.owner = torch.full((shadows + 1,), -1, device=device)  # the page of each shadow, -1: none
         self.needed = torch.zeros(shadows + 1, dtype=torch.int64, device=device)  # the last step that each was in use
         self._first = torch.zeros(pages + 1, dtype=torch.int64, device=device)  # where a page first comes in a list
-        self._fresh = torch.zeros(pages + 1, dtype=torch.bool, device=device)  # all False between steps
+        self._written = torch.zeros(pages + 1, dtype=torch.int64, device=device)  # the last step that began each page
 
     def update(self, slots: Tensor, starts: Tensor, lengths: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Begin a step that writes slots [tokens] (page · page_size + offset; negative: none) of requests which it
@@ -35,6 +35,8 @@ class ShadowTable:
 
         Returns what is to be restored: pages, their shadows, and how many of these count, int32[1].
         """
+        if table.is_cuda:
+            return self._update_in_one_launch(slots, starts, lengths, table)
         self.step += 1
         fresh = torch.where(slots % self.page_size == 0, slots // self.page_size, -1)  # pages; each comes once
         former = self.of[fresh]
@@ -56,11 +58,20 @@ class ShadowTable:
         self.of[-1:].fill_(-1)
         self.owner[-1:].fill_(-1)
 
-        self._fresh.index_fill_(0, fresh, True)
-        restored = given & ~self._fresh[reached]
-        self._fresh.index_fill_(0, fresh, False)
+        self._written[fresh] = self.step
+        restored = given & (self._written[reached] != self.step)
         order = (~restored).byte().argsort(stable=True)
         return page[order], shadow[order], restored.sum(dtype=torch.int32).view(1)
+
+    def _update_in_one_launch(
+        self, slots: Tensor, starts: Tensor, lengths: Tensor, table: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from kvfold.engines.shadow_update import update
+
+        state = (self.step, self.of, self.owner, self.needed, self._first, self._written)
+        sink, recent = self.windows.sink, self.windows.recent
+        columns = most_pages(sink, self.page_size), most_pages(recent - 1, self.page_size)
+        return update(state, slots, starts, lengths, table, sink, recent, columns, self.page_size)
 
     @property
     def used(self) -> Tensor:

@@ -61,15 +61,15 @@ def side(slot: SlotLayout, codes: int, meta: int) -> Side:
 
 
 def room(key: Side, value: Side) -> int:
-    """How many programs a processor has room for."""
+    """How many programs a processor has room for, at most WARPS."""
     words = key.per_token + key.segments + value.per_token + value.segments
     return SHARED // (slots(words) * 4 * TILE * words + 1024)
 
 
 @gluon.constexpr_function
 def slots(words):
-    """For how many tiles, of so many words a token, a program takes shared memory. They are more than it needs, so that
-    no processor runs more than WARPS programs while others are still busy with the kernel before."""
+    """For how many tiles, of so many words a token, a program takes shared memory if it begins before the kernel before
+    has ended. They are more than it needs, so that no processor that is free runs more than WARPS of them."""
     return max(STAGES.value, (SHARED // WARPS - 1024) // (4 * TILE * words))
 
 
@@ -110,7 +110,8 @@ def decode(
     KEYS: gl.constexpr = gl.SwizzledSharedLayout(KEY.per_token, 1, 8, [1, 0])
     VALUES: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
     META: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    SLOTS: gl.constexpr = slots(KEY.per_token + KEY.segments + VALUE.per_token + VALUE.segments)
+    WORDS: gl.constexpr = KEY.per_token + KEY.segments + VALUE.per_token + VALUE.segments
+    SLOTS: gl.constexpr = slots(WORDS) if LATE else STAGES
     keys = gl.allocate_shared_memory(gl.int32, [SLOTS, 8, 8 * KEY.per_token], KEYS)
     key_meta = gl.allocate_shared_memory(gl.int32, [SLOTS, 8, 8 * KEY.segments], META)
     values = gl.allocate_shared_memory(gl.int32, [SLOTS, 8, 8 * VALUE.per_token], VALUES)
