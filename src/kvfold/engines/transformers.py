@@ -163,7 +163,7 @@ class PackedCache(Cache):
         if width < n:
             q, k, v = q[:, n - width :], k[:, n - width :], v[:, n - width :]
         try:
-            out = self.paged.attend(layer, q, k, v, scale)
+            out = self.paged.attend(layer, q, k, v, scale, torch.empty(q.shape, dtype=q.dtype, device=q.device))
         except Exception:
             self.crop(-n)  # a step that fails leaves no tokens behind
             raise

@@ -132,14 +132,13 @@ class PagedCache:
             self.faults,
         )
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Pack the step's new tokens of a layer and attend its queries, whose type outputs have.
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
+        """Pack the step's new tokens of a layer and attend its queries, float32 or in `out`.
 
         All are [sequences, n, heads, d] with n the largest of the step's counts, left-padded where a count is smaller.
         """
         pages, ops = self.pages(layer), choose(self.layouts[layer], q.shape[2] // self.kv_heads, self.device)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        ops.attend(pages, q, ops.store.run(pages, k, v), scale, out)
+        out = ops.attend(pages, q, ops.store.run(pages, k, v), scale, out)
         if layer == len(self.layouts) - 1 and self.device.type == "cuda":
             self.check_faults()
         return out

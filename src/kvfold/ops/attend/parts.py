@@ -54,8 +54,8 @@ def merge(outs: Tensor, weights: Tensor, value: Transform, out: Tensor | None = 
     With `late`, it is launched before the kernel that computes the parts ends, and waits for that.
     """
     splits, tokens, q_heads, dims = outs.shape
-    if splits == 1:
-        return inverse(value, outs[0], out)
+    if splits == 1 and value.rotation is not None:
+        return inverse(value, outs[0], out, late)
     mean = value.mean if value.rotation is None else None
     merged = torch.empty_like(outs[0]) if out is None or value.rotation is not None else out
     padded = triton.next_power_of_2(splits)
