@@ -13,7 +13,7 @@ import kvfold
 from kvfold.evaluate.logits import compare
 from kvfold.recipes import parse
 
-LENGTHS = (62, 31, 95, 1, 64, 30, 17, 126)  # of prompts; most fill their last block within a few tokens
+LENGTHS = (62, 31, 95, 1, 64, 30, 17, 100)  # of prompts; most fill their last block within a few tokens
 WINDOWS = "oscar-int2:sink=16,recent=40"
 RECIPES = (None, "saw-int4", "int2", "gtq-k3v3:sink=0", WINDOWS)  # None: vLLM without kvfold
 
