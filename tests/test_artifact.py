@@ -246,6 +246,19 @@ def test_saving_again_replaces_the_old(model, saved):
     assert (Artifact.load(saved).tensors["key_mean"] == 7).all()
 
 
+@pytest.mark.parametrize("name", ["kvfold.json", "tensors.safetensors"])
+def test_a_full_disk_leaves_what_was_there(model, saved, tmp_path, name):
+    before = {path.name: path.read_bytes() for path in saved.iterdir()}
+    new = tmp_path / "new"
+    new.mkdir()
+    for folder in (saved, new):
+        (folder / f"{name}.partial").symlink_to("/dev/full")
+        with pytest.raises(OSError, match=f"^cannot write {folder}: No space left on device$"):
+            artifact(model, key_mean=torch.full(SHAPE, 7.0)).save(folder)
+    assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
+    assert list(new.iterdir()) == []
+
+
 def test_tensors_may_be_parts_of_one(model, tmp_path):
     both = torch.randn(2, *SHAPE)
     artifact(model, key_mean=both[0], value_mean=both[1]).save(tmp_path)

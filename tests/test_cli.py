@@ -426,6 +426,14 @@ def test_calibrate_refuses_what_does_not_fit_before_it_begins(error_of, small: P
     assert not folder.exists()
 
 
+@pytest.mark.parametrize("name", ["unfinished.safetensors", "tensors.safetensors", "kvfold.json"])
+def test_calibrate_says_that_the_disk_is_full(error_of, small: Path, tmp_path: Path, name: str):
+    (tmp_path / f"{name}.partial").symlink_to("/dev/full")
+    line = error_of("calibrate", small, "--out", tmp_path, "--tokens", 100, "--context", 64)
+    assert line == f"error: cannot write {tmp_path}: No space left on device"
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_calibrate_again_gives_the_same_artifact(small: Path, means: Path, tmp_path: Path):
     shown = run("calibrate", small, "--out", tmp_path / "again", "--tokens", 100, "--context", 64).stdout
     assert "".join(shown.splitlines()) == f"Wrote {tmp_path / 'again'}: means"

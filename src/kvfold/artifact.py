@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from kvfold.files import write_whole
 from kvfold.geometry import Geometry
 from kvfold.models import weight_files
 from kvfold.rope import Rope
@@ -212,14 +213,9 @@ class Artifact:
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        contents = {
-            TENSORS: save({name: tensor.contiguous() for name, tensor in self.tensors.items()}),
-            METADATA: (self.metadata.model_dump_json(indent=2) + "\n").encode(),
-        }
-        for name, content in contents.items():  # what was there stays whole until all is written
-            (folder / f"{name}.partial").write_bytes(content)
-        for name in contents:
-            (folder / f"{name}.partial").replace(folder / name)
+        tensors = save({name: tensor.contiguous() for name, tensor in self.tensors.items()})
+        metadata = self.metadata.model_dump_json(indent=2) + "\n"
+        write_whole(folder, {TENSORS: tensors, METADATA: metadata.encode()})
 
     @classmethod
     def load(cls, where: str | Path) -> Self:

@@ -7,10 +7,11 @@ from typing import Self
 import torch
 from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from kvfold.calibration.tap import Seen
+from kvfold.files import write_whole
 from kvfold.rope import Rope
 from kvfold.windows import FIRST_TOKENS
 
@@ -133,9 +134,7 @@ class Statistics:
             "source": self.source,
             "windows": str(self.windows),
         }
-        partial = path.with_name(path.name + ".partial")
-        save_file(tensors, partial, header)
-        partial.replace(path)
+        write_whole(path.parent, {path.name: save(tensors, header)})
 
     @classmethod
     def load(cls, path: Path) -> Self:

@@ -1,6 +1,7 @@
 """Requests through real vLLM: what a request gets does not depend on how it is scheduled."""
 
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,10 +11,9 @@ from vllm_engine import BLOCK, CACHE, Engine
 
 import kvfold
 from kvfold.evaluate.logits import compare
-from kvfold.ops.attend import blocked
 from kvfold.recipes import parse
 
-LENGTHS = (62, 31, 95, 1, 64, 30)  # of prompts; most fill their last block within a few tokens
+LENGTHS = (62, 31, 95, 1, 64, 30, 17, 100)  # of prompts; most fill their last block within a few tokens
 WINDOWS = "oscar-int2:sink=16,recent=40"
 RECIPES = (None, "saw-int4", "int2", "gtq-k3v3:sink=0", WINDOWS)  # None: vLLM without kvfold
 
@@ -29,21 +29,6 @@ def engine(request, artifact):
 @pytest.fixture
 def prompts(words):
     return [words[200 * i : 200 * i + length] for i, length in enumerate(LENGTHS)]
-
-
-@pytest.fixture
-def _float64(monkeypatch):
-    """Attention rounds the same way for any number of queries.
-
-    In float32 its last bit depends on how many there are; where it decides how a later layer rounds, a code changes and
-    with it what follows. With this, keys and values are the same where vLLM's own are, and so must be everything else.
-    """
-    flash = blocked._flash
-
-    def doubled(q, k, v, mask, scale):
-        return flash(q.double(), k.double(), v.double(), None if mask is None else mask.double(), scale)
-
-    monkeypatch.setattr(blocked, "_flash", doubled)
 
 
 def test_as_many_more_blocks_fit_as_tokens_are_smaller(engine):
@@ -63,7 +48,7 @@ def test_pages_and_16_bit_copies_fill_the_memory_for_both(engine):
 
 
 @pytest.mark.usefixtures("_float64")
-def test_schedules_change_nothing(engine, prompts, monkeypatch):
+def test_schedules_change_nothing(engine, prompts):
     """Not a bit, whatever comes first: a prefix that is cached, chunks, a batch, preemption."""
     engine.forget()
     alone = []
@@ -75,14 +60,11 @@ def test_schedules_change_nothing(engine, prompts, monkeypatch):
     for chunk in (24, 50):
         engine.forget()
         assert engine.run(prompts, chunk=chunk) == alone
-    preempted, preempt = [], engine.scheduler._preempt_request
-    monkeypatch.setattr(
-        engine.scheduler, "_preempt_request", lambda *given, **named: (preempted.append(1), preempt(*given, **named))[1]
-    )
     engine.forget()
-    with engine.only(blocks=sum(-(-length // BLOCK) for length in LENGTHS) + 1):
+    blocks, preempt = sum(-(-length // BLOCK) for length in LENGTHS) + 1, engine.scheduler._preempt_request
+    with engine.only(blocks), patch.object(engine.scheduler, "_preempt_request", wraps=preempt) as preempted:
         assert engine.run(prompts) == alone
-        assert preempted
+        assert preempted.called
     assert engine.pool.get_num_free_blocks() == engine.blocks - 1  # vLLM keeps one to itself
 
 

@@ -2,6 +2,8 @@
 
 import copy
 import json
+import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -81,13 +83,18 @@ def test_layers_that_are_refused(options, what):
         backend.PackedImpl(9, 64, 0.125, 3, **options)
 
 
-def test_an_artifact_of_other_weights_is_refused(config, artifact, tmp_path):
-    metadata = json.loads((Path(artifact) / "kvfold.json").read_text())
+def other_weights(artifact: str, folder: Path) -> None:
+    """An artifact that says it was made for a model of the same shape with other weights."""
+    shutil.copytree(artifact, folder)
+    metadata = json.loads((folder / "kvfold.json").read_text())
     metadata["model"]["weights"] = "0" * 64
-    (tmp_path / "kvfold.json").write_text(json.dumps(metadata))
-    (tmp_path / "tensors.safetensors").write_bytes((Path(artifact) / "tensors.safetensors").read_bytes())
+    (folder / "kvfold.json").write_text(json.dumps(metadata))
+
+
+def test_an_artifact_of_other_weights_is_refused(config, artifact, tmp_path):
+    other_weights(artifact, tmp_path / "artifact")
     changed = copy.copy(config)
-    changed.additional_config = {"kvfold": {"recipe": "saw-int4", "artifact": str(tmp_path)}}
+    changed.additional_config = {"kvfold": {"recipe": "saw-int4", "artifact": str(tmp_path / "artifact")}}
     with pytest.raises(ValueError, match="made for another model: its weights is 000"):
         backend.make_plan(changed)
 
@@ -113,17 +120,35 @@ def kvfold(*arguments: str, **options) -> subprocess.Popen:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "line"),
+    ("recipe", "kind", "line"),
     [
-        (("-r", "saw-int5"), "error: unknown recipe 'saw-int5': did you mean 'saw-int4'?"),
-        (("-r", "int4", "--artifact", "nowhere"), "error: nowhere is no artifact: there is no kvfold.json in it"),
+        ("saw-int5", None, "error: unknown recipe 'saw-int5': did you mean 'saw-int4'?"),
+        ("int4", "missing", "error: {folder} is no artifact: there is no kvfold.json in it"),
+        ("int4", "cut short", "error: {folder} is no valid artifact: "),
+        ("int4", "of other weights", "error: the artifact was made for another model: its weights is 000"),
     ],
 )
-def test_the_server_refuses_in_one_line(arguments, line):
-    with kvfold("serve", "embedded", *arguments) as server:
+def test_the_server_refuses_in_one_line(artifact, tmp_path, recipe, kind, line):
+    folder = tmp_path / "artifact"
+    if kind == "cut short":  # as a full disk leaves a copy
+        shutil.copytree(artifact, folder)
+        tensors = folder / "tensors.safetensors"
+        tensors.write_bytes(tensors.read_bytes()[:-1000])
+    elif kind == "of other weights":
+        other_weights(artifact, folder)
+    with kvfold("serve", "embedded", "-r", recipe, *(("--artifact", str(folder)) if kind else ())) as server:
         printed = server.communicate()[0].splitlines()
     assert server.returncode == 1
-    assert printed[-1].startswith(line)
+    assert printed[-1].startswith(line.format(folder=folder))
+    assert not any("Traceback" in each for each in printed)
+
+
+def test_the_server_says_in_one_line_that_vllm_cannot_be_imported(tmp_path):
+    (tmp_path / "vllm.py").write_text("raise ImportError('vllm is broken')")
+    path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
+    with kvfold("serve", "embedded", "-r", "int4", env={**os.environ, "PYTHONPATH": path}) as server:
+        assert server.communicate()[0] == "error: vllm is broken\n"
+    assert server.returncode == 1
 
 
 def get(url: str, **body) -> str:

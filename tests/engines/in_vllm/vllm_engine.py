@@ -9,7 +9,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # before vLLM is imported
 
 import torch
 from torch import Tensor
-from vllm import LLM, SamplingParams, TokensPrompt
+from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
 from vllm.v1.attention import selector
 
 from kvfold.models import embedded_folder
@@ -19,6 +19,12 @@ BLOCK = 32  # tokens
 CHUNK = 512  # tokens of a step at most, unless a test says otherwise
 
 
+def answer(output: RequestOutput) -> tuple[list[int], list[float]]:
+    """The tokens of a finished request and their log-probabilities."""
+    each = output.outputs[0]
+    return list(each.token_ids), [next(iter(token.values())).logprob for token in each.logprobs]
+
+
 class Engine:
     """An LLM with its scheduler at hand."""
 
@@ -26,6 +32,7 @@ class Engine:
         selector._cached_get_attn_backend.cache_clear()  # it remembers the choice of the last engine
         given = {} if recipe is None else {"kvfold": {"recipe": recipe, "artifact": artifact}}
         settings = {
+            "model": str(embedded_folder()),
             "dtype": "float32",
             "enforce_eager": True,
             "max_model_len": 1024,
@@ -36,7 +43,7 @@ class Engine:
             "disable_log_stats": True,
             "max_logprobs": -1,
         }
-        self.llm = LLM(str(embedded_folder()), additional_config=given, **settings | options)
+        self.llm = LLM(additional_config=given, **settings | options)
         self.core = self.llm.llm_engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
         self.pool = self.scheduler.kv_cache_manager.block_pool
@@ -60,10 +67,7 @@ class Engine:
         outputs = self.llm.generate(
             [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts], sampling, use_tqdm=False
         )
-        return [
-            (list(each.token_ids), [next(iter(token.values())).logprob for token in each.logprobs])
-            for each in (output.outputs[0] for output in outputs)
-        ]
+        return [answer(output) for output in outputs]
 
     def alone(self, prompt: list[int], **options) -> tuple[list[int], list[float]]:
         """The same for one prompt. Tiny requests run beside it: matrix products of a single row are computed in another

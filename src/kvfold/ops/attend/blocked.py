@@ -45,9 +45,9 @@ def _unpack(pages: LayerPages, block: "_PackedBlock") -> tuple[Tensor, Tensor]:
         codec = pages.codec(sides)
         codes, meta = (view.permute(2, 3, 0, 1, 4).index_select(2, block.pages) for view in views)
         if block.unwritten is not None:  # where memory may hold NaN
-            meta.masked_fill_(block.unwritten[:, : meta.shape[3]], 0)
-            if codec.layout.has_raw:
-                codes.masked_fill_(block.unwritten, 0)
+            for array in (codes, meta) if codec.layout.has_raw else (meta,):
+                last = array.unflatten(2, (sequences, -1))[:, :, :, -block.unwritten.shape[1] :]
+                last.masked_fill_(block.unwritten[:, :, : array.shape[3]], 0)
         parts.append(codec.dequantize(codes, meta, heads=-5))
     x = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
     x = x.view(*x.shape[:2], sequences, tokens, x.shape[-1]).narrow(3, 0, block.tokens)
@@ -108,7 +108,7 @@ class _PackedBlock:
     tokens: int  # of them, from the first: the rest is seen by no query
     columns: slice  # the queries that see anything of it
     mask: Tensor | None  # float[sequences, 1, columns, tokens]: 0 or UNSEEN; None: they see all of it
-    unwritten: Tensor | None  # bool[sequences · pages, page_size, 1]: beyond what is packed of a shorter sequence
+    unwritten: Tensor | None  # bool[sequences, last pages, page_size, 1]: beyond what is packed of a shorter sequence
 
 
 def _packed_blocks(step: Step, windows: Windows, block_tokens: int) -> list[_PackedBlock]:
@@ -128,8 +128,9 @@ def _packed_blocks(step: Step, windows: Windows, block_tokens: int) -> list[_Pac
             mask = _additive((tokens >= windows.sink) & (tokens < windows.exact_from(position))).to(device)
         written = torch.tensor(step.lengths) // windows.group * windows.group  # tokens of each sequence
         if stop > written.min():
-            tokens = start + torch.arange(table.shape[1] * step.page_size)
-            unwritten = (tokens >= written.unsqueeze(1)).view(-1, step.page_size, 1).to(device)
+            first = max(page, int(written.min()) // step.page_size)
+            tokens = torch.arange(first * step.page_size, (page + table.shape[1]) * step.page_size)
+            unwritten = (tokens >= written.unsqueeze(1)).view(len(written), -1, step.page_size, 1).to(device)
         blocks.append(_PackedBlock(table.flatten(), stop - start, columns, mask, unwritten))
     return blocks
 
