@@ -202,6 +202,7 @@ def calibrate(
     checkpoint = folder / "unfinished.safetensors"
     artifact = _calibrate(*_load(model), words, tokens, context, panel, seed, there, checkpoint)
     artifact.save(folder)
+    checkpoint.unlink()
     found = ", ".join(("means", *artifact.metadata.recipes))
     out.print(f"Wrote {escape(str(folder))}: {found}", highlight=False)
 

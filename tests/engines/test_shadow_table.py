@@ -116,7 +116,7 @@ def device_tensors(batch, page_size, pad):
 
 
 @pytest.mark.parametrize("update", [ShadowTable.update, ShadowTable._update_in_one_launch])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_it_does_what_the_model_does(update, data):
     windows = Windows(data.draw(st.integers(0, 10)), data.draw(st.integers(0, 14)))

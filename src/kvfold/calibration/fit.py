@@ -32,7 +32,7 @@ def calibrate(
     """Run `tokens` (1-D) through the model in windows of `context`; keep the means, and fit `recipes`.
 
     The fits come beside those of `into`, which must be of the same model and text. `progress` gets shares of 1. With a
-    `checkpoint`, a run that was broken off goes on where it was.
+    `checkpoint`, a run that was broken off goes on where it was; whoever saves the artifact deletes it.
     """
     geometry = Geometry.from_config(model.config.to_dict())
     for recipe in recipes:
@@ -53,10 +53,7 @@ def calibrate(
         progress(0.3 / len(learning))
     names = dict.fromkeys((*(into.metadata.recipes if into else ()), *learning))
     metadata = Metadata(model=fingerprint, rope=statistics.rope, calibration=provenance, recipes=tuple(names))
-    artifact = Artifact(metadata, tensors)
-    if checkpoint:
-        checkpoint.unlink()
-    return artifact
+    return Artifact(metadata, tensors)
 
 
 def _provenance(tokens: Tensor, context: int, seed: int | None) -> Provenance:
