@@ -2,6 +2,7 @@
 implementation packs and attends."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -28,7 +29,7 @@ from kvfold.engines.gauges import Gauges
 from kvfold.engines.serving import Config, Faults, Layer, Plan, decode_step, dense_steps
 from kvfold.engines.shadow_table import ShadowTable
 from kvfold.layout import ALIGNMENT
-from kvfold.ops.pages import LayerPages, Step
+from kvfold.ops.pages import Step
 from kvfold.ops.restore import Restore
 
 VERSIONS = "0.32"  # of vLLM; the hooks that are used change from one to the next
@@ -115,14 +116,19 @@ class Engine:
                     "requests leave nothing of the memory for the cache"
                 )
         self.faults = Faults(self.device)
-        self.pages: dict[int, LayerPages] = {}  # of each layer, once it has run
+        self.layers: dict[int, Layer] = {}  # once they have run
         self.restore: Restore | None = None
 
-    def add(self, index: int, pages: LayerPages) -> None:
+    def add(self, index: int, layer: Layer) -> None:
         """A layer whose pages are known now. Before the last is, no page has lost its shadow."""
-        self.pages[index] = pages
-        if len(self.pages) == len(self.plan.layouts):
-            self.restore = Restore(list(self.pages.values()))
+        self.layers[index] = layer
+        if len(self.layers) == len(self.plan.layouts):
+            self.restore = Restore([layer.pages for layer in self.layers.values()])
+
+    def forget(self) -> None:
+        """Let go of the pages of all layers: on a GPU, vLLM measures CUDA graphs with a few that it frees again."""
+        self.layers.clear()
+        self.restore = None
 
     @classmethod
     def of(cls, config: VllmConfig) -> "Engine":
@@ -174,18 +180,33 @@ class PackedMetadata:
 class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     reorder_batch_threshold = 1  # requests that decode come first
+    requires_block_table_width = True  # which vLLM rounds up
 
-    def __init__(self, spec: AttentionSpec, layer_names: list[str], config: VllmConfig, device: torch.device) -> None:
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        layer_names: list[str],
+        config: VllmConfig,
+        device: torch.device,
+        block_table_width: int,
+    ) -> None:
         super().__init__(spec, layer_names, config, device)
-        self.engine, pages = Engine.of(config), config.cache_config.num_gpu_blocks
+        self.config, self.engine = config, Engine.of(config)
+        self.engine.forget()
         self.page_size = spec.block_size
-        self.shadows = ShadowTable(self.engine.plan.windows, self.page_size, pages, self.engine.shadows, device)
         requests = config.scheduler_config.max_num_seqs
-        width = spec.max_num_blocks_per_req(config, config.model_config.max_model_len)
         self.starts = torch.zeros(requests, dtype=torch.int32, device=device)
-        self.table = torch.zeros(requests, width, dtype=torch.int64, device=device)
+        self.table = torch.zeros(requests, block_table_width, dtype=torch.int64, device=device)
         self.gauges = Gauges(self.engine.plan, self.engine.shadows)
-        logger.info(self.engine.plan.report(pages, self.engine.shadows))
+        if (pages := config.cache_config.num_gpu_blocks) is not None:  # else see `shadows`
+            logger.info(self.engine.plan.report(pages, self.engine.shadows))
+
+    @cached_property
+    def shadows(self) -> ShadowTable:
+        """Made with the first step: on a GPU, vLLM makes a builder to measure CUDA graphs before it says with how many
+        pages."""
+        pages = self.config.cache_config.num_gpu_blocks
+        return ShadowTable(self.engine.plan.windows, self.page_size, pages, self.engine.shadows, self.device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -267,7 +288,6 @@ class PackedImpl(AttentionImpl[PackedMetadata]):
                 raise ValueError(f"kvfold: attention with {what} cannot run over packed pages")
         self.engine = Engine.of(get_current_vllm_config())
         self.shadows = self.engine.plan.allocate_shadows(self.engine.shadows)
-        self.layer: Layer | None = None
 
     def forward(
         self,
@@ -284,9 +304,10 @@ class PackedImpl(AttentionImpl[PackedMetadata]):
         """Queries [tokens, heads, d] over pages uint8[blocks, kv_heads, tokens, bytes]."""
         if attn_metadata is None:  # vLLM measures memory
             return output.zero_()
-        if self.layer is None or self.layer.pages.pool.data_ptr() != kv_cache.data_ptr():
-            pool, index = kv_cache.flatten(2), extract_layer_index(layer.layer_name)
-            self.layer = Layer(self.engine.plan, index, pool, self.shadows, self.engine.faults.flag)
-            self.engine.add(index, self.layer.pages)
-        self.layer.attend(attn_metadata.steps, query, key, value, self.scale, output)
+        index = extract_layer_index(layer.layer_name)
+        packed = self.engine.layers.get(index)
+        if packed is None or packed.pages.pool.data_ptr() != kv_cache.data_ptr():
+            packed = Layer(self.engine.plan, index, kv_cache.flatten(2), self.shadows, self.engine.faults.flag)
+            self.engine.add(index, packed)
+        packed.attend(attn_metadata.steps, query, key, value, self.scale, output)
         return output

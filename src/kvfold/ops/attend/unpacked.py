@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, cudnn_sdp_enabled, enable_cudnn_sdp
 from torch.nn.functional import pad
 
 from kvfold.layout import PageLayout
@@ -162,9 +162,19 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask, scale=scale)
     square = q.shape[2] == k.shape[2] and not q.shape[2] % CAUSAL_STEP
     usual = square if causal else not k.shape[2] % QUERY_STEP
-    if usual and can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, causal, True)):
+    if usual and _cudnn_can(SDPAParams(q, k, v, None, 0.0, causal, True)):
         return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
     return aten._scaled_dot_product_flash_attention(q, k, v, is_causal=causal, scale=scale)[:2]
+
+
+def _cudnn_can(parameters: SDPAParams) -> bool:
+    """Whether cuDNN can, also where it is turned off for PyTorch's own choice, as vLLM does in its processes."""
+    allowed = cudnn_sdp_enabled()
+    enable_cudnn_sdp(True)
+    try:
+        return can_use_cudnn_attention(parameters)
+    finally:
+        enable_cudnn_sdp(allowed)
 
 
 def _merge(
