@@ -13,7 +13,7 @@ SGLANG_BIN := .venv-sglang/bin
 SGLANG_PIP := $(SGLANG_BIN)/python -m pip --quiet --disable-pip-version-check
 SGLANG_INSTALLED := .venv-sglang/.installed
 
-.PHONY: help install demo serve test lint format clean
+.PHONY: help install demo serve test test-kvfold test-engines lint format clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -55,10 +55,16 @@ serve: $(VLLM_INSTALLED) ## Serve the embedded model with a packed cache through
 demo: install ## Show what packed caches gain and cost on the embedded model (options: DEMO_ARGS=)
 	$(BIN)/kvfold demo $(DEMO_ARGS)
 
+# Two at a time, with a core for each. SGLang's engines are forked, which threads of OpenMP would not outlive.
 test: lint $(VLLM_INSTALLED) $(SGLANG_INSTALLED) ## Run everything that CI runs
+	OMP_NUM_THREADS=1 $(MAKE) --jobs 2 test-kvfold test-engines
+
+test-kvfold:
 	$(BIN)/pytest
+
+test-engines:
 	$(VLLM_BIN)/pytest tests/engines/in_vllm
-	OMP_NUM_THREADS=1 $(SGLANG_BIN)/pytest $(SGLANG_TESTS)  # engines are forked, which threads of OpenMP do not outlive
+	$(SGLANG_BIN)/pytest $(SGLANG_TESTS)
 
 lint: install ## Check style and types
 	$(BIN)/ruff check
