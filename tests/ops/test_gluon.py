@@ -114,8 +114,15 @@ def test_order_of_values(columns):
     assert sorted(at.tolist()) == index.tolist()
 
 
-@pytest.mark.parametrize("recipe", ["kivi-2", "kitty-2"])
-def test_what_runs_without_kernels_on_a_gpu_is_said(recipe):
+@pytest.mark.parametrize(
+    ("recipe", "dims", "implementation", "said"),
+    [
+        ("kivi-2", 128, "torch", "no kernel for these keys: whole pages .* many times slower"),
+        ("kitty-2", 128, "torch", "no kernel for these keys: whole pages .* many times slower"),
+        ("int2", 64, "triton", "several times slower than the one for Hopper: keys of 64 coordinates have 16 bytes"),
+    ],
+)
+def test_what_is_slow_on_a_gpu_is_said(recipe, dims, implementation, said):
     choose.cache_clear()
-    with pytest.warns(UserWarning, match="no kernel for these keys: whole pages .* many times slower"):
-        assert choose(layout(recipe, 128, 128), 4, GPU, HOPPER).decode.implementation == "torch"
+    with pytest.warns(UserWarning, match=said):
+        assert choose(layout(recipe, dims, 128), 4, GPU, HOPPER).decode.implementation == implementation

@@ -54,6 +54,7 @@ def choose(layout: PageLayout, ratio: int, device: torch.device, capability: tup
     if capability < HOPPER:
         decode = Choice("triton", f"the GPU is older than Hopper: {capability}", attend.attend)
     elif reason := gluon.unsupported(layout, ratio):
+        warn(f"the portable kernel decodes, several times slower than the one for Hopper: {reason}", stacklevel=2)
         decode = Choice("triton", reason, attend.attend)
     else:
         decode = Choice("gluon", "affine integers or codebooks on Hopper or later", gluon.attend)
