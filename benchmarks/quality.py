@@ -8,7 +8,6 @@ one row for each measurement. Rows are written as they are measured.
 """
 
 import argparse
-import csv
 import platform
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -27,6 +26,7 @@ from kvfold.evaluate.attention import diagnose
 from kvfold.evaluate.gsm8k import gsm8k, read_problems
 from kvfold.evaluate.logits import compare
 from kvfold.evaluate.needle import needle_suite
+from kvfold.files import append_rows
 from kvfold.models import load_model
 from kvfold.overlap import check_disjoint
 from kvfold.recipes import parse
@@ -133,11 +133,11 @@ def main() -> None:
                 found = needle_suite(
                     model, tokenizer, caches[name].empty, tokens, options.needle, options.depths, options.trials
                 )
-                write(options.out / "needle.csv", [{"recipe": name, **asdict(row), **common} for row in found])
+                append_rows(options.out / "needle.csv", [{"recipe": name, **asdict(row), **common} for row in found])
             if problems:
                 score = gsm8k(model, tokenizer, caches[name].empty, problems, options.problems, NEW_TOKENS)
                 row = {"recipe": name, "problems": score.problems, "exact_match": score.exact_match, **common}
-                write(options.out / "gsm8k.csv", [row])
+                append_rows(options.out / "gsm8k.csv", [row])
 
 
 def quality(
@@ -178,7 +178,7 @@ def quality(
                 "context": context,
                 **common,
             }
-            write(out / "quality.csv", [row])
+            append_rows(out / "quality.csv", [row])
         progress.advance(task, len(some))
 
 
@@ -191,7 +191,9 @@ def layers(
     common: dict[str, Any],
 ) -> None:
     for name, rows in diagnose(model, tokens, caches, artifact.metadata.rope).items():
-        write(out / "layers.csv", [{"recipe": name, **asdict(row), "tokens": len(tokens), **common} for row in rows])
+        append_rows(
+            out / "layers.csv", [{"recipe": name, **asdict(row), "tokens": len(tokens), **common} for row in rows]
+        )
 
 
 def facts(options: argparse.Namespace, model: Any, artifact: Artifact) -> dict[str, Any]:
@@ -208,16 +210,6 @@ def facts(options: argparse.Namespace, model: Any, artifact: Artifact) -> dict[s
         **{module.__name__: module.__version__ for module in (torch, transformers, kvfold)},
         "date": datetime.now(UTC).date().isoformat(),
     }
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Append rows; a new file begins with its columns."""
-    new = not path.exists()
-    with path.open("a", newline="") as stream:
-        writer = csv.DictWriter(stream, list(rows[0]), lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerows(rows)
 
 
 def arguments() -> argparse.Namespace:

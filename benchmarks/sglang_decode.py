@@ -10,7 +10,6 @@ timed from the moment when its last request has the first token until one of the
 
 import argparse
 import asyncio
-import csv
 import json
 import os
 import random
@@ -25,10 +24,10 @@ import torch
 from transformers import AutoConfig
 
 from kvfold.bench.fits import random_artifact
+from kvfold.bench.serving import TOKENS
+from kvfold.files import append_rows
 from kvfold.geometry import example_configs
 from kvfold.recipes import parse
-
-TOKENS = range(1000, 30000)  # ids that every vocabulary has, and no special ones
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ def main() -> None:
     with TemporaryDirectory() as scratch:
         for row in run(options.model, options.recipe, cases, options.output, options.engine, Path(scratch)):
             print(row, flush=True)
-            write(options.csv, asdict(row))
+            append_rows(options.csv, [asdict(row)])
 
 
 def run(model, recipe, cases, output, extra, scratch):
@@ -138,15 +137,6 @@ async def stream(engine, prompt: list[int], output: int) -> list[tuple[float, in
 
 def so_far(count: list[tuple[float, int]], moment: float) -> int:
     return max((tokens for at, tokens in count if at <= moment), default=0)
-
-
-def write(path: Path, row: dict[str, Any]) -> None:
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, list(row), lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, and files of rows that grow."""
 
-from collections.abc import Mapping
+import csv
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 
 def write_whole(folder: Path, contents: Mapping[str, bytes]) -> None:
@@ -16,3 +18,13 @@ def write_whole(folder: Path, contents: Mapping[str, bytes]) -> None:
         for path in partial.values():
             path.unlink(missing_ok=True)
         raise OSError(f"cannot write {folder}: {error.strerror}") from error
+
+
+def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Add rows to a CSV file; a new one begins with their columns."""
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerows(rows)

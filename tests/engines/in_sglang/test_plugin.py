@@ -1,13 +1,8 @@
 """The plugin: what fits, what is refused, what happens when it fails, and decoding as CUDA graphs see it."""
 
-import json
 import os
-import socket
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from types import SimpleNamespace
@@ -15,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from recorded_graphs import KERNELS, recorder
+from served import serving
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_engine import ask, serve, tokens_that_fit
@@ -174,37 +170,11 @@ def test_a_number_that_cannot_be_stored_ends_the_engine(artifact, monkeypatch, c
 # The server
 
 
-def get(url: str, **body) -> str:
-    request = urllib.request.Request(url, json.dumps(body).encode() or None, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request if body else url, timeout=120) as answer:
-        return answer.read().decode()
-
-
 def test_the_server_answers_and_shows_its_gauges():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    address, recipe = f"http://127.0.0.1:{port}", "saw-int4:sink=4,recent=40,centre=false"
-    flags = ("--port", str(port), "--context-length", "512", "--max-running-requests", "4", "--enable-metrics")
-    kvfold = (sys.executable, "-c", "from kvfold.cli import main; main()")
-    command = (*kvfold, "serve", "embedded", "--engine", "sglang", "-r", recipe, *flags)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
-        try:
-            for _ in range(240):
-                assert server.poll() is None, server.communicate()[0]
-                try:
-                    get(f"{address}/health")
-                    break
-                except (urllib.error.URLError, ConnectionError):
-                    time.sleep(1)
-            prompt = "The capital of France is Paris. The capital of Germany is"
-            asked = {"model": "embedded", "prompt": prompt, "max_tokens": 40, "temperature": 0}
-            answer = json.loads(get(f"{address}/v1/completions", **asked))
-            lines = [line for line in get(f"{address}/metrics/").splitlines() if not line.startswith("#")]
-        finally:
-            server.terminate()
-            printed = server.communicate()[0]
-    assert answer["choices"][0]["text"].startswith(" Berlin")
+    flags = ("--context-length", "512", "--max-running-requests", "4", "--enable-metrics")
+    with serving("--engine", "sglang", "-r", "saw-int4:sink=4,recent=40,centre=false", *flags) as server:
+        assert server.complete().startswith(" Berlin")
+        lines = [line for line in server.get("/metrics/").splitlines() if not line.startswith("#")]
     gauges = dict(line.rsplit(maxsplit=1) for line in lines)
     assert float(gauges["kvfold:bytes_per_token"]) == (32 + 4) * 2 * 3 * 30
     assert float(gauges["kvfold:compression"]) == pytest.approx(128 / 36)
@@ -212,7 +182,7 @@ def test_the_server_answers_and_shows_its_gauges():
     assert float(gauges["kvfold:shadow_pages"]) == 4 * (1 + 4 + 4)
     assert float(gauges["kvfold:shadow_pages_used"]) >= 1
     assert any(name.startswith("sglang:prompt_tokens_total") for name in gauges)
-    assert "30 packed" in printed
+    assert "30 packed" in server.printed
 
 
 # Steps

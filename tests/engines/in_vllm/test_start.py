@@ -4,16 +4,13 @@ import copy
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import pytest
 import vllm
+from served import kvfold, serving
 from vllm import EngineArgs
 
 from kvfold.engines.vllm import backend, plugin
@@ -114,11 +111,6 @@ def test_a_plugin_that_cannot_be_imported_stops_vllm(monkeypatch):
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-def kvfold(*arguments: str, **options) -> subprocess.Popen:
-    command = [str(Path(sys.executable).with_name("kvfold")), *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
-
-
 @pytest.mark.parametrize(
     ("recipe", "kind", "line"),
     [
@@ -151,38 +143,13 @@ def test_the_server_says_in_one_line_that_vllm_cannot_be_imported(tmp_path):
     assert server.returncode == 1
 
 
-def get(url: str, **body) -> str:
-    request = urllib.request.Request(url, json.dumps(body).encode() or None, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request if body else url, timeout=120) as answer:
-        return answer.read().decode()
-
-
 def test_the_server_answers_and_shows_its_gauges():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    address = f"http://127.0.0.1:{port}"
-    flags = ("--host", "127.0.0.1", "--port", str(port), "--max-model-len", "512", "--max-num-seqs", "4")
-    with kvfold("serve", "embedded", "-r", "saw-int4:sink=4,recent=40,centre=false", *flags) as server:
-        try:
-            for _ in range(240):
-                assert server.poll() is None, server.communicate()[0]
-                try:
-                    get(f"{address}/health")
-                    break
-                except (urllib.error.URLError, ConnectionError):
-                    time.sleep(1)
-            assert json.loads(get(f"{address}/v1/models"))["data"][0]["id"] == "embedded"
-            prompt = "The capital of France is Paris. The capital of Germany is"
-            answer = json.loads(
-                get(f"{address}/v1/completions", model="embedded", prompt=prompt, max_tokens=40, temperature=0)
-            )
-            assert answer["choices"][0]["text"].startswith(" Berlin")
-            gauges = dict(line.split() for line in get(f"{address}/metrics").splitlines() if line.startswith("kvfold"))
-        finally:
-            server.terminate()
-            printed = server.communicate()[0]
+    flags = ("--max-model-len", "512", "--max-num-seqs", "4")
+    with serving("-r", "saw-int4:sink=4,recent=40,centre=false", *flags) as server:
+        assert json.loads(server.get("/v1/models"))["data"][0]["id"] == "embedded"
+        assert server.complete().startswith(" Berlin")
+        gauges = dict(line.split() for line in server.get("/metrics").splitlines() if line.startswith("kvfold"))
     assert float(gauges["kvfold:bytes_per_token"]) == (32 + 4) * 2 * 3 * 30
     assert float(gauges["kvfold:compression"]) == pytest.approx(128 / 36)
     assert float(gauges["kvfold:shadow_pages_used"]) >= 1
-    assert "30 packed" in printed
+    assert "30 packed" in server.printed

@@ -116,12 +116,12 @@ class Engine:
                     "requests leave nothing of the memory for the cache"
                 )
         self.faults = Faults(self.device)
-        self.layers: dict[int, Layer] = {}  # once they have run
+        self.layers: dict[str, Layer] = {}  # by vLLM's names, once they have run
         self.restore: Restore | None = None
 
-    def add(self, index: int, layer: Layer) -> None:
+    def add(self, name: str, layer: Layer) -> None:
         """A layer whose pages are known now. Before the last is, no page has lost its shadow."""
-        self.layers[index] = layer
+        self.layers[name] = layer
         if len(self.layers) == len(self.plan.layouts):
             self.restore = Restore([layer.pages for layer in self.layers.values()])
 
@@ -304,10 +304,10 @@ class PackedImpl(AttentionImpl[PackedMetadata]):
         """Queries [tokens, heads, d] over pages uint8[blocks, kv_heads, tokens, bytes]."""
         if attn_metadata is None:  # vLLM measures memory
             return output.zero_()
-        index = extract_layer_index(layer.layer_name)
-        packed = self.engine.layers.get(index)
+        packed = self.engine.layers.get(layer.layer_name)
         if packed is None or packed.pages.pool.data_ptr() != kv_cache.data_ptr():
+            index = extract_layer_index(layer.layer_name)
             packed = Layer(self.engine.plan, index, kv_cache.flatten(2), self.shadows, self.engine.faults.flag)
-            self.engine.add(index, packed)
+            self.engine.add(layer.layer_name, packed)
         packed.attend(attn_metadata.steps, query, key, value, self.scale, output)
         return output

@@ -115,7 +115,6 @@ def attend(
     if new is not None:  # beside decoding, in what that leaves of the processors
         flat = (new[0].flatten(0, 1), new[1].flatten(0, 1))
         windows.attend(pages, rotated, flat, scale, outs[splits:], weights[splits:], late=True)
-    out = None if out is None else out.view(rotated.shape)
     return merge(outs, weights, pages.value.transform, out, late=True).view(q.shape)
 
 

@@ -49,11 +49,12 @@ def empty(splits: int, q: Tensor) -> tuple[Tensor, Tensor]:
 
 def merge(outs: Tensor, weights: Tensor, value: Transform, out: Tensor | None = None, late: bool = False) -> Tensor:
     """Parts [splits, tokens, q_heads, d] over transformed values, and their weights -> outputs [tokens, q_heads, d],
-    float32 or in `out`.
+    float32 or in `out`, which may be [sequences, n, q_heads, d].
 
     With `late`, it is launched before the kernel that computes the parts ends, and waits for that.
     """
     splits, tokens, q_heads, dims = outs.shape
+    out = None if out is None else out.view(outs.shape[1:])
     if splits == 1 and value.rotation is not None:
         return inverse(value, outs[0], out, late)
     mean = value.mean if value.rotation is None else None

@@ -36,7 +36,6 @@ def attend(
     if new is not None:
         flat = (new[0].flatten(0, 1), new[1].flatten(0, 1))
         windows.attend(pages, rotated, flat, scale, outs[packed:], weights[packed:])
-    out = None if out is None else out.view(rotated.shape)
     return merge(outs, weights, pages.value.transform, out).view(q.shape)
 
 

@@ -1,0 +1,58 @@
+"""The embedded model behind `kvfold serve`, as a user starts it, and how to ask it."""
+
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+PROMPT = "The capital of France is Paris. The capital of Germany is"
+
+
+def kvfold(*arguments: str, **options) -> subprocess.Popen:
+    command = [str(Path(sys.executable).with_name("kvfold")), *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
+
+
+@dataclass
+class Server:
+    address: str
+    printed: str = ""  # once it has ended
+
+    def get(self, path: str, **body) -> str:
+        url = self.address + path
+        request = urllib.request.Request(url, json.dumps(body).encode() or None, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request if body else url, timeout=120) as answer:
+            return answer.read().decode()
+
+    def complete(self) -> str:
+        """What comes after PROMPT."""
+        asked = {"model": "embedded", "prompt": PROMPT, "max_tokens": 40, "temperature": 0}
+        return json.loads(self.get("/v1/completions", **asked))["choices"][0]["text"]
+
+
+@contextmanager
+def serving(*arguments: str) -> Iterator[Server]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server, where = Server(f"http://127.0.0.1:{port}"), ("--host", "127.0.0.1", "--port", str(port))
+    with kvfold("serve", "embedded", *arguments, *where) as process:
+        try:
+            for _ in range(240):
+                assert process.poll() is None, process.communicate()[0]
+                try:
+                    server.get("/health")
+                    break
+                except (urllib.error.URLError, ConnectionError):
+                    time.sleep(1)
+            yield server
+        finally:
+            process.terminate()
+            server.printed = process.communicate()[0]
