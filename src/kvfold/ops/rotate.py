@@ -1,5 +1,7 @@
 """Transforms of queries and of attention's outputs on a GPU, each in one small launch."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -8,8 +10,27 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvfold.transforms import Transform
 
-ROWS = tl.constexpr(16)  # vectors of a program
-COLUMNS = tl.constexpr(64)  # coordinates of them that it computes, at most
+
+class _Blocks(NamedTuple):
+    """What a program computes."""
+
+    vectors: int
+    columns: int  # coordinates of them, at most
+    warps: int
+
+
+FEW = _Blocks(16, 64, 4)
+MANY = _Blocks(64, 128, 4)
+MANY_VECTORS = 1 << 14  # from which on larger blocks, which read matrices less often, leave little of a GPU idle
+
+
+class _Matrices(NamedTuple):
+    """A, or Aᵀ, as the sum of `terms` [kv_heads or 1, d, d] times `factor`."""
+
+    terms: tuple[Tensor, ...]
+    factor: float
+    transposed: bool
+    precision: str  # of a product of float32
 
 
 def dual(transform: Transform, q: Tensor, dtype: torch.dtype = torch.float32, early: bool = False) -> Tensor:
@@ -20,7 +41,7 @@ def dual(transform: Transform, q: Tensor, dtype: torch.dtype = torch.float32, ea
     if transform.rotation is None:
         return q
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
-    return _rotate_to(out, q, transform.rotation.dense(q.shape[-1], q.device), transpose=False, early=early)
+    return _rotate_to(out, q, transform.once(_of_queries, q.shape[-1], q.dtype, q.device), early=early)
 
 
 def inverse(transform: Transform, x: Tensor, out: Tensor | None = None, late: bool = False) -> Tensor:
@@ -31,41 +52,52 @@ def inverse(transform: Transform, x: Tensor, out: Tensor | None = None, late: bo
     if transform.rotation is None:
         return transform.inverse(x) if out is None else out.copy_(transform.inverse(x))
     out = torch.empty(x.shape, device=x.device) if out is None else out
-    matrices = transform.rotation.dense(x.shape[-1], x.device)
-    return _rotate_to(out, x, matrices, transpose=True, mean=transform.mean, late=late)
+    # 11 bits of each factor are more than 16-bit outputs keep; three products give what they leave out of float32
+    precision = "tf32x3" if out.dtype == torch.float32 else "tf32"
+    matrices = _Matrices((transform.rotation.dense(x.shape[-1], x.device),), 1.0, True, precision)
+    return _rotate_to(out, x, matrices, transform.mean, late=late)
+
+
+def _of_queries(transform: Transform, dims: int, dtype: torch.dtype, device: torch.device) -> _Matrices:
+    """For queries of 16 bits, matrices of as many."""
+    assert transform.rotation is not None
+    if dtype == torch.float32:
+        return _Matrices((transform.rotation.dense(dims, device),), 1.0, False, "tf32x3")
+    terms, factor = transform.rotation.terms(dims, dtype, device)
+    kept = torch.float32 if device.type == "cpu" else dtype  # Triton's interpreter cannot multiply bfloat16
+    return _Matrices(tuple(term.to(kept) for term in terms), factor, False, "ieee")
 
 
 def _rotate_to(
-    out: Tensor,
-    x: Tensor,
-    matrices: Tensor,
-    transpose: bool,
-    mean: Tensor | None = None,
-    early: bool = False,
-    late: bool = False,
+    out: Tensor, x: Tensor, matrices: _Matrices, mean: Tensor | None = None, early: bool = False, late: bool = False
 ) -> Tensor:
-    """x·A (or x·Aᵀ) + mean, with the matrix [kv_heads or 1, d, d] and mean [kv_heads, d] of each head's KV head."""
+    """x·A (or x·Aᵀ) + mean, with the matrix and mean [kv_heads, d] of each head's KV head."""
     tokens, q_heads, dims = x.shape
-    heads = max(len(matrices), 1 if mean is None else len(mean))
+    first = matrices.terms[0]
+    heads = max(len(first), 1 if mean is None else len(mean))
     ratio = q_heads // heads
-    row, column = matrices.stride()[-2:]
-    width = min(COLUMNS.value, triton.next_power_of_2(dims))
-    _rotate[(triton.cdiv(tokens * ratio, ROWS.value), heads, triton.cdiv(dims, width))](
+    blocks = MANY if tokens * q_heads >= MANY_VECTORS and dims <= MANY.columns else FEW
+    row, column = first.stride()[-2:]
+    width = min(blocks.columns, triton.next_power_of_2(dims))
+    _rotate[(triton.cdiv(tokens * ratio, blocks.vectors), heads, triton.cdiv(dims, width))](
         x,
-        matrices,
+        matrices.terms,
         mean,
         out,
         tokens,
         *x.stride()[:2],
-        matrices.stride(0) if len(matrices) > 1 else 0,
-        *((column, row) if transpose else (row, column)),
+        first.stride(0) if len(first) > 1 else 0,
+        *((column, row) if matrices.transposed else (row, column)),
+        FACTOR=matrices.factor,
+        PRECISION=matrices.precision,
         RATIO=ratio,
         DIMS=dims,
         PADDED=triton.next_power_of_2(dims),
         WIDTH=width,
+        ROWS=blocks.vectors,
         EARLY=early,
         LATE=late,
-        num_warps=4,
+        num_warps=blocks.warps,
         **({"launch_pdl": True} if late else {}),
     )
     return out
@@ -83,10 +115,13 @@ def _rotate(
     matrix_stride,
     row_stride,
     column_stride,
+    FACTOR: tl.constexpr,
+    PRECISION: tl.constexpr,
     RATIO: tl.constexpr,
     DIMS: tl.constexpr,
     PADDED: tl.constexpr,  # dims, up to a power of two
     WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
     EARLY: tl.constexpr,
     LATE: tl.constexpr,
 ):
@@ -99,13 +134,18 @@ def _rotate(
     row = tl.arange(0, PADDED)
     column = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
     inside = (column < DIMS)[None, :]
+    entry = head * matrix_stride + row[:, None] * row_stride + column[None, :] * column_stride
     at = token[:, None].to(tl.int64) * x_stride + q_head[:, None] * x_head_stride + row[None, :]
-    entry = matrices + head * matrix_stride + row[:, None] * row_stride + column[None, :] * column_stride
-    matrix = tl.load(entry, mask=(row < DIMS)[:, None] & inside, other=0.0)
+    terms = ()
+    for i in tl.static_range(len(matrices)):
+        terms += (tl.load(matrices[i] + entry, mask=(row < DIMS)[:, None] & inside, other=0.0),)
     if LATE:
         gdc_wait()
-    states = tl.load(x + at, mask=exists & (row < DIMS)[None, :], other=0.0).to(tl.float32)
-    rotated = tl.dot(states, matrix, input_precision="tf32x3")  # as exact as float32
+    states = tl.load(x + at, mask=exists & (row < DIMS)[None, :], other=0.0).to(matrices[0].dtype.element_ty)
+    rotated = tl.zeros([ROWS, WIDTH], tl.float32)
+    for i in tl.static_range(len(matrices)):
+        rotated = tl.dot(states, terms[i], rotated, input_precision=PRECISION)
+    rotated *= FACTOR
     if mean is not None:
         rotated += tl.load(mean + head * DIMS + column[None, :], mask=inside, other=0.0)
     place = (token[:, None].to(tl.int64) * (tl.num_programs(1) * RATIO) + q_head[:, None]) * DIMS + column[None, :]

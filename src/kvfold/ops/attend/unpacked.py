@@ -100,7 +100,9 @@ def _attend(
     outs = torch.empty(rotated.shape, device=q.device)
     weights = torch.full(rotated.shape[:2], UNSEEN.value, device=q.device)  # by powers of two
     direct = new is None and value.rotation is None  # then a block's last part makes its outputs
-    if new is not None or sum(step.lengths) - sum(step.starts) < len(step.lengths) * step.n:  # rows without a block
+    if (
+        sum(step.lengths) - sum(step.starts) < len(step.lengths) * step.n
+    ):  # there is padding, which nothing is written to
         (final if direct else outs).zero_()
     if new is not None:
         flat = (new[0].flatten(0, 1), new[1].flatten(0, 1))
@@ -108,7 +110,9 @@ def _attend(
     for row, position, n in _blocks(step, windows, room // 2):
         column = (row + 1) * step.n - step.lengths[row] + position
         block = slice(column, column + n)
-        queries = pad(rotated[block].to(workspace.dtype), (0, 0, 0, 0, 0, -n % QUERY_STEP))
+        queries = rotated[block].to(workspace.dtype)
+        if n % QUERY_STEP:
+            queries = pad(queries, (0, 0, 0, 0, 0, -n % QUERY_STEP))
         queries = queries.transpose(0, 1).unsqueeze(0)
         end = windows.exact_from(position + n - 1)
         chunks = _chunks(windows.sink, windows.exact_from(position) - 1, end, room)
