@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import re
 import sys
 import textwrap
@@ -13,6 +14,7 @@ from importlib import import_module
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
 
 import typer
@@ -368,12 +370,15 @@ def serve(
     _check(model, [parsed])
     if artifact is None and (parsed.centre or parsed.learns):
         artifact = str(_calibrated(model, parsed))
-    try:
-        server = import_module(f"kvfold.engines.{engine}.server")
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f'serving needs {engine}: pip install "kvfold[{engine}]" ({error})') from error
     folder = str(embedded_folder()) if model == EMBEDDED else model
-    server.serve(folder, model, Config(parsed, artifact), context.args)
+    with TemporaryDirectory(prefix="kvfold-metrics-") as metrics:
+        # /metrics then shows what all processes count; whoever counts looks for it once, when imported
+        os.environ.setdefault("PROMETHEUS_MULTIPROC_DIR", metrics)
+        try:
+            server = import_module(f"kvfold.engines.{engine}.server")
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(f'serving needs {engine}: pip install "kvfold[{engine}]" ({error})') from error
+        server.serve(folder, model, Config(parsed, artifact), context.args)
 
 
 @app.command()

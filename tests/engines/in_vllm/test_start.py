@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import vllm
 from served import kvfold, serving
 from vllm import EngineArgs
@@ -26,6 +27,14 @@ def config(artifact):
 
 def test_nothing_is_refused_that_works(config):
     assert backend.make_plan(config).token_bytes == (32 + 4) * 2 * 3 * 30
+
+
+def test_what_is_made_for_layers_does_not_depend_on_the_default_device(config, monkeypatch):
+    monkeypatch.setattr(backend, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(backend.Engine, "current", None, raising=False)
+    with torch.device("meta"):  # vLLM makes layers where it is the GPU
+        engine = backend.Engine.of(config)
+    assert {key.transform.mean.device.type for key, _ in engine.plan.codecs} == {"cpu"}
 
 
 @pytest.mark.parametrize(
@@ -148,8 +157,10 @@ def test_the_server_answers_and_shows_its_gauges():
     with serving("-r", "saw-int4:sink=4,recent=40,centre=false", *flags) as server:
         assert json.loads(server.get("/v1/models"))["data"][0]["id"] == "embedded"
         assert server.complete().startswith(" Berlin")
-        gauges = dict(line.split() for line in server.get("/metrics").splitlines() if line.startswith("kvfold"))
+        lines = [line for line in server.get("/metrics").splitlines() if not line.startswith("#")]
+    gauges = dict(line.rsplit(maxsplit=1) for line in lines)
     assert float(gauges["kvfold:bytes_per_token"]) == (32 + 4) * 2 * 3 * 30
     assert float(gauges["kvfold:compression"]) == pytest.approx(128 / 36)
     assert float(gauges["kvfold:shadow_pages_used"]) >= 1
+    assert any(name.startswith("vllm:prompt_tokens_total") for name in gauges)
     assert "30 packed" in server.printed

@@ -133,7 +133,8 @@ class Engine:
     @classmethod
     def of(cls, config: VllmConfig) -> "Engine":
         if getattr(cls, "current", None) is None or cls.current.config is not config:
-            cls.current = cls(config)
+            with torch.device("cpu"):  # vLLM makes layers where the default is their own
+                cls.current = cls(config)
         return cls.current
 
 

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Sequence
-from tempfile import TemporaryDirectory
 
 from vllm import AsyncEngineArgs
 from vllm.entrypoints.cli.serve import ServeSubcommand
@@ -27,9 +26,7 @@ def serve(model: str, name: str, config: Config, flags: Sequence[str]) -> None:
     validate_parsed_serve_args(args)
     args.model = args.model_tag
     make_plan(AsyncEngineArgs.from_cli_args(args).create_engine_config())
-    with TemporaryDirectory(prefix="kvfold-metrics-") as folder:
-        os.environ.setdefault("PROMETHEUS_MULTIPROC_DIR", folder)  # /metrics then shows those of the workers too
-        ServeSubcommand.cmd(args)
+    ServeSubcommand.cmd(args)
 
 
 def _platform_flags() -> list[str]:
