@@ -343,6 +343,16 @@ def test_windows(sink, recent):
     world.step(3)
 
 
+@pytest.mark.parametrize(("before", "counts"), [((0, 0), (100, 64)), ((5, 90), (100, 64)), ((200, 1), (3, 65))])
+@pytest.mark.parametrize(("sink", "recent"), [(3, 7), (70, 50)])
+def test_windows_of_long_steps(before, counts, sink, recent):
+    """In tiles of the step's own tokens, of older ones and of both; sinks that the step begins, ends or only reads."""
+    world = World(codecs("int4", 16, 1), 2, kv_heads=1, sink=sink, recent=recent)
+    if any(before):
+        world.fill(*before)
+    world.step(*counts)
+
+
 def test_layers_in_sixteen_bits_have_no_windows():
     world = World(codecs("bf16", 32, 2), 2, sink=3, recent=5)
     world.fill(20, 3)
@@ -414,7 +424,8 @@ def test_windows_alone(sink, recent):
 
 @pytest.mark.parametrize(("sink", "recent"), [(0, 0), (5, 0), (0, 6), (5, 6), (18, 70)])
 @pytest.mark.parametrize(
-    ("recipes", "counts"), [("int4", (1, 1)), ("int4", (0, 9)), ("int4", (9, 2)), ("tq-k3v3 / bf16", (2, 5))]
+    ("recipes", "counts"),
+    [("int4", (1, 1)), ("int4", (0, 9)), ("int4", (9, 2)), ("tq-k3v3 / bf16", (2, 5)), ("int4", (70, 2))],
 )
 def test_what_no_query_reads_may_be_anything(recipes, counts, sink, recent):
     """NaN in every slot and every shadow that no query of the step reads, by the definition of windows."""

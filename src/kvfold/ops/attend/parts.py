@@ -23,11 +23,11 @@ class Blocks:
     """How a launch divides the queries [tokens, q_heads, d] of a step: blocks of `queries` of a sequence, which with
     the heads of one KV head make `rows`."""
 
-    def __init__(self, pages: LayerPages, q: Tensor) -> None:
+    def __init__(self, pages: LayerPages, q: Tensor, max_rows: int = MAX_ROWS) -> None:
         batch = pages.step.batch
         self.kv_heads = pages.pool.shape[1]
         self.ratio = triton.next_power_of_2(q.shape[1] // self.kv_heads)
-        self.queries = max(1, min(triton.next_power_of_2(batch.max_queries), MAX_ROWS // self.ratio))
+        self.queries = max(1, min(triton.next_power_of_2(batch.max_queries), max_rows // self.ratio))
         self.rows = max(16, self.queries * self.ratio)  # tensor cores take 16 at least
         self.each = triton.cdiv(batch.max_queries, self.queries)  # of a sequence
         self.count = self.each * len(batch.lengths)
@@ -129,7 +129,8 @@ def exact_from(position, recent, group):
 @triton.jit
 def softmax(logits, seen, highest, total):
     """A tile's weights, by what to scale what came before, and the running maximum and sum."""
-    now = tl.maximum(highest, tl.max(tl.where(seen, logits, UNSEEN), 1))
+    logits = tl.where(seen, logits, -float("inf"))
+    now = tl.maximum(highest, tl.max(logits, 1))
     fade = tl.exp2(highest - now)
-    weights = tl.where(seen, tl.exp2(logits - now[:, None]), 0.0)
+    weights = tl.exp2(logits - now[:, None])
     return weights.to(tl.float16), fade, now, total * fade + tl.sum(weights, 1)

@@ -10,12 +10,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kvfold.ops.attend.parts import UNSEEN, Blocks, block_rows, exact_from, softmax
 from kvfold.ops.pages import LayerPages
 
+MAX_ROWS = 64  # of a block: of two on a processor, one computes while the other waits
+
 
 def splits(pages: LayerPages, q: Tensor) -> int:
     """How many parts the windows of transformed queries [tokens, q_heads, d] make."""
     windows = pages.windows
     tokens = windows.sink + windows.recent + windows.group + pages.step.batch.max_queries
-    return Blocks(pages, q).splits(tokens, q.device)
+    return Blocks(pages, q, MAX_ROWS).splits(tokens, q.device)
 
 
 def attend(
@@ -32,8 +34,9 @@ def attend(
     `new` are the step's own tokens [tokens, kv_heads, d], the others come from shadows. With `late`, this one may
     begin before the kernel before it ends, and does not end before that.
     """
-    batch, windows, blocks = pages.step.batch, pages.windows, Blocks(pages, q)
+    batch, windows, blocks = pages.step.batch, pages.windows, Blocks(pages, q, MAX_ROWS)
     tokens, q_heads, dims = q.shape
+    long = batch.max_queries >= blocks.tokens
     _windows[(blocks.count, blocks.kv_heads, len(outs))](
         q,
         outs,
@@ -63,8 +66,10 @@ def attend(
         QUERIES=blocks.queries,
         ROWS=blocks.rows,
         TOKENS=blocks.tokens,
+        LONG=long,
         LATE=late,
         num_warps=blocks.num_warps,
+        num_stages=1 if long else 3,  # of tiles with older tokens, few in a long step
         **({"launch_pdl": True} if late else {}),
     )
 
@@ -102,6 +107,7 @@ def _windows(
     QUERIES: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
+    LONG: tl.constexpr,  # whether the step has tokens for a tile of its own
     LATE: tl.constexpr,
 ):
     head, split = tl.program_id(1), tl.program_id(2)
@@ -129,11 +135,24 @@ def _windows(
     sink_tiles = tl.cdiv(tl.minimum(sink, last + 1), TOKENS)
     tiles = sink_tiles + tl.cdiv(tl.maximum(last + 1 - recent_from, 0), TOKENS)
     share = tl.cdiv(tiles, tl.num_programs(2))
-    for tile in range(split * share, tl.minimum((split + 1) * share, tiles)):
-        in_sink = tile < sink_tiles
-        tile_from = tl.where(in_sink, tile * TOKENS, recent_from + (tile - sink_tiles) * TOKENS)
+    begin, stop = split * share, tl.minimum((split + 1) * share, tiles)
+    # The step's own tokens lie side by side: tiles of them alone are loaded ahead, without a table. They come first:
+    # ptxas lets no two products overlap in a pipelined loop that goes on with the sums of another
+    if LONG:
+        own_from = tl.where(start > 0, sink_tiles + tl.cdiv(tl.maximum(start - recent_from, 0), TOKENS), 0)
+        for tile in tl.range(tl.maximum(begin, own_from), stop, num_stages=3):
+            tile_from, newest, seen = _tile(tile, sink, sink_tiles, recent_from, last, packed_to, position, TOKENS)
+            own = (tile_from + end - length).to(tl.int64) * new_stride + head * new_head_stride
+            token = tl.minimum(tl.arange(0, TOKENS), newest - tile_from)  # past the newest, that again
+            at = (token * new_stride)[:, None] + coordinate[None, :]
+            k = tl.load(new_k + own + at, mask=real, other=0.0)
+            v = tl.load(new_v + own + at, mask=real, other=0.0)
+            out, highest, total = _read(queries, k, v, seen, out, highest, total)
+        stop = tl.minimum(stop, own_from)
+    for tile in range(begin, stop):
+        tile_from, newest, seen = _tile(tile, sink, sink_tiles, recent_from, last, packed_to, position, TOKENS)
         token = tile_from + tl.arange(0, TOKENS)
-        exists = token < tl.where(in_sink, tl.minimum(sink, last + 1), last + 1)
+        exists = token <= newest
         of_step = token >= start
         page = tl.load(table + token // PAGE, mask=exists, other=0)
         shadow = tl.load(shadow_of + page, mask=exists & ~of_step, other=0).to(tl.int64)
@@ -144,11 +163,7 @@ def _windows(
         k = tl.load(tl.where(of_step, new_k + own, old)[:, None] + coordinate[None, :], mask=mask, other=0.0)
         v_at = tl.where(of_step, new_v + own, old + PAGE * DIMS)
         v = tl.load(v_at[:, None] + coordinate[None, :], mask=mask, other=0.0)
-        logits = tl.dot(queries, tl.trans(k.to(tl.float16)))
-        exact = in_sink | (token[None, :] >= packed_to[:, None])
-        seen = exists[None, :] & exact & (token[None, :] <= position[:, None])
-        weight, fade, highest, total = softmax(logits, seen, highest, total)
-        out = tl.dot(weight, v.to(tl.float16), out * fade[:, None])
+        out, highest, total = _read(queries, k, v, seen & exists[None, :], out, highest, total)
 
     place = (split.to(tl.int64) * tokens + query) * Q_HEADS + q_head
     tl.store(weights + place, tl.where(total > 0, highest + tl.log2(total), UNSEEN), mask=live)
@@ -157,3 +172,22 @@ def _windows(
     if LATE:
         gdc_launch_dependents()
         gdc_wait()
+
+
+@triton.jit
+def _tile(tile, sink, sink_tiles, recent_from, last, packed_to, position, TOKENS: tl.constexpr):
+    """The first token of a tile, the last that may be read, and which of its tokens each row reads."""
+    in_sink = tile < sink_tiles
+    tile_from = tl.where(in_sink, tile * TOKENS, recent_from + (tile - sink_tiles) * TOKENS)
+    newest = tl.where(in_sink, tl.minimum(sink - 1, last), last)
+    token = tile_from + tl.arange(0, TOKENS)[None, :]
+    seen = (token >= tl.where(in_sink, 0, packed_to)[:, None]) & (token <= tl.minimum(position, newest)[:, None])
+    return tile_from, newest, seen
+
+
+@triton.jit
+def _read(queries, k, v, seen, out, highest, total):
+    """The running output, maximum and sum of the rows after a tile more."""
+    logits = tl.dot(queries, tl.trans(k.to(tl.float16)))
+    weight, fade, highest, total = softmax(logits, seen, highest, total)
+    return tl.dot(weight, v.to(tl.float16), out * fade[:, None]), highest, total
