@@ -174,7 +174,7 @@ class PageLayout:
     def __post_init__(self) -> None:
         if self.page_size <= 0:
             raise ValueError(f"a page holds at least one token, not {self.page_size}")
-        if self.page_size < 2 and (self.key.per_page or self.value.per_page):
+        if self.page_size < 2 and self.per_page:
             raise ValueError(
                 f"where a page is quantized as a whole it needs at least 2 tokens, not page_size={self.page_size}"
             )
@@ -194,6 +194,11 @@ class PageLayout:
         return self.offsets[-1]
 
     @property
+    def per_page(self) -> bool:
+        """Whether keys or values have metadata for whole pages."""
+        return self.key.per_page or self.value.per_page
+
+    @property
     def is_raw(self) -> bool:
         """Whether everything is stored in 16 bits as it is."""
         return all(segment.rule == "raw" for slot in (self.key, self.value) for segment in slot.segments)
@@ -203,8 +208,7 @@ class PageLayout:
         not full, where whole pages are quantized."""
         if self.is_raw:
             return Windows()
-        per_page = self.key.per_page or self.value.per_page
-        return replace(windows, group=self.page_size) if per_page else windows
+        return replace(windows, group=self.page_size) if self.per_page else windows
 
     def allocate(self, pages: int, kv_heads: int, device: torch.device | str = "cpu") -> Tensor:
         """An uninitialised pool of `pages` pages: uint8[pages, kv_heads, page_bytes]."""

@@ -16,7 +16,7 @@ from kvfold.bench import kernels, verify
 from kvfold.bench.baselines import dense_calls
 from kvfold.bench.kernels import Case, Filled, cases, fill, measure, moved_bytes
 from kvfold.cli import app
-from kvfold.layout import PageLayout, affine_slot, codebook_slot
+from kvfold.layout import PageLayout, affine_slot, channel_slot, codebook_slot
 from kvfold.ops.attend import naive
 from kvfold.recipes import parse
 from kvfold.windows import Windows
@@ -104,6 +104,14 @@ def test_bytes(op: str, text: str, windows: Windows, head_bytes: int):
     case = Case.parse(op, text)
     assert moved_bytes(case, INT4, windows) == 8 * head_bytes
     assert moved_bytes(replace(case, batch=3, kv_heads=2), INT4, windows) == 3 * 2 * head_bytes
+
+
+def test_bytes_of_pages_that_are_quantized():
+    """Of 15 full pages that hold 960 tokens; the sink is in the first, and 40 tokens have no full page yet."""
+    layout = PageLayout(channel_slot(128, 2, boosted=32), affine_slot(128, 2), 64)
+    windows = layout.windows(Windows(sink=4))
+    packed = 956 * (32 + 8 + 32 + 4) + 15 * (2 * 256 + 32)
+    assert moved_bytes(Case.parse("decode", "1x1000"), layout, windows) == 8 * (packed + (4 + 40) * 512)
 
 
 def test_bytes_of_codebooks():
@@ -236,12 +244,15 @@ def test_explain_without_a_gpu(tmp_path: Path):
         (recipe, op) for recipe in ("saw-int4", "kivi-2", "gtq-k3v3") for op in ("decode", "extend", "store")
     }
     assert all(row["kernel"] != "torch" for row in rows if row["recipe"] != "kivi-2")
-    refused = [row for row in rows if row["recipe"] == "kivi-2"]
-    assert all(row["kernel"] == "torch" and "whole pages are quantized together" in row["reason"] for row in refused)
+    by_page = {row["op"]: row for row in rows if row["recipe"] == "kivi-2"}
+    assert {op: row["kernel"] for op, row in by_page.items()} == {
+        "decode": "triton", "extend": "triton", "store": "torch"
+    }  # fmt: skip
+    assert all("whole pages are quantized together" in by_page[op]["reason"] for op in ("extend", "store"))
     with (tmp_path / "rows.csv").open() as file:
         assert list(csv.DictReader(file)) == rows
-    shown = run("--explain", "-r", "kivi-2", "--op", "decode").stdout
-    assert all(word in shown for word in ("kivi-2", "decode", "torch", "whole pages"))
+    shown = run("--explain", "-r", "kivi-2", "--op", "store").stdout
+    assert all(word in shown for word in ("kivi-2", "store", "torch", "whole pages"))
     assert "extend" not in shown
 
 
@@ -264,9 +275,10 @@ def test_shapes_without_a_kernel_are_refused_by_shape(monkeypatch: pytest.Monkey
     pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(kernels, "times", lambda runs: pytest.fail("timed"))
-    result = run("-r", "kivi-2", "--case", "2x640", "--op", "decode", "--page", 32)
+    result = run("-r", "int4:group=4", "--case", "2x640", "--op", "decode", "--page", 32)
     expected = (
-        "kivi-2 has no kernel for decode, 2 × 640 tokens of which 1 new, 32 query and 8 KV heads of 128, pages of 32"
+        "int4:group=4 has no kernel for decode, 2 × 640 tokens of which 1 new, 32 query and 8 KV heads of 128, "
+        "pages of 32"
     )
     assert str(result.exception).startswith(expected)
 

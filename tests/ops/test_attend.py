@@ -177,12 +177,25 @@ def fp16_error(query: Tensor, k: Tensor, v: Tensor) -> float:
         "bf16 / int2:group=16",
         "tq-k3v3 / saw-int4",
         "int2 / gtq-k2v2",
+        "kivi-2",
+        "kivi-4",
+        "kitty-2",
+        "kmeans-int4:centroids=8",
+        "kmeans-saw-int4:centroids=8",
+        "gtq-k3v3:per_head=true",
+        "kivi-2 / kitty-2",
+        "kitty-2 / kmeans-int4:centroids=8",
+        "kmeans-int4:centroids=5 / kmeans-int4:centroids=9",
+        "gtq-k3v3:per_head=true / kmeans-int4:centroids=8",
     ],
 )
 def test_recipes(recipes):
     world = World(codecs(recipes, 64, 2), 2, sink=3, recent=5)
     world.fill(38, 0)
     world.step(2, 1)
+
+
+INT8_OF_64 = affine_slot(64, 8, 32)
 
 
 @pytest.mark.parametrize(
@@ -194,6 +207,10 @@ def test_recipes(recipes):
         (codebook_slot([(20, 3), (4, 8), (40, 1)]), codebook_slot([(8, 7), (56, 2)])),  # 20 and 4: padded codes
         (SlotLayout((Segment(0, 16, 4), Segment(16, 40, 6, "codebook"), Segment(40, 64, 16, "raw"))), raw_slot(64)),
         (raw_slot(64), SlotLayout((Segment(0, 24, 16, "raw"), Segment(24, 64, 2)))),
+        (channel_slot(64, 3), channel_slot(64, 1)),
+        (channel_slot(64, 3, boosted=24), channel_slot(64, 4, boosted=64)),
+        (affine_slot(64, 8), channel_slot(64, 1, boosted=8)),
+        (mixed_slot([affine_slot(64, 4), codebook_slot([(44, 3), (20, 8)])]), mixed_slot([raw_slot(64), INT8_OF_64])),
     ],
     ids=lambda slot: "+".join(f"{segment.dims}x{segment.bits}{segment.rule[0]}" for segment in slot.segments),
 )
@@ -227,6 +244,11 @@ def test_types_of_sixteen_bits(recipes, wide):
         ("int4", 64, 132, 1),  # more query heads than a block has rows
         ("int4", 32, 3, 40),  # queries of more than one block
         ("int4", 16, 2, 1),
+        ("kivi-2", 80, 6, 1),
+        ("kitty-2", 128, 3, 9),
+        ("kitty-2:boost=0.5", 256, 2, 1),
+        ("kmeans-int4:centroids=8", 80, 6, 2),
+        ("kmeans-saw-int4:centroids=8", 256, 2, 1),
     ],
 )
 def test_shapes_of_heads(recipes, dims, ratio, n):
@@ -248,6 +270,17 @@ def test_page_sizes(page_size, windows):
     world = World(codecs("int4", 64, 1), 2, kv_heads=1, page_size=page_size, **windows)
     world.fill(0, 67 + page_size)
     world.step(1, 1)
+
+
+@pytest.mark.parametrize("page_size", [16, 48, 64])
+@pytest.mark.parametrize("windows", [{}, {"sink": 5, "recent": 9}, {"sink": 40, "recent": 70}])
+@pytest.mark.parametrize("recipes", ["kivi-2", "kitty-2"])
+def test_page_sizes_where_pages_are_quantized(recipes, page_size, windows):
+    """Pages that are full, that a step fills, and that no step has filled yet."""
+    world = World(codecs(recipes, 32, 1), 2, kv_heads=1, page_size=page_size, **windows)
+    world.fill(2 * page_size - 1, page_size + 7)
+    world.step(1, 1)
+    world.step(3, page_size)
 
 
 # --- what queries come as
@@ -321,8 +354,9 @@ WINDOWS = {"sink": 3, "recent": 7}
     ],
     ids=str,
 )
-def test_histories(steps, windows):
-    world = World(codecs("int4", 16, 1), len(steps[0]), kv_heads=1, page_size=8, **windows)
+@pytest.mark.parametrize(("recipes", "page_size"), [("int4", 8), ("kitty-2", 16)])
+def test_histories(recipes, page_size, steps, windows):
+    world = World(codecs(recipes, 16, 1), len(steps[0]), kv_heads=1, page_size=page_size, **windows)
     for counts in steps:
         world.step(*counts)
 
@@ -425,22 +459,33 @@ def test_windows_alone(sink, recent):
 @pytest.mark.parametrize(("sink", "recent"), [(0, 0), (5, 0), (0, 6), (5, 6), (18, 70)])
 @pytest.mark.parametrize(
     ("recipes", "counts"),
-    [("int4", (1, 1)), ("int4", (0, 9)), ("int4", (9, 2)), ("tq-k3v3 / bf16", (2, 5)), ("int4", (70, 2))],
+    [
+        ("int4", (1, 1)),
+        ("int4", (0, 9)),
+        ("int4", (9, 2)),
+        ("tq-k3v3 / bf16", (2, 5)),
+        ("kmeans-int4:centroids=8", (9, 2)),
+        ("kitty-2", (1, 1)),
+        ("kitty-2", (9, 22)),
+        ("int4", (70, 2)),
+    ],
 )
 def test_what_no_query_reads_may_be_anything(recipes, counts, sink, recent):
     """NaN in every slot and every shadow that no query of the step reads, by the definition of windows."""
     world = World(codecs(recipes, 16, 1), 2, kv_heads=1, sink=sink, recent=recent)
     world.fill(20, 63)
     pages, new = world.fill(*counts)
-    step = pages.step
+    step, windows = pages.step, pages.windows
     for row, (start, length) in enumerate(zip(step.starts, step.lengths, strict=True)):
         for token in range(length):
             page, offset = step.table[row, token // step.page_size], token % step.page_size
             readers = range(max(start, token), length)  # positions
-            if token < sink or not any(token <= position - recent for position in readers):
+            if token < sink or not any(token < windows.exact_from(position) for position in readers):
                 for _, codes, meta in pages.sides:
-                    codes[page, offset], meta[page, offset] = 0xFF, torch.nan
-            in_sixteen_bits = any(token < sink or token > position - recent for position in readers)
+                    codes[page, offset] = 0xFF
+                    if len(meta[page]) > 1 or (token % windows.group == 0 and length < token + windows.group):
+                        meta[page, offset] = torch.nan
+            in_sixteen_bits = any(token < sink or token >= windows.exact_from(position) for position in readers)
             if step.shadow_of[page] >= 0 and (token >= start or not in_sixteen_bits):
                 pages.shadows[step.shadow_of[page], :, :, offset] = torch.nan
     q = world.queries(max(counts))
@@ -541,18 +586,13 @@ def test_outputs_go_where_they_are_wanted(recipe, recent, count):
 @pytest.mark.parametrize(
     ("slot", "reason"),
     [
-        (channel_slot(32, 2), "whole pages are quantized together"),
-        (channel_slot(32, 2, boosted=8), "whole pages are quantized together"),
-        (SlotLayout(affine_slot(32, 4).segments, centroid=True), "slots name a centroid"),
-        (
-            mixed_slot([codebook_slot([(32, 3)]), codebook_slot([(16, 4), (16, 2)])]),
-            "KV heads have layouts of their own",
-        ),
+        (channel_slot(32, 2, boosted=4), "4 boosted coordinates are no multiple of 8"),
+        (mixed_slot([affine_slot(32, 4), affine_slot(32, 4, 4)]), "4 coordinates of a segment are no multiple of 8"),
         (affine_slot(32, 4, 4), "4 coordinates of a segment are no multiple of 8"),
         (SlotLayout((Segment(0, 20, 16, "raw"), Segment(20, 32, 4))), "20 coordinates of a segment"),
         (SlotLayout((Segment(0, 8, 1), Segment(8, 32, 16, "raw"))), "16 bits lie at odd bytes"),
     ],
-    ids=["channel", "boosted", "centroid", "heads", "group", "raw", "odd"],
+    ids=["boosted", "heads", "group", "raw", "odd"],
 )
 @pytest.mark.parametrize("side", ["key", "value"])
 def test_other_layouts_are_refused_by_name(slot, reason, side):
@@ -564,9 +604,9 @@ def test_other_layouts_are_refused_by_name(slot, reason, side):
     assert str(slot) in str(error.value)
 
 
-@pytest.mark.parametrize("recipe", ["kivi-2", "kitty-2", "kmeans-int4:centroids=8", "gtq-k3v3:per_head=true"])
-def test_other_recipes_are_refused(recipe):
-    world = World(codecs(recipe, 64, 2))
+@pytest.mark.parametrize("page_size", [8, 24])
+def test_pages_that_are_quantized_are_refused_by_size(page_size):
+    world = World(codecs("kivi-2", 64, 2), page_size=page_size)
     world.cache.extend([3])
-    with pytest.raises(ValueError, match="no kernel reads or writes this slot"):
+    with pytest.raises(ValueError, match=f"keys: {page_size} tokens of a page .* are no multiple of 16"):
         kernels.attend(world.cache.pages(LAYER), world.queries(3), None, world.scale)

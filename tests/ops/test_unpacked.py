@@ -9,7 +9,16 @@ from test_attend import DEVICE, LAYER, World, codecs, compare, live
 from torch import Tensor
 
 from kvfold.codec import Codec
-from kvfold.layout import PageLayout, Segment, SlotLayout, affine_slot, codebook_slot, raw_slot
+from kvfold.layout import (
+    PageLayout,
+    Segment,
+    SlotLayout,
+    affine_slot,
+    channel_slot,
+    codebook_slot,
+    mixed_slot,
+    raw_slot,
+)
 from kvfold.ops.attend import naive, unpacked
 from kvfold.ops.dispatch import choose
 from kvfold.ops.pages import LayerPages
@@ -359,6 +368,22 @@ def test_choice(dims, capability, implementation, reason):
     choice = choose(layout, 4, torch.device("cuda"), capability).extend
     assert choice.implementation == implementation
     assert reason in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("slot", "reason"),
+    [
+        (channel_slot(128, 2), "keys are not unpacked: whole pages are quantized together"),
+        (SlotLayout(affine_slot(128, 4).segments, centroid=True), "keys are not unpacked: slots name a centroid"),
+        (mixed_slot([affine_slot(128, 4)] * 2), "keys are not unpacked: KV heads have layouts of their own"),
+    ],
+    ids=["channel", "centroid", "heads"],
+)
+def test_what_is_attended_and_not_unpacked(slot, reason):
+    ops = choose(PageLayout(slot, affine_slot(128, 4), 32), 4, torch.device("cuda"), (9, 0))
+    assert (ops.extend.implementation, ops.extend.reason) == ("triton", reason)
+    assert ops.decode.implementation == "triton"
+    assert (ops.store.implementation, ops.store.run) == ("torch", store)
 
 
 def test_thresholds_count_what_is_packed_and_who_reads_it():

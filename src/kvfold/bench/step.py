@@ -149,8 +149,9 @@ def _check(recipe: Recipe, geometry: Geometry, page: int, device: torch.device) 
     for layer in range(geometry.layers):
         key, value = layer_codecs(recipe, geometry, layer, torch.bfloat16)
         ops = choose(PageLayout(key.layout, value.layout, page), geometry.q_heads // geometry.kv_heads, device)
-        if ops.decode.implementation == "torch":
-            raise ValueError(f"{recipe} has no kernel, and plain torch cannot be captured: {ops.decode.reason}")
+        for choice in (ops.store, ops.decode):
+            if choice.implementation == "torch":
+                raise ValueError(f"{recipe} has no kernel, and plain torch cannot be captured: {choice.reason}")
 
 
 def _verify(model: PreTrainedModel, recipes: Sequence[Recipe], page: int) -> dict[str, float]:

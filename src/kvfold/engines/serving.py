@@ -83,7 +83,7 @@ class Plan:
                 "--out DIR`" + ("" if recipe.learns else ", or use centre=false")
             )
         for layout in recipe.page_layouts(geometry, page_size, artifact):
-            if layout.key.per_page or layout.value.per_page:
+            if layout.per_page:
                 raise ValueError(f"{recipe} quantizes whole pages, which cannot be served yet: only token-wise recipes")
         parts = min(ranks, geometry.kv_heads)
         if artifact is not None and parts > 1:

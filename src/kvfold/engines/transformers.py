@@ -44,7 +44,7 @@ def cache(
     recipe = parse(recipe) if isinstance(recipe, str) else recipe
     geometry = Geometry.from_config(model.config.to_dict())
     pages = recipe.page_layouts(geometry)  # refuses a model that the recipe does not fit
-    if page_size not in (None, recipe.page_size) and any(page.key.per_page for page in pages):
+    if page_size not in (None, recipe.page_size) and any(page.per_page for page in pages):
         raise ValueError(f"{recipe} quantizes pages of {recipe.page_size} tokens as a whole, so page_size is given")
     if model.config._attn_implementation != IMPLEMENTATION:
         model.set_attn_implementation(IMPLEMENTATION)

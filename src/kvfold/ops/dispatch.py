@@ -45,11 +45,16 @@ def choose(layout: PageLayout, ratio: int, device: torch.device, capability: tup
     from kvfold.ops.attend import triton as attend
     from kvfold.ops.store import triton as store
 
+    if reason := tiles.unreadable(layout):
+        warn(f"{reason}; PyTorch's operators do its work on the GPU, many times slower", stacklevel=2)
+        return _torch(reason)
+    stored = Choice("triton", "segments are affine, codebooks or raw", store.store)
     for side, slot in (("keys", layout.key), ("values", layout.value)):
         if reason := tiles.unsupported(slot):
-            reason = f"there is no kernel for these {side}: {reason}"
-            warn(f"{reason}; PyTorch's operators do its work on the GPU, many times slower", stacklevel=2)
-            return _torch(reason)
+            reason = f"there is no kernel that stores these {side}: {reason}"
+            warn(f"{reason}; PyTorch's operators do that on the GPU, many times slower", stacklevel=2)
+            stored = Choice("torch", reason, naive.store)
+            break
     capability = capability or torch.cuda.get_device_capability(device)
     if capability < HOPPER:
         decode = Choice("triton", f"the GPU is older than Hopper: {capability}", attend.attend)
@@ -64,7 +69,7 @@ def choose(layout: PageLayout, ratio: int, device: torch.device, capability: tup
         extend = Choice("triton", reason, attend.attend)
     else:
         extend = Choice("unpacked", "torch has flash attention for heads of this size", unpacked.attend)
-    return Ops(Choice("triton", "segments are affine, codebooks or raw", store.store), decode, extend)
+    return Ops(stored, decode, extend)
 
 
 def _torch(reason: str) -> Ops:

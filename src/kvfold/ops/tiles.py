@@ -19,7 +19,8 @@ from kvfold.quantizers import lloyd_max
 AFFINE = tl.constexpr(0)
 CODEBOOK = tl.constexpr(1)
 RAW = tl.constexpr(2)
-_RULES: dict[Rule, int] = {"affine": 0, "codebook": 1, "raw": 2}
+CHANNEL = tl.constexpr(3)
+_RULES: dict[Rule, int] = {"affine": 0, "codebook": 1, "raw": 2, "channel": 3}
 
 
 class Side(NamedTuple):
@@ -31,6 +32,7 @@ class Side(NamedTuple):
     columns: tuple[int, ...]
     bits: tuple[int, ...]
     rule: tuple[int, ...]
+    boosted: tuple[int, ...]  # coordinates with twice the bits
     byte: tuple[int, ...]  # where its codes begin in the codes of a slot
     entry: tuple[int, ...]  # where its metadata begin in the metadata of a slot
     head_dim: int
@@ -41,16 +43,33 @@ class Side(NamedTuple):
 
 
 def unsupported(slot: SlotLayout) -> str | None:
-    """Why there is no kernel for slots of this layout, or None."""
+    """Why no kernel writes slots of this layout, and none reads them but, perhaps, the portable `attend`, or None."""
     if slot.per_page:
         return "whole pages are quantized together"
     if slot.heads:
         return "KV heads have layouts of their own"
     if slot.centroid:
         return "slots name a centroid"
-    odd = [segment for segment in slot.segments if segment.padded_dims % 8]
-    if odd:
-        return f"{odd[0].dims} coordinates of a segment are no multiple of 8"
+    return _odd(slot)
+
+
+def unreadable(layout: PageLayout) -> str | None:
+    """Why the portable `attend` does not read pages of this layout either, or None."""
+    for side, slot in (("keys", layout.key), ("values", layout.value)):
+        reasons = map(unsupported, slot.heads) if slot.heads else [_odd(slot)]
+        if slot.per_page and layout.page_size % 16:  # a tile lies in one page, and tensor cores take 16 tokens at least
+            reasons = [f"{layout.page_size} tokens of a page that is quantized as a whole are no multiple of 16"]
+        if reason := next(filter(None, reasons), None):
+            return f"there is no kernel for these {side}: {reason}"
+    return None
+
+
+def _odd(slot: SlotLayout) -> str | None:
+    for segment in slot.segments:
+        if segment.padded_dims % 8:
+            return f"{segment.dims} coordinates of a segment are no multiple of 8"
+        if segment.boosted % 8:
+            return f"{segment.boosted} boosted coordinates are no multiple of 8"
     if slot.has_raw and any(segment.code_bytes % 2 for segment in slot.segments):
         return "numbers of 16 bits lie at odd bytes"
     return None
@@ -68,18 +87,39 @@ def value_side(layout: PageLayout) -> Side:
 def _side(slot: SlotLayout, codes: int, meta: int) -> Side:
     if reason := unsupported(slot):
         raise ValueError(f"no kernel reads or writes this slot, as {reason}: {slot}")
+    return _numbers(slot, codes, meta)
+
+
+@lru_cache
+def attended_sides(layout: PageLayout) -> list[tuple[Side, Side]]:
+    """Keys and values for the portable `attend`: of all KV heads, or of each, where they have layouts of their own."""
+    if reason := unreadable(layout):
+        raise ValueError(f"{reason}: {layout}")
+    key, value, at = layout.key, layout.value, layout.offsets
+    return [
+        (_of_head(key, head, at[0], at[2]), _of_head(value, head, at[1], at[3]))
+        for head in range(len(key.heads or value.heads or (key,)))
+    ]
+
+
+def _of_head(slot: SlotLayout, head: int, codes: int, meta: int) -> Side:
+    side = _numbers(slot.heads[head] if slot.heads else slot, codes, meta)
+    return side._replace(code_stride=slot.code_bytes, meta_stride=slot.meta_entries)
+
+
+def _numbers(slot: SlotLayout, codes: int, meta: int) -> Side:
     byte = entry = 0
     rows = []
     for segment in slot.segments:
         eighth = segment.padded_dims // 8
         columns = max(2, triton.next_power_of_2(eighth))  # tensor cores take 16 columns at least
-        row = (segment.start, segment.dims, eighth, columns, segment.bits, _RULES[segment.rule], byte, entry)
-        rows.append(row)
+        of_codes = (segment.start, segment.dims, eighth, columns, segment.bits)
+        rows.append((*of_codes, _RULES[segment.rule], segment.boosted, byte, entry))
         byte += segment.code_bytes
         entry += segment.meta_entries
-    start, dims, eighths, widths, bits, rule, at_byte, at_entry = zip(*rows, strict=True)
+    start, dims, eighths, widths, bits, rule, boosted, at_byte, at_entry = zip(*rows, strict=True)
     return Side(
-        start, dims, eighths, widths, bits, rule, at_byte, at_entry,
+        start, dims, eighths, widths, bits, rule, boosted, at_byte, at_entry,
         slot.dims, codes, slot.code_bytes, meta // META_BYTES, slot.meta_entries,
     )  # fmt: skip
 
@@ -130,6 +170,25 @@ def _plane(slots, seen, SIDE: tl.constexpr, SEGMENT: tl.constexpr, TOKENS: tl.co
     shifts = tl.arange(0, 8 // WIDTH) * WIDTH
     part = (packed[:, :, None, :] >> shifts[None, None, :, None]) & ((1 << WIDTH) - 1)
     return tl.reshape(part, [TOKENS, COLUMNS, 8]) << BELOW
+
+
+@triton.jit
+def pick(slots, mask, number, BITS: tl.constexpr, EIGHTH: tl.constexpr):
+    """Codes by `number` [columns], out of 8·EIGHTH codes at each of pointers `slots`: int32[tokens, columns]."""
+    codes = tl.zeros(mask.shape, tl.int32)
+    for plane in tl.static_range(4):
+        if BITS & (8 >> plane):
+            codes |= _picked_plane(slots, mask, number, BITS, EIGHTH, 8 >> plane)
+    return codes
+
+
+@triton.jit
+def _picked_plane(slots, mask, number, BITS: tl.constexpr, EIGHTH: tl.constexpr, WIDTH: tl.constexpr):
+    """The bits of one plane, at their place in the codes."""
+    BELOW: tl.constexpr = bits_below(BITS, WIDTH)
+    PART: tl.constexpr = WIDTH * EIGHTH  # codes of one shift, and bytes of the plane
+    packed = tl.load(slots[:, None] + (BELOW * EIGHTH + number % PART)[None, :], mask=mask, other=0).to(tl.int32)
+    return ((packed >> (number // PART * WIDTH)[None, :]) & ((1 << WIDTH) - 1)) << BELOW
 
 
 @triton.constexpr_function

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvfold.ops.pages import LayerPages
-from kvfold.ops.tiles import AFFINE, RAW, bits_below, key_side, level_table, value_side
+from kvfold.ops.tiles import AFFINE, RAW, key_side, level_table, pick, value_side
 
 
 def unpack(pages: LayerPages, row: int, tokens: range, workspace: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,7 +138,6 @@ def _segment(
     """Write a segment of tokens to pointers `x`. Unlike in tiles.py, columns are coordinates in order, so that threads
     store neighbours."""
     WIDTH: tl.constexpr = SIDE.columns[SEGMENT] * 8
-    EIGHTH: tl.constexpr = SIDE.eighth[SEGMENT]
     BITS: tl.constexpr = SIDE.bits[SEGMENT]
     coordinate = tl.arange(0, WIDTH)
     mask = exists[:, None] & (coordinate < SIDE.dims[SEGMENT])[None, :]
@@ -146,10 +145,7 @@ def _segment(
     if SIDE.rule[SEGMENT] == RAW:
         y = tl.load(pool_wide + (byte // 2)[:, None] + coordinate[None, :], mask=mask, other=0.0).to(tl.float32)
     else:
-        codes = tl.zeros([TOKENS, WIDTH], tl.int32)
-        for plane in tl.static_range(4):
-            if BITS & (8 >> plane):
-                codes |= _plane(pool + byte, mask, coordinate, BITS, EIGHTH, 8 >> plane)
+        codes = pick(pool + byte, mask, coordinate, BITS, SIDE.eighth[SEGMENT])
         meta = pool_meta + page * (PAGE_BYTES // 2) + SIDE.meta + offset * SIDE.meta_stride + SIDE.entry[SEGMENT]
         factor = tl.load(meta, mask=exists, other=0.0).to(tl.float32)[:, None]
         if SIDE.rule[SEGMENT] == AFFINE:
@@ -157,12 +153,3 @@ def _segment(
         else:
             y = tl.load(levels + (1 << BITS) + codes) * factor
     tl.store(x[:, None] + (SIDE.start[SEGMENT] + coordinate)[None, :], y.to(x.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _plane(slots, mask, coordinate, BITS: tl.constexpr, EIGHTH: tl.constexpr, WIDTH: tl.constexpr):
-    """The bits of one plane (see packing.py), at their place in the codes of all coordinates."""
-    BELOW: tl.constexpr = bits_below(BITS, WIDTH)
-    PART: tl.constexpr = WIDTH * EIGHTH  # coordinates of one shift, and bytes of the plane
-    packed = tl.load(slots[:, None] + (BELOW * EIGHTH + coordinate % PART)[None, :], mask=mask, other=0).to(tl.int32)
-    return ((packed >> (coordinate // PART * WIDTH)[None, :]) & ((1 << WIDTH) - 1)) << BELOW

@@ -16,7 +16,7 @@ from kvfold.ops.attend import windows
 from kvfold.ops.attend.parts import UNSEEN, Blocks, block_rows, empty, exact_from, merge, softmax
 from kvfold.ops.pages import LayerPages
 from kvfold.ops.rotate import dual
-from kvfold.ops.tiles import AFFINE, CODEBOOK, coordinates, key_side, level_table, unpack, value_side
+from kvfold.ops.tiles import AFFINE, CHANNEL, CODEBOOK, attended_sides, coordinates, level_table, pick, unpack
 
 
 def attend(
@@ -42,39 +42,50 @@ def attend(
 def _attend_packed(pages: LayerPages, q: Tensor, scale: float, outs: Tensor, weights: Tensor) -> None:
     """Let transformed queries [tokens, q_heads, d] read what lies between their windows, in parts."""
     batch, layout, blocks = pages.step.batch, pages.layout, Blocks(pages, q)
-    key, value = key_side(layout), value_side(layout)
-    _attend[(blocks.count, blocks.kv_heads, len(outs))](
-        q,
-        outs,
-        weights,
-        pages.pool,
-        pages.pool.view(torch.float16),
-        pages.pool.view(pages.shadows.dtype),
-        level_table(q.device),
-        batch.query_starts,
-        batch.lengths,
-        batch.table,
-        scale * math.log2(math.e),
-        pages.windows.sink,
-        pages.windows.recent,
-        pages.windows.group,
-        blocks.each,
-        q.shape[0],
-        batch.table.stride(0),
-        *q.stride()[:2],
-        KEY=key,
-        VALUE=value,
-        PAGE=layout.page_size,
-        PAGE_BYTES=layout.page_bytes,
-        KV_HEADS=blocks.kv_heads,
-        Q_HEADS=q.shape[1],
-        RATIO=blocks.ratio,
-        QUERIES=blocks.queries,
-        ROWS=blocks.rows,
-        TOKENS=blocks.tokens,
-        num_warps=blocks.num_warps,
-        num_stages=1 if CODEBOOK.value in key.rule + value.rule else 3,  # levels prefetched would fill shared memory
-    )
+    # a tile lies in one page where that has metadata; with more tokens there would be too few registers
+    tokens = math.gcd(32, layout.page_size) if layout.per_page else blocks.tokens
+    centroids = [None if x is None else x.contiguous() for x in (pages.key.centroids, pages.value.centroids)]
+    sides = attended_sides(layout)
+    heads = blocks.kv_heads // len(sides)
+    for i, (key, value) in enumerate(sides):
+        # what is looked up would fill shared memory if it were prefetched
+        looked_up = CODEBOOK.value in key.rule + value.rule or any(x is not None for x in centroids)
+        _attend[(blocks.count, heads, len(outs))](
+            q,
+            outs,
+            weights,
+            pages.pool,
+            pages.pool.view(torch.float16),
+            pages.pool.view(pages.shadows.dtype),
+            level_table(q.device),
+            *centroids,
+            batch.query_starts,
+            batch.lengths,
+            batch.table,
+            scale * math.log2(math.e),
+            pages.windows.sink,
+            pages.windows.recent,
+            pages.windows.group,
+            blocks.each,
+            q.shape[0],
+            batch.table.stride(0),
+            *q.stride()[:2],
+            KEY=key,
+            VALUE=value,
+            KEY_CENTROIDS=0 if centroids[0] is None else centroids[0].shape[1],
+            VALUE_CENTROIDS=0 if centroids[1] is None else centroids[1].shape[1],
+            HEAD=i * heads,
+            PAGE=layout.page_size,
+            PAGE_BYTES=layout.page_bytes,
+            KV_HEADS=blocks.kv_heads,
+            Q_HEADS=q.shape[1],
+            RATIO=blocks.ratio,
+            QUERIES=blocks.queries,
+            ROWS=blocks.rows,
+            TOKENS=tokens,
+            num_warps=blocks.num_warps,
+            num_stages=1 if looked_up else 3,
+        )
 
 
 @triton.jit(do_not_specialize=["sink", "recent", "group", "blocks", "tokens"])
@@ -86,6 +97,8 @@ def _attend(
     pool_meta,  # the pool as float16
     pool_wide,  # the pool as the 16-bit type of raw segments
     levels,
+    key_centroids,  # float32[kv_heads, centroids, d], or None
+    value_centroids,
     query_starts,
     lengths,
     table,
@@ -100,6 +113,9 @@ def _attend(
     q_head_stride,
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
+    KEY_CENTROIDS: tl.constexpr,  # of a KV head
+    VALUE_CENTROIDS: tl.constexpr,
+    HEAD: tl.constexpr,  # the first KV head
     PAGE: tl.constexpr,
     PAGE_BYTES: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -110,7 +126,7 @@ def _attend(
     TOKENS: tl.constexpr,
 ):
     DIMS: tl.constexpr = KEY.head_dim
-    head, split = tl.program_id(1), tl.program_id(2)
+    head, split = HEAD + tl.program_id(1), tl.program_id(2)
     sequence, first = tl.program_id(0) // blocks, tl.program_id(0) % blocks * QUERIES
     if first >= tl.load(query_starts + sequence + 1) - tl.load(query_starts + sequence):
         return
@@ -136,9 +152,12 @@ def _attend(
         exists = (token >= sink) & (token < packed_end)
         page = tl.load(table + token // PAGE, mask=exists, other=0).to(tl.int64) * KV_HEADS + head
         offset = token % PAGE
+        first_page = tl.load(table + (packed_from + tile * TOKENS) // PAGE).to(tl.int64) * KV_HEADS + head
         logits = tl.zeros([ROWS, TOKENS], tl.float32)
         for i in tl.static_range(len(KEY.columns)):
-            x = _levels(pool, pool_wide, levels, page, offset, exists, KEY, i, PAGE_BYTES, TOKENS).to(tl.float16)
+            x = _levels(
+                pool, pool_meta, pool_wide, levels, page, offset, exists, first_page, KEY, i, PAGE_BYTES, TOKENS
+            ).to(tl.float16)
             meta = pool_meta + page * (PAGE_BYTES // 2) + KEY.meta + offset * KEY.meta_stride + KEY.entry[i]
             if KEY.rule[i] == AFFINE:
                 factor = tl.load(meta, mask=exists, other=0.0).to(tl.float32)
@@ -149,11 +168,17 @@ def _attend(
                 logits += tl.dot(qs[i], tl.trans(x)) * factor[None, :]
             else:
                 logits = tl.dot(qs[i], tl.trans(x), logits)
+            if key_centroids is not None:
+                named = key_centroids + head * KEY_CENTROIDS * DIMS
+                c = _centroids(named, pool_meta, page, offset, exists, KEY, i, PAGE_BYTES)
+                logits = tl.dot(qs[i], tl.trans(c.to(tl.float16)), logits)
         seen = exists[None, :] & (token[None, :] < packed_to[:, None])
         weight, fade, highest, total = softmax(logits, seen, highest, total)
         updated = ()
         for i in tl.static_range(len(VALUE.columns)):
-            x = _levels(pool, pool_wide, levels, page, offset, exists, VALUE, i, PAGE_BYTES, TOKENS)
+            x = _levels(
+                pool, pool_meta, pool_wide, levels, page, offset, exists, first_page, VALUE, i, PAGE_BYTES, TOKENS
+            )
             meta = pool_meta + page * (PAGE_BYTES // 2) + VALUE.meta + offset * VALUE.meta_stride + VALUE.entry[i]
             if VALUE.rule[i] == AFFINE:
                 factor = tl.load(meta, mask=exists, other=0.0).to(tl.float32)
@@ -161,6 +186,9 @@ def _attend(
                 x = x.to(tl.float32) * factor[:, None] + shift[:, None]
             elif VALUE.rule[i] == CODEBOOK:
                 x = x * tl.load(meta, mask=exists, other=0.0).to(tl.float32)[:, None]
+            if value_centroids is not None:
+                named = value_centroids + head * VALUE_CENTROIDS * DIMS
+                x = x + _centroids(named, pool_meta, page, offset, exists, VALUE, i, PAGE_BYTES)
             updated += (tl.dot(weight, x.to(tl.float16), means[i] * fade[:, None]),)
         means = updated
 
@@ -182,18 +210,59 @@ def _queries(rows, live, scale, KEY: tl.constexpr, SEGMENT: tl.constexpr):
 
 @triton.jit
 def _levels(
-    pool, pool_wide, levels, page, offset, exists,
+    pool, pool_meta, pool_wide, levels, page, offset, exists, first_page,
     SIDE: tl.constexpr, SEGMENT: tl.constexpr, PAGE_BYTES: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """A segment of a tile of packed tokens, [TOKENS, columns·8]: codes or levels, which metadata are to scale."""
+    """A segment of a tile of packed tokens, [TOKENS, columns·8]: codes or levels, which a token's metadata are to
+    scale, or numbers. Where metadata belong to a page, it is `first_page`, and all tokens lie in it."""
     byte = page * PAGE_BYTES + SIDE.codes + offset * SIDE.code_stride
     if SIDE.rule[SEGMENT] == AFFINE:
         return unpack(pool + byte, exists, SIDE, SEGMENT, TOKENS)
     elif SIDE.rule[SEGMENT] == CODEBOOK:
         codes = unpack(pool + byte, exists, SIDE, SEGMENT, TOKENS)
         return tl.load(levels + (1 << SIDE.bits[SEGMENT]) + codes)
+    elif SIDE.rule[SEGMENT] == CHANNEL:
+        codes = unpack(pool + byte, exists, SIDE, SEGMENT, TOKENS)
+        if SIDE.boosted[SEGMENT]:
+            codes += _boosts(pool, byte, exists, first_page, SIDE, SEGMENT, PAGE_BYTES)
+        coordinate, real = coordinates(SIDE, SEGMENT)
+        meta = pool_meta + first_page * (PAGE_BYTES // 2) + SIDE.meta + coordinate
+        factor = tl.load(meta, mask=real, other=0.0).to(tl.float32)
+        shift = tl.load(meta + SIDE.dims[SEGMENT], mask=real, other=0.0).to(tl.float32)
+        return codes.to(tl.float32) * factor[None, :] + shift[None, :]
     else:
         coordinate, real = coordinates(SIDE, SEGMENT)
         first = (byte + SIDE.byte[SEGMENT]) // 2 - SIDE.start[SEGMENT]
         pointers = pool_wide + first[:, None] + coordinate[None, :]
         return tl.load(pointers, mask=exists[:, None] & real[None, :], other=0.0)
+
+
+@triton.jit
+def _boosts(
+    pool, byte, exists, page, SIDE: tl.constexpr, SEGMENT: tl.constexpr, PAGE_BYTES: tl.constexpr
+):  # fmt: skip
+    """The high bits of the codes of coordinates that `page` names, which lie behind the codes of all, int32[TOKENS,
+    columns·8]; zeros for the others."""
+    BITS: tl.constexpr = SIDE.bits[SEGMENT]
+    BOOSTED: tl.constexpr = SIDE.boosted[SEGMENT]
+    number = tl.arange(0, triton.next_power_of_2(BOOSTED))
+    names = pool + page * PAGE_BYTES + 2 * (SIDE.meta + 2 * SIDE.dims[SEGMENT])
+    named = tl.load(names + number, mask=number < BOOSTED, other=0).to(tl.int32)
+    coordinate, _ = coordinates(SIDE, SEGMENT)
+    match = (coordinate[:, None] == named[None, :]) & (number < BOOSTED)[None, :]
+    behind = tl.sum(tl.where(match, number[None, :] + 1, 0), 1)  # 0: not named
+    mask = exists[:, None] & (behind > 0)[None, :]
+    high = pool + byte + SIDE.byte[SEGMENT] + SIDE.eighth[SEGMENT] * BITS
+    return pick(high, mask, tl.maximum(behind - 1, 0), BITS, BOOSTED // 8) << BITS
+
+
+@triton.jit
+def _centroids(
+    centroids, pool_meta, page, offset, exists, SIDE: tl.constexpr, SEGMENT: tl.constexpr, PAGE_BYTES: tl.constexpr
+):  # fmt: skip
+    """A segment of the centroids of a KV head that a tile of packed tokens name, float32[TOKENS, columns·8]."""
+    last = page * (PAGE_BYTES // 2) + SIDE.meta + (offset + 1) * SIDE.meta_stride - 1
+    number = tl.load(pool_meta + last, mask=exists, other=0.0).to(tl.int16, bitcast=True)
+    coordinate, real = coordinates(SIDE, SEGMENT)
+    pointers = (centroids + number.to(tl.int64) * SIDE.head_dim)[:, None] + coordinate[None, :]
+    return tl.load(pointers, mask=exists[:, None] & real[None, :], other=0.0)

@@ -17,6 +17,7 @@ from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, cudnn_sdp_e
 from torch.nn.functional import pad
 
 from kvfold.layout import PageLayout
+from kvfold.ops import tiles
 from kvfold.ops.attend import triton as portable
 from kvfold.ops.attend import windows as exact
 from kvfold.ops.attend.parts import UNSEEN
@@ -39,7 +40,10 @@ aten = torch.ops.aten
 
 
 def unsupported(layout: PageLayout) -> str | None:
-    """Why torch has no flash attention for pages of this layout, or None."""
+    """Why pages of this layout are not unpacked, or torch has no flash attention for what that gives, or None."""
+    for side, slot in (("keys", layout.key), ("values", layout.value)):
+        if reason := tiles.unsupported(slot):
+            return f"{side} are not unpacked: {reason}"
     dims = layout.key.dims
     return f"heads have {dims} dims, not a multiple of 8 up to 256" if dims % 8 or dims > 256 else None
 
