@@ -142,7 +142,8 @@ def fp16_error(query: Tensor, k: Tensor, v: Tensor) -> float:
     """How far attention is off if all that tensor cores take is rounded to fp16: queries times scale, keys, weights and
     values, each by up to 2^-11 of it. All else is exact but for float32 sums, which come on top.
 
-    The kernel rounds the same numbers, apart from keys, of which it rounds the levels of codebooks and nothing else.
+    The kernel rounds the same numbers, apart from keys with metadata of their own, of which it rounds the levels of
+    codebooks, centroids and nothing else.
     """
     error = (attention(query, k, v, lambda x: x.half().double()) - attention(query, k, v)).abs().max()
     terms = query.abs().sum(dim=-1).max() * k.abs().max()  # of a logit
@@ -588,11 +589,15 @@ def test_outputs_go_where_they_are_wanted(recipe, recent, count):
     [
         (channel_slot(32, 2, boosted=4), "4 boosted coordinates are no multiple of 8"),
         (mixed_slot([affine_slot(32, 4), affine_slot(32, 4, 4)]), "4 coordinates of a segment are no multiple of 8"),
+        (
+            mixed_slot([SlotLayout((Segment(0, 8, 16, "raw"), Segment(8, 32, 4))), codebook_slot([(24, 8), (8, 7)])]),
+            "16 bits lie at odd bytes",
+        ),
         (affine_slot(32, 4, 4), "4 coordinates of a segment are no multiple of 8"),
         (SlotLayout((Segment(0, 20, 16, "raw"), Segment(20, 32, 4))), "20 coordinates of a segment"),
         (SlotLayout((Segment(0, 8, 1), Segment(8, 32, 16, "raw"))), "16 bits lie at odd bytes"),
     ],
-    ids=["boosted", "heads", "group", "raw", "odd"],
+    ids=["boosted", "heads", "odd_heads", "group", "raw", "odd"],
 )
 @pytest.mark.parametrize("side", ["key", "value"])
 def test_other_layouts_are_refused_by_name(slot, reason, side):

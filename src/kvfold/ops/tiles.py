@@ -22,6 +22,8 @@ RAW = tl.constexpr(2)
 CHANNEL = tl.constexpr(3)
 _RULES: dict[Rule, int] = {"affine": 0, "codebook": 1, "raw": 2, "channel": 3}
 
+ODD_BYTES = "numbers of 16 bits lie at odd bytes"
+
 
 class Side(NamedTuple):
     """The keys or the values of a page, for kernels: numbers of each segment, then of the whole."""
@@ -56,9 +58,11 @@ def unsupported(slot: SlotLayout) -> str | None:
 def unreadable(layout: PageLayout) -> str | None:
     """Why the portable `attend` does not read pages of this layout either, or None."""
     for side, slot in (("keys", layout.key), ("values", layout.value)):
-        reasons = map(unsupported, slot.heads) if slot.heads else [_odd(slot)]
+        reasons = [unsupported(head) for head in slot.heads] or [_odd(slot)]
+        if any(head.has_raw for head in slot.heads) and slot.code_bytes % 2:
+            reasons.append(ODD_BYTES)
         if slot.per_page and layout.page_size % 16:  # a tile lies in one page, and tensor cores take 16 tokens at least
-            reasons = [f"{layout.page_size} tokens of a page that is quantized as a whole are no multiple of 16"]
+            reasons.append(f"{layout.page_size} tokens of a page that is quantized as a whole are no multiple of 16")
         if reason := next(filter(None, reasons), None):
             return f"there is no kernel for these {side}: {reason}"
     return None
@@ -71,7 +75,7 @@ def _odd(slot: SlotLayout) -> str | None:
         if segment.boosted % 8:
             return f"{segment.boosted} boosted coordinates are no multiple of 8"
     if slot.has_raw and any(segment.code_bytes % 2 for segment in slot.segments):
-        return "numbers of 16 bits lie at odd bytes"
+        return ODD_BYTES
     return None
 
 
@@ -195,3 +199,10 @@ def _picked_plane(slots, mask, number, BITS: tl.constexpr, EIGHTH: tl.constexpr,
 def bits_below(bits, width):
     """How many bits of a code lie in planes before that of `width`."""
     return bits // (2 * width) * (2 * width)
+
+
+@triton.constexpr_function
+def power_of_two(count):
+    """The one from `count` up. Triton's own cannot be called in kernels where another package has replaced it, as
+    SGLang does."""
+    return 1 << (count - 1).bit_length()

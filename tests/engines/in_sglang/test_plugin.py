@@ -167,6 +167,27 @@ def test_a_number_that_cannot_be_stored_ends_the_engine(artifact, monkeypatch, c
     assert "ValueError: cannot quantize NaN" in capfd.readouterr().err
 
 
+KERNELS_BESIDE_SGLANG = """
+import importlib, pkgutil
+import sglang.srt.managers.scheduler
+from triton.runtime.jit import JITFunction
+import kvfold.ops
+names = [found.name for found in pkgutil.walk_packages(kvfold.ops.__path__, "kvfold.ops.")]
+values = [value for name in names for value in vars(importlib.import_module(name)).values()]
+print(len([value.cache_key for value in values if isinstance(value, JITFunction)]))
+"""
+
+
+def test_kernels_call_nothing_that_sglang_replaces():
+    """It replaces functions of Triton, which refuses to compile a kernel that calls one that is not its own."""
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    told = subprocess.run(
+        [sys.executable, "-c", KERNELS_BESIDE_SGLANG], env=environment, capture_output=True, text=True
+    )
+    assert told.returncode == 0, told.stderr
+    assert int(told.stdout.splitlines()[-1]) > 50
+
+
 # The server
 
 

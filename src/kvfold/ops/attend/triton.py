@@ -16,7 +16,17 @@ from kvfold.ops.attend import windows
 from kvfold.ops.attend.parts import UNSEEN, Blocks, block_rows, empty, exact_from, merge, softmax
 from kvfold.ops.pages import LayerPages
 from kvfold.ops.rotate import dual
-from kvfold.ops.tiles import AFFINE, CHANNEL, CODEBOOK, attended_sides, coordinates, level_table, pick, unpack
+from kvfold.ops.tiles import (
+    AFFINE,
+    CHANNEL,
+    CODEBOOK,
+    attended_sides,
+    coordinates,
+    level_table,
+    pick,
+    power_of_two,
+    unpack,
+)
 
 
 def attend(
@@ -238,14 +248,12 @@ def _levels(
 
 
 @triton.jit
-def _boosts(
-    pool, byte, exists, page, SIDE: tl.constexpr, SEGMENT: tl.constexpr, PAGE_BYTES: tl.constexpr
-):  # fmt: skip
-    """The high bits of the codes of coordinates that `page` names, which lie behind the codes of all, int32[TOKENS,
-    columns·8]; zeros for the others."""
+def _boosts(pool, byte, exists, page, SIDE: tl.constexpr, SEGMENT: tl.constexpr, PAGE_BYTES: tl.constexpr):
+    """What the coordinates that a page names have above the bits of all others, int32[TOKENS, columns·8]: it lies
+    behind those. Zeros for all others."""
     BITS: tl.constexpr = SIDE.bits[SEGMENT]
     BOOSTED: tl.constexpr = SIDE.boosted[SEGMENT]
-    number = tl.arange(0, triton.next_power_of_2(BOOSTED))
+    number = tl.arange(0, power_of_two(BOOSTED))
     names = pool + page * PAGE_BYTES + 2 * (SIDE.meta + 2 * SIDE.dims[SEGMENT])
     named = tl.load(names + number, mask=number < BOOSTED, other=0).to(tl.int32)
     coordinate, _ = coordinates(SIDE, SEGMENT)
