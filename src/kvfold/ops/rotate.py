@@ -103,7 +103,7 @@ def _rotate_to(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _rotate(
     x,
     matrices,

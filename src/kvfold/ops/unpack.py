@@ -62,7 +62,7 @@ def restore(addresses: Tensor, first: LayerPages, pages: Tensor, shadows: Tensor
     )
 
 
-@triton.jit(do_not_specialize=["start", "count"])
+@triton.jit(do_not_specialize=["start", "count"], do_not_specialize_on_alignment=["table"])
 def _unpack(
     k,
     v,

@@ -79,7 +79,7 @@ def merge(outs: Tensor, weights: Tensor, value: Transform, out: Tensor | None = 
     return merged if value.rotation is None else inverse(value, merged, out, late)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _merge(
     outs, weights, mean, merged, splits, q_heads, ratio,
     DIMS: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, LATE: tl.constexpr,

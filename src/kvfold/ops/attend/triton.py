@@ -98,7 +98,10 @@ def _attend_packed(pages: LayerPages, q: Tensor, scale: float, outs: Tensor, wei
         )
 
 
-@triton.jit(do_not_specialize=["sink", "recent", "group", "blocks", "tokens"])
+@triton.jit(
+    do_not_specialize=["sink", "recent", "group", "blocks", "tokens", "table_stride"],
+    do_not_specialize_on_alignment=["query_starts", "lengths", "table"],
+)
 def _attend(
     q,
     outs,

@@ -83,8 +83,7 @@ class _Plan(NamedTuple):
 
 
 class _Memory(NamedTuple):
-    slots: Tensor  # see pages.py
-    shadow_of: Tensor
+    shadow_of: Tensor  # see pages.py
     pool: Tensor
     entries: Tensor  # the pool in 16 bits
     shadows: Tensor
@@ -111,7 +110,6 @@ def store(pages: LayerPages, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | No
     wide, device = pages.shadows.dtype, k.device
     new = torch.empty(2, sequences, n, kv_heads, dims, dtype=wide, device=device) if pages.windows else None
     memory = _Memory(
-        batch.slots,
         batch.shadow_of,
         pages.pool,
         pages.pool.view(torch.int16),
@@ -128,7 +126,7 @@ def store(pages: LayerPages, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | No
     else:
         blocks = MANY if dims <= 128 else MANY_WIDE
     _store[triton.cdiv(sequences * n, blocks.tokens), kv_heads, 2](
-        _source(k), key, KEY, _source(v), value, VALUE, memory, sequences * n, wide == torch.bfloat16,
+        _source(k), key, KEY, _source(v), value, VALUE, batch.slots, memory, sequences * n, wide == torch.bfloat16,
         pages.layout.page_size, pages.layout.page_bytes, blocks.tokens, blocks.rows,
         num_warps=blocks.warps, num_stages=blocks.stages, maxnreg=blocks.registers,
     )  # fmt: skip
@@ -184,20 +182,20 @@ def coded(dims, run, part):
     return max(0, min(run, dims - part * run))
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slots"])
 def _store(
-    k, key, KEY: tl.constexpr, v, value, VALUE: tl.constexpr, memory, tokens, NEW_BFLOAT: tl.constexpr,
+    k, key, KEY: tl.constexpr, v, value, VALUE: tl.constexpr, slots, memory, tokens, NEW_BFLOAT: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     if tl.program_id(2) == 0:
-        _store_side(k, key, memory, tokens, 0, KEY, NEW_BFLOAT, PAGE_SIZE, PAGE_BYTES, BLOCK, ROWS)
+        _store_side(k, key, slots, memory, tokens, 0, KEY, NEW_BFLOAT, PAGE_SIZE, PAGE_BYTES, BLOCK, ROWS)
     else:
-        _store_side(v, value, memory, tokens, 1, VALUE, NEW_BFLOAT, PAGE_SIZE, PAGE_BYTES, BLOCK, ROWS)
+        _store_side(v, value, slots, memory, tokens, 1, VALUE, NEW_BFLOAT, PAGE_SIZE, PAGE_BYTES, BLOCK, ROWS)
 
 
 @triton.jit
 def _store_side(
-    source, operands, memory, tokens, WHICH: tl.constexpr, PLAN: tl.constexpr, NEW_BFLOAT: tl.constexpr,
+    source, operands, slots, memory, tokens, WHICH: tl.constexpr, PLAN: tl.constexpr, NEW_BFLOAT: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     SEGMENTS: tl.constexpr = len(PLAN.parts)
@@ -205,7 +203,7 @@ def _store_side(
     heads = tl.num_programs(1)
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = token < tokens
-    slot = tl.load(memory.slots + token, mask=exists, other=-1)
+    slot = tl.load(slots + token, mask=exists, other=-1)
     stored = slot >= 0
 
     vectors = source.x + token.to(tl.int64) * source.token + head * source.head

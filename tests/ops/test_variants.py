@@ -1,0 +1,71 @@
+"""How often Triton compiles a kernel anew: it does for integers that are 1 or multiples of 16, and for addresses that
+are, unless told not to. A batch that is composed in another way must not be one of those times: a server would stop for
+seconds."""
+
+import json
+import subprocess
+import sys
+
+CODE = """
+import json
+import tempfile
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+from kvfold.bench.fits import random_artifact
+from kvfold.engines.serving import Config, Layer, Plan, dense_steps
+from kvfold.engines.shadow_table import ShadowTable
+from kvfold.ops.attend import triton as portable
+from kvfold.ops.attend import unpacked
+from kvfold.ops.store import triton as store
+from kvfold.recipes import parse
+
+backend, variants = make_backend(GPUTarget("cuda", 90, 32)), defaultdict(set)  # by name and types
+
+def run(kernel, *args, grid, warmup, **options):
+    for name in ("debug", "instrumentation_mode", "fpsan_homomorphic_casts"):
+        options.setdefault(name, None)
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    _, found, _ = bind(*args, **options)
+    found = {p.name: x for p, x in zip(kernel.params, found, strict=True) if not p.is_constexpr}
+    types = " ".join(f"{name}:{x[0]}" for name, x in found.items())
+    variants[f"{kernel.fn.__name__} {types}"].add(json.dumps({name: x[1] for name, x in found.items()}))
+
+JITFunction.run = run
+model = dict(model_type="qwen3", num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=2, head_dim=64,
+             hidden_size=64, max_position_embeddings=8192, rope_theta=1e4, vocab_size=100, intermediate_size=64)
+recipe = parse("oscar-int2:sink=16,recent=32")
+with tempfile.TemporaryDirectory() as folder:
+    random_artifact(model, [recipe]).save(Path(folder))
+    plan = Plan.make(Config(recipe, folder), model, 16, torch.bfloat16)
+pool = plan.layouts[0].allocate(2048, 2)
+table = ShadowTable(plan.windows, 16, 2048, 64, torch.device("cpu"))
+layer = Layer(plan, 0, pool, plan.allocate_shadows(64), torch.zeros(1, dtype=torch.int32))
+batches = [(0, 300)], [(0, 1), (0, 300)], [(5, 6), (7, 8), (9, 2000)], [(0, 1600), (48, 1700)], [(0, 17), (3, 90)]
+for requests in batches:
+    starts, lengths = ([r[i] for r in requests] for i in (0, 1))
+    tokens = sum(lengths) - sum(starts)
+    width = max(-(-length // 16) for length in lengths)
+    pages = torch.arange(1, 1 + len(requests) * width).view(-1, width)
+    k, v, q, out = (torch.zeros(tokens, heads, 64, dtype=torch.bfloat16) for heads in (2, 2, 8, 8))
+    described = torch.zeros(tokens, dtype=torch.int64), *(torch.tensor(x, dtype=torch.int32) for x in (starts, lengths))
+    for rows, step in dense_steps(starts, lengths, pages, 16, table.of, described):
+        shape, seen = (len(step.lengths), step.n), replace(layer.pages, step=step)
+        new = store.store(seen, k[rows].unflatten(0, shape), v[rows].unflatten(0, shape))
+        for attend in (unpacked.attend, portable.attend):
+            attend(seen, q[rows].unflatten(0, shape), new, 0.125, out[rows].unflatten(0, shape))
+print(json.dumps({name: sorted(found) for name, found in variants.items()}))
+"""
+
+
+def test_batches_of_any_composition_run_the_same_kernels(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    told = subprocess.run([sys.executable, "-W", "ignore", "-c", CODE], capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
+    variants = json.loads(told.stdout.splitlines()[-1])
+    assert {name.split()[0] for name in variants} >= {"_store", "_attend", "_windows", "_unpack", "_rotate", "_merge"}
+    assert {name: found for name, found in variants.items() if len(found) > 1} == {}
