@@ -289,11 +289,12 @@ def _calls(case: Case, filled: Filled, size: int) -> Calls:
     """The op on each of several copies of the layer."""
     ops, pages, q, k, v, new = filled
     _ = pages.step.batch  # made once, before graphs are captured
+    out = torch.empty_like(q)  # of the type that engines want, and the baselines' outputs are of
     calls: Calls = []
     for _ in range(copies(size, pages.pool.device)):
         pool = pages.pool.clone()
         sides = pages.layout.sides(pool, together=pages.key.quantizes_like(pages.value))
         copy = replace(pages, pool=pool, sides=sides, shadows=pages.shadows.clone())
-        inputs = (k.clone(), v.clone()) if case.op == "store" else (q, new, case.scale)
+        inputs = (k.clone(), v.clone()) if case.op == "store" else (q, new, case.scale, out)
         calls.append(partial(_choice(case, ops).run, copy, *inputs))
     return calls
