@@ -1,8 +1,9 @@
 """What the Triton kernels of all ops share: how they see a slot, and the codes of many slots as a tile.
 
-A segment of n coordinates is a tile of `columns`·8 columns, with columns the power of two from n/8 up. Column 8·j + p
-is coordinate start + p·n/8 + j, so that the bytes of every plane of its codes (see packing.py) are loaded as runs of
-n/8, and each byte spreads over neighbouring columns. Queries are loaded, and outputs stored, in the same order.
+A segment is `parts` runs of as many coordinates as its narrowest plane has bytes (see packing.py), and every plane is
+runs of as many bytes. The columns of a tile are the first two coordinates of every part, then the next two, …: a thread
+that has loaded bytes keeps all codes in them, and computes with two at a time. Queries are loaded, and outputs stored,
+in the same order.
 """
 
 from functools import lru_cache
@@ -31,7 +32,9 @@ class Side(NamedTuple):
     start: tuple[int, ...]  # the first coordinate
     dims: tuple[int, ...]
     eighth: tuple[int, ...]  # of the codes that are stored
-    columns: tuple[int, ...]
+    parts: tuple[int, ...]
+    run: tuple[int, ...]  # codes of a part
+    width: tuple[int, ...]  # its columns in a tile
     bits: tuple[int, ...]
     rule: tuple[int, ...]
     boosted: tuple[int, ...]  # coordinates with twice the bits
@@ -115,15 +118,16 @@ def _numbers(slot: SlotLayout, codes: int, meta: int) -> Side:
     byte = entry = 0
     rows = []
     for segment in slot.segments:
-        eighth = segment.padded_dims // 8
-        columns = max(2, triton.next_power_of_2(eighth))  # tensor cores take 16 columns at least
-        of_codes = (segment.start, segment.dims, eighth, columns, segment.bits)
+        count = max(1, 8 // (segment.bits & -segment.bits))
+        run = segment.padded_dims // count
+        width = max(16 // count, triton.next_power_of_2(run))  # tensor cores take 16 columns at least
+        of_codes = (segment.start, segment.dims, segment.padded_dims // 8, count, run, width, segment.bits)
         rows.append((*of_codes, _RULES[segment.rule], segment.boosted, byte, entry))
         byte += segment.code_bytes
         entry += segment.meta_entries
-    start, dims, eighths, widths, bits, rule, boosted, at_byte, at_entry = zip(*rows, strict=True)
+    start, dims, eighths, parts, runs, widths, bits, rule, boosted, at_byte, at_entry = zip(*rows, strict=True)
     return Side(
-        start, dims, eighths, widths, bits, rule, boosted, at_byte, at_entry,
+        start, dims, eighths, parts, runs, widths, bits, rule, boosted, at_byte, at_entry,
         slot.dims, codes, slot.code_bytes, meta // META_BYTES, slot.meta_entries,
     )  # fmt: skip
 
@@ -145,35 +149,65 @@ def boundary_table(device: torch.device) -> Tensor:
 @triton.jit
 def coordinates(SIDE: tl.constexpr, SEGMENT: tl.constexpr):
     """The coordinate of every column of a segment, and whether there is one."""
-    column = tl.arange(0, SIDE.columns[SEGMENT] * 8)
-    within = column % 8 * SIDE.eighth[SEGMENT] + column // 8
-    return SIDE.start[SEGMENT] + within, (column // 8 < SIDE.eighth[SEGMENT]) & (within < SIDE.dims[SEGMENT])
+    PARTS: tl.constexpr = SIDE.parts[SEGMENT]
+    column = tl.arange(0, PARTS * SIDE.width[SEGMENT])
+    j = column
+    if PARTS > 1:  # else they follow each other, and the compiler can tell
+        j = column // (2 * PARTS) * 2 + column % 2
+    within = column // 2 % PARTS * SIDE.run[SEGMENT] + j
+    return SIDE.start[SEGMENT] + within, (j < SIDE.run[SEGMENT]) & (within < SIDE.dims[SEGMENT])
 
 
 @triton.jit
-def unpack(slots, seen, SIDE: tl.constexpr, SEGMENT: tl.constexpr, TOKENS: tl.constexpr):
-    """The codes of a segment, int32[TOKENS, columns·8], out of the codes of slots at pointers `slots`, where `seen`."""
-    COLUMNS: tl.constexpr = SIDE.columns[SEGMENT]
-    codes = tl.zeros([TOKENS, COLUMNS, 8], tl.int32)
-    for plane in tl.static_range(4):
-        if SIDE.bits[SEGMENT] & (8 >> plane):
-            codes |= _plane(slots, seen, SIDE, SEGMENT, TOKENS, 8 >> plane)
-    return tl.reshape(codes, [TOKENS, COLUMNS * 8])
+def unpack(slots, SIDE: tl.constexpr, SEGMENT: tl.constexpr):
+    """The codes of a segment, float16[TOKENS, parts·width], out of the codes of slots at pointers `slots`."""
+    PARTS: tl.constexpr = SIDE.parts[SEGMENT]
+    parts = ()
+    for part in tl.static_range(PARTS):
+        x = _part(slots + SIDE.byte[SEGMENT], SIDE, SEGMENT, part, SIDE.bits[SEGMENT])
+        parts += (tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]),)
+    x = _interleaved(parts)
+    return tl.reshape(x, [x.shape[0], x.shape[1] * 2])
 
 
 @triton.jit
-def _plane(slots, seen, SIDE: tl.constexpr, SEGMENT: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr):
-    """The bits of one plane, at their place in the codes: int32[TOKENS, columns, 8]."""
-    EIGHTH: tl.constexpr = SIDE.eighth[SEGMENT]
-    COLUMNS: tl.constexpr = SIDE.columns[SEGMENT]
+def _part(slots, SIDE: tl.constexpr, SEGMENT: tl.constexpr, PART: tl.constexpr, BITS: tl.constexpr):
+    """What the planes that make up BITS are in the codes of a part. Parts have bytes in common, which the compiler
+    loads once."""
+    WIDTH: tl.constexpr = BITS & -BITS
+    codes = _plane(slots, SIDE, SEGMENT, PART, WIDTH)
+    if BITS > WIDTH:
+        codes += _part(slots, SIDE, SEGMENT, PART, BITS - WIDTH)
+    return codes
+
+
+@triton.jit
+def _plane(slots, SIDE: tl.constexpr, SEGMENT: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr):
+    """What the bits of one plane are in the codes of a part. In the low bits of the float16 1024 a byte adds its number
+    to that, so that its bits need neither be shifted nor converted."""
+    RUN: tl.constexpr = SIDE.run[SEGMENT]
+    RUNS: tl.constexpr = SIDE.parts[SEGMENT] * WIDTH // 8
     BELOW: tl.constexpr = bits_below(SIDE.bits[SEGMENT], WIDTH)
-    j, run = tl.arange(0, COLUMNS), tl.arange(0, WIDTH)
-    byte = SIDE.byte[SEGMENT] + (BELOW + run[None, :]) * EIGHTH + j[:, None]
-    mask = seen[:, None, None] & (j < EIGHTH)[None, :, None]
-    packed = tl.load(slots[:, None, None] + byte[None], mask=mask, other=0).to(tl.int32)
-    shifts = tl.arange(0, 8 // WIDTH) * WIDTH
-    part = (packed[:, :, None, :] >> shifts[None, None, :, None]) & ((1 << WIDTH) - 1)
-    return tl.reshape(part, [TOKENS, COLUMNS, 8]) << BELOW
+    SHIFT: tl.constexpr = PART // RUNS * WIDTH
+    UNIT: tl.constexpr = 2.0 ** (BELOW - SHIFT)
+    j = tl.arange(0, SIDE.width[SEGMENT])
+    byte = slots[:, None] + (BELOW * SIDE.eighth[SEGMENT] + PART % RUNS * RUN + j)[None, :]
+    packed = tl.load(byte, mask=(j < RUN)[None, :], other=0).to(tl.int16) | 0x6400
+    x = (packed & (0x6400 | (((1 << WIDTH) - 1) << SHIFT))).to(tl.float16, bitcast=True)
+    if UNIT > 1:  # 1024 times that may be more than float16 holds
+        return (x - 1024.0) * UNIT
+    else:
+        return x * UNIT - 1024 * UNIT
+
+
+@triton.jit
+def _interleaved(parts):
+    """Parts [TOKENS, pairs, 2] -> [TOKENS, parts·pairs, 2]: the first pairs of all, then the second ones, …"""
+    x = parts[0]
+    if len(parts) > 1:
+        x = tl.join(_interleaved(parts[::2]), _interleaved(parts[1::2]))
+        x = tl.reshape(tl.permute(x, [0, 1, 3, 2]), [x.shape[0], x.shape[1] * 2, 2])
+    return x
 
 
 @triton.jit

@@ -126,7 +126,7 @@ def _write(
     SIDE: tl.constexpr, PAGE_BYTES: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Write the keys or the values of tokens to pointers `x`."""
-    for i in tl.static_range(len(SIDE.columns)):
+    for i in tl.static_range(len(SIDE.parts)):
         _segment(x, pool, pool_meta, pool_wide, levels, page, offset, exists, SIDE, i, PAGE_BYTES, TOKENS)
 
 
@@ -137,7 +137,7 @@ def _segment(
 ):  # fmt: skip
     """Write a segment of tokens to pointers `x`. Unlike in tiles.py, columns are coordinates in order, so that threads
     store neighbours."""
-    WIDTH: tl.constexpr = SIDE.columns[SEGMENT] * 8
+    WIDTH: tl.constexpr = SIDE.parts[SEGMENT] * SIDE.width[SEGMENT]
     BITS: tl.constexpr = SIDE.bits[SEGMENT]
     coordinate = tl.arange(0, WIDTH)
     mask = exists[:, None] & (coordinate < SIDE.dims[SEGMENT])[None, :]

@@ -95,6 +95,8 @@ def _attend_packed(pages: LayerPages, q: Tensor, scale: float, outs: Tensor, wei
             TOKENS=tokens,
             num_warps=blocks.num_warps,
             num_stages=1 if looked_up else 3,
+            # four programs on a multiprocessor, where what they read needs no more
+            maxnreg=None if blocks.rows > 16 or looked_up or layout.per_page else 128,
         )
 
 
@@ -149,11 +151,11 @@ def _attend(
     )
     packed_to = exact_from(position, recent, group)
     qs, sums, means = (), (), ()
-    for i in tl.static_range(len(KEY.columns)):
+    for i in tl.static_range(len(KEY.parts)):
         qs += (_queries(q + query.to(tl.int64) * q_stride + q_head * q_head_stride, live, scale, KEY, i),)
         sums += (tl.sum(qs[i].to(tl.float32), 1),)
-    for i in tl.static_range(len(VALUE.columns)):
-        means += (tl.zeros([ROWS, VALUE.columns[i] * 8], tl.float32),)
+    for i in tl.static_range(len(VALUE.parts)):
+        means += (tl.zeros([ROWS, VALUE.parts[i] * VALUE.width[i]], tl.float32),)
     highest = tl.full([ROWS], UNSEEN, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
 
@@ -161,21 +163,23 @@ def _attend(
     tiles = tl.cdiv(tl.maximum(packed_end - packed_from, 0), TOKENS)
     share = tl.cdiv(tiles, tl.num_programs(2))
     for tile in range(split * share, tl.minimum((split + 1) * share, tiles)):
-        token = packed_from + tile * TOKENS + tl.arange(0, TOKENS)
+        tile_from = packed_from + tile * TOKENS
+        token = tile_from + tl.arange(0, TOKENS)
         exists = (token >= sink) & (token < packed_end)
-        page = tl.load(table + token // PAGE, mask=exists, other=0).to(tl.int64) * KV_HEADS + head
+        if PAGE % TOKENS == 0:  # the tile lies in one page
+            page = tl.load(table + tile_from // PAGE)
+        else:
+            page = tl.load(table + token // PAGE, mask=exists, other=0)
+        page = page.to(tl.int64) * KV_HEADS + head
         offset = token % PAGE
-        first_page = tl.load(table + (packed_from + tile * TOKENS) // PAGE).to(tl.int64) * KV_HEADS + head
         logits = tl.zeros([ROWS, TOKENS], tl.float32)
-        for i in tl.static_range(len(KEY.columns)):
-            x = _levels(
-                pool, pool_meta, pool_wide, levels, page, offset, exists, first_page, KEY, i, PAGE_BYTES, TOKENS
-            ).to(tl.float16)
-            meta = pool_meta + page * (PAGE_BYTES // 2) + KEY.meta + offset * KEY.meta_stride + KEY.entry[i]
+        for i in tl.static_range(len(KEY.parts)):
+            x = _levels(pool, pool_meta, pool_wide, levels, page, offset, exists, KEY, i, PAGE_BYTES).to(tl.float16)
+            meta = pool_meta + page * (PAGE_BYTES // 2) + (KEY.meta + KEY.entry[i] + offset * KEY.meta_stride)
             if KEY.rule[i] == AFFINE:
-                factor = tl.load(meta, mask=exists, other=0.0).to(tl.float32)
-                shift = tl.load(meta + 1, mask=exists, other=0.0).to(tl.float32)
-                logits += tl.dot(qs[i], tl.trans(x)) * factor[None, :] + sums[i][:, None] * shift[None, :]
+                factor, shift = _pair(meta, exists)
+                logits += tl.dot(qs[i], tl.trans(x)) * factor.to(tl.float32)[None, :]
+                logits += sums[i][:, None] * shift.to(tl.float32)[None, :]
             elif KEY.rule[i] == CODEBOOK:
                 factor = tl.load(meta, mask=exists, other=0.0).to(tl.float32)
                 logits += tl.dot(qs[i], tl.trans(x)) * factor[None, :]
@@ -188,15 +192,14 @@ def _attend(
         seen = exists[None, :] & (token[None, :] < packed_to[:, None])
         weight, fade, highest, total = softmax(logits, seen, highest, total)
         updated = ()
-        for i in tl.static_range(len(VALUE.columns)):
-            x = _levels(
-                pool, pool_meta, pool_wide, levels, page, offset, exists, first_page, VALUE, i, PAGE_BYTES, TOKENS
-            )
-            meta = pool_meta + page * (PAGE_BYTES // 2) + VALUE.meta + offset * VALUE.meta_stride + VALUE.entry[i]
+        for i in tl.static_range(len(VALUE.parts)):
+            x = _levels(pool, pool_meta, pool_wide, levels, page, offset, exists, VALUE, i, PAGE_BYTES)
+            meta = pool_meta + page * (PAGE_BYTES // 2) + (VALUE.meta + VALUE.entry[i] + offset * VALUE.meta_stride)
             if VALUE.rule[i] == AFFINE:
-                factor = tl.load(meta, mask=exists, other=0.0).to(tl.float32)
-                shift = tl.load(meta + 1, mask=exists, other=0.0).to(tl.float32)
-                x = x.to(tl.float32) * factor[:, None] + shift[:, None]
+                factor, shift = _pair(meta, exists)
+                if value_centroids is not None:  # with which it is rounded
+                    x = x.to(tl.float32)
+                x = tl.fma(x, factor[:, None], shift[:, None])
             elif VALUE.rule[i] == CODEBOOK:
                 x = x * tl.load(meta, mask=exists, other=0.0).to(tl.float32)[:, None]
             if value_centroids is not None:
@@ -207,7 +210,7 @@ def _attend(
 
     place = (split.to(tl.int64) * tokens + query) * Q_HEADS + q_head
     tl.store(weights + place, tl.where(total > 0, highest + tl.log2(total), UNSEEN), mask=live)
-    for i in tl.static_range(len(VALUE.columns)):
+    for i in tl.static_range(len(VALUE.parts)):
         coordinate, real = coordinates(VALUE, i)
         mean = means[i] / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(outs + place[:, None] * DIMS + coordinate[None, :], mean, mask=live[:, None] & real[None, :])
@@ -223,36 +226,41 @@ def _queries(rows, live, scale, KEY: tl.constexpr, SEGMENT: tl.constexpr):
 
 @triton.jit
 def _levels(
-    pool, pool_meta, pool_wide, levels, page, offset, exists, first_page,
-    SIDE: tl.constexpr, SEGMENT: tl.constexpr, PAGE_BYTES: tl.constexpr, TOKENS: tl.constexpr,
+    pool, pool_meta, pool_wide, levels, page, offset, exists,
+    SIDE: tl.constexpr, SEGMENT: tl.constexpr, PAGE_BYTES: tl.constexpr,
 ):  # fmt: skip
-    """A segment of a tile of packed tokens, [TOKENS, columns·8]: codes or levels, which a token's metadata are to
-    scale, or numbers. Where metadata belong to a page, it is `first_page`, and all tokens lie in it."""
-    byte = page * PAGE_BYTES + SIDE.codes + offset * SIDE.code_stride
+    """A segment of a tile of packed tokens, [TOKENS, parts·width]: codes or levels, which a token's metadata are to
+    scale, or numbers. Where metadata belong to a page, all tokens lie in it."""
+    slots = pool + page * PAGE_BYTES + (SIDE.codes + offset * SIDE.code_stride)
     if SIDE.rule[SEGMENT] == AFFINE:
-        return unpack(pool + byte, exists, SIDE, SEGMENT, TOKENS)
+        return unpack(slots, SIDE, SEGMENT)
     elif SIDE.rule[SEGMENT] == CODEBOOK:
-        codes = unpack(pool + byte, exists, SIDE, SEGMENT, TOKENS)
-        return tl.load(levels + (1 << SIDE.bits[SEGMENT]) + codes)
+        return tl.load(levels + (1 << SIDE.bits[SEGMENT]) + unpack(slots, SIDE, SEGMENT).to(tl.int32))
     elif SIDE.rule[SEGMENT] == CHANNEL:
-        codes = unpack(pool + byte, exists, SIDE, SEGMENT, TOKENS)
+        codes = unpack(slots, SIDE, SEGMENT)
         if SIDE.boosted[SEGMENT]:
-            codes += _boosts(pool, byte, exists, first_page, SIDE, SEGMENT, PAGE_BYTES)
+            codes += _boosts(pool, slots, exists, page, SIDE, SEGMENT, PAGE_BYTES).to(tl.float16)
         coordinate, real = coordinates(SIDE, SEGMENT)
-        meta = pool_meta + first_page * (PAGE_BYTES // 2) + SIDE.meta + coordinate
-        factor = tl.load(meta, mask=real, other=0.0).to(tl.float32)
-        shift = tl.load(meta + SIDE.dims[SEGMENT], mask=real, other=0.0).to(tl.float32)
-        return codes.to(tl.float32) * factor[None, :] + shift[None, :]
+        meta = pool_meta + page * (PAGE_BYTES // 2) + SIDE.meta + coordinate
+        factor = tl.load(meta, mask=real, other=0.0)
+        shift = tl.load(meta + SIDE.dims[SEGMENT], mask=real, other=0.0)
+        return tl.fma(codes, factor[None, :], shift[None, :])
     else:
         coordinate, real = coordinates(SIDE, SEGMENT)
-        first = (byte + SIDE.byte[SEGMENT]) // 2 - SIDE.start[SEGMENT]
-        pointers = pool_wide + first[:, None] + coordinate[None, :]
-        return tl.load(pointers, mask=exists[:, None] & real[None, :], other=0.0)
+        first = (SIDE.codes + SIDE.byte[SEGMENT]) // 2 - SIDE.start[SEGMENT] + offset * (SIDE.code_stride // 2)
+        rows = pool_wide + page * (PAGE_BYTES // 2) + first
+        return tl.load(rows[:, None] + coordinate[None, :], mask=exists[:, None] & real[None, :], other=0.0)
 
 
 @triton.jit
-def _boosts(pool, byte, exists, page, SIDE: tl.constexpr, SEGMENT: tl.constexpr, PAGE_BYTES: tl.constexpr):
-    """What the coordinates that a page names have above the bits of all others, int32[TOKENS, columns·8]: it lies
+def _pair(meta, exists):
+    """The scales and offsets of tokens, in one load."""
+    return tl.split(tl.load(meta[:, None] + tl.arange(0, 2)[None, :], mask=exists[:, None], other=0.0))
+
+
+@triton.jit
+def _boosts(pool, slots, exists, page, SIDE: tl.constexpr, SEGMENT: tl.constexpr, PAGE_BYTES: tl.constexpr):
+    """What the coordinates that a page names have above the bits of all others, int32[TOKENS, parts·width]: it lies
     behind those. Zeros for all others."""
     BITS: tl.constexpr = SIDE.bits[SEGMENT]
     BOOSTED: tl.constexpr = SIDE.boosted[SEGMENT]
@@ -263,7 +271,7 @@ def _boosts(pool, byte, exists, page, SIDE: tl.constexpr, SEGMENT: tl.constexpr,
     match = (coordinate[:, None] == named[None, :]) & (number < BOOSTED)[None, :]
     behind = tl.sum(tl.where(match, number[None, :] + 1, 0), 1)  # 0: not named
     mask = exists[:, None] & (behind > 0)[None, :]
-    high = pool + byte + SIDE.byte[SEGMENT] + SIDE.eighth[SEGMENT] * BITS
+    high = slots + SIDE.byte[SEGMENT] + SIDE.eighth[SEGMENT] * BITS
     return pick(high, mask, tl.maximum(behind - 1, 0), BITS, BOOSTED // 8) << BITS
 
 
@@ -271,7 +279,7 @@ def _boosts(pool, byte, exists, page, SIDE: tl.constexpr, SEGMENT: tl.constexpr,
 def _centroids(
     centroids, pool_meta, page, offset, exists, SIDE: tl.constexpr, SEGMENT: tl.constexpr, PAGE_BYTES: tl.constexpr
 ):  # fmt: skip
-    """A segment of the centroids of a KV head that a tile of packed tokens name, float32[TOKENS, columns·8]."""
+    """A segment of the centroids of a KV head that a tile of packed tokens name, float32[TOKENS, parts·width]."""
     last = page * (PAGE_BYTES // 2) + SIDE.meta + (offset + 1) * SIDE.meta_stride - 1
     number = tl.load(pool_meta + last, mask=exists, other=0.0).to(tl.int16, bitcast=True)
     coordinate, real = coordinates(SIDE, SEGMENT)

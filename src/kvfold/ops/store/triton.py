@@ -70,9 +70,7 @@ class _Plan(NamedTuple):
     """How the keys or the values of a page are computed: numbers of each segment, then of the whole."""
 
     side: Side
-    parts: tuple[int, ...]
-    run: tuple[int, ...]  # codes of a part
-    width: tuple[int, ...]  # its columns
+    width: tuple[int, ...]  # columns of a part
     column: tuple[int, ...]  # the first of all its parts
     columns: int
     alike: bool  # whether all widths are the same
@@ -149,8 +147,7 @@ def _prepare(
 ) -> tuple[_Operands, _Plan]:
     """Of the keys or values of a layer, for x of this type."""
     rotated = transform.rotation is not None
-    parts = tuple(max(1, 8 // (bits & -bits)) for bits in side.bits)
-    runs = tuple(8 * eighth // count for eighth, count in zip(side.eighth, parts, strict=True))
+    parts, runs = side.parts, side.run
     least = NARROWEST if rotated else 1
     widths = tuple(max(least // count, triton.next_power_of_2(run)) for count, run in zip(parts, runs, strict=True))
     order = [  # the coordinate of every column, -1 where it has none
@@ -173,7 +170,7 @@ def _prepare(
     stride = matrices[0].stride(0) if matrices and len(matrices[0]) > 1 else 0
     shift = None if shift is None else pad(shift, (0, 1))[..., order].contiguous()  # column -1 is zero
     numbers = (tuple(first)[:-1], len(order), len(set(widths)) == 1, factor, rotated, clipped, bfloat)
-    return _Operands(matrices, stride, shift), _Plan(side, parts, runs, widths, *numbers)
+    return _Operands(matrices, stride, shift), _Plan(side, widths, *numbers)
 
 
 @triton.constexpr_function
@@ -198,7 +195,7 @@ def _store_side(
     source, operands, slots, memory, tokens, WHICH: tl.constexpr, PLAN: tl.constexpr, NEW_BFLOAT: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    SEGMENTS: tl.constexpr = len(PLAN.parts)
+    SEGMENTS: tl.constexpr = len(PLAN.side.parts)
     head = tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(1)
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -257,9 +254,9 @@ def _store_side(
 @triton.jit
 def _loaded(vectors, operands, exists, head, PLAN: tl.constexpr, SEGMENT: tl.constexpr):
     """x − mean: the parts of a segment, 0 in columns without a coordinate."""
-    PARTS: tl.constexpr = PLAN.parts[SEGMENT]
+    PARTS: tl.constexpr = PLAN.side.parts[SEGMENT]
     WIDTH: tl.constexpr = PLAN.width[SEGMENT]
-    RUN: tl.constexpr = PLAN.run[SEGMENT]
+    RUN: tl.constexpr = PLAN.side.run[SEGMENT]
     ys = ()
     for part in tl.static_range(PARTS):
         first = vectors + PLAN.side.start[SEGMENT] + part * RUN
@@ -276,8 +273,8 @@ def _rotated(vectors, operands, exists, head, PLAN: tl.constexpr, ROWS: tl.const
     """(x − mean)·A: of each segment its parts, 0 in columns without a coordinate."""
     sums = ()
     shifts = ()
-    for i in tl.static_range(len(PLAN.parts)):
-        sums += (tl.zeros([vectors.shape[0], PLAN.parts[i] * PLAN.width[i]], tl.float32),)
+    for i in tl.static_range(len(PLAN.side.parts)):
+        sums += (tl.zeros([vectors.shape[0], PLAN.side.parts[i] * PLAN.width[i]], tl.float32),)
         if operands.shift is not None:
             shifts += (tl.load(operands.shift + head * PLAN.columns + _columns(PLAN, i))[None, :],)
     for first in range(0, PLAN.side.head_dim, ROWS):
@@ -285,15 +282,15 @@ def _rotated(vectors, operands, exists, head, PLAN: tl.constexpr, ROWS: tl.const
         mask = exists[:, None] & (row < PLAN.side.head_dim)[None, :]
         x = tl.load(vectors[:, None] + row[None, :], mask=mask, other=0.0)
         more = ()
-        for i in tl.static_range(len(PLAN.parts)):
+        for i in tl.static_range(len(PLAN.side.parts)):
             more += (_plus_product(sums[i], x, operands, head, row, PLAN, i),)
         sums = more
     ys = ()
-    for i in tl.static_range(len(PLAN.parts)):
+    for i in tl.static_range(len(PLAN.side.parts)):
         if operands.shift is None:
-            ys += (_split(sums[i] * PLAN.factor, PLAN.parts[i]),)
+            ys += (_split(sums[i] * PLAN.factor, PLAN.side.parts[i]),)
         else:
-            ys += (_split(sums[i] * PLAN.factor + shifts[i], PLAN.parts[i]),)
+            ys += (_split(sums[i] * PLAN.factor + shifts[i], PLAN.side.parts[i]),)
     return ys
 
 
@@ -309,7 +306,7 @@ def _plus_product(y, x, operands, head, row, PLAN: tl.constexpr, SEGMENT: tl.con
 
 @triton.jit
 def _columns(PLAN: tl.constexpr, SEGMENT: tl.constexpr):
-    return PLAN.column[SEGMENT] + tl.arange(0, PLAN.parts[SEGMENT] * PLAN.width[SEGMENT])
+    return PLAN.column[SEGMENT] + tl.arange(0, PLAN.side.parts[SEGMENT] * PLAN.width[SEGMENT])
 
 
 @triton.jit
@@ -421,7 +418,7 @@ def _affine(ys, PLAN: tl.constexpr, SEGMENT: tl.constexpr):
     codes. Where y itself is not rounded, it is corrected by what is left of y − low after the next multiple of 1/16 of
     the scale. That is exact near ties, which are such multiples, and these have 23 bits at most."""
     TOP: tl.constexpr = (1 << PLAN.side.bits[SEGMENT]) - 1.0
-    RUN: tl.constexpr = PLAN.run[SEGMENT]
+    RUN: tl.constexpr = PLAN.side.run[SEGMENT]
     least = ys[0]
     most = ys[0]
     total = ys[0]
@@ -468,7 +465,7 @@ def _codebook(ys, levels, boundaries, PLAN: tl.constexpr, SEGMENT: tl.constexpr)
     squares = tl.zeros_like(ys[0])
     for part in tl.static_range(len(ys)):
         code = _nearest_level(ys[part] * factor, boundaries, BITS)
-        within = (tl.arange(0, ys[0].shape[1]) < coded(PLAN.side.dims[SEGMENT], PLAN.run[SEGMENT], part))[None, :]
+        within = (tl.arange(0, ys[0].shape[1]) < coded(PLAN.side.dims[SEGMENT], PLAN.side.run[SEGMENT], part))[None, :]
         level = tl.where(within, tl.load(levels + CODES + code), 0.0)
         squares += level * level
         codes += (tl.where(within, code, 0),)
@@ -500,7 +497,7 @@ def _store_plane(codes, slots, rows, PLAN: tl.constexpr, SEGMENT: tl.constexpr, 
     BELOW: tl.constexpr = bits_below(PLAN.side.bits[SEGMENT], WIDTH)
     # above all bits of a code are some that no byte gets
     MASK: tl.constexpr = (1 << (BELOW + WIDTH)) - 1 if PLAN.side.bits[SEGMENT] > BELOW + WIDTH else -1
-    RUN: tl.constexpr = PLAN.run[SEGMENT]
+    RUN: tl.constexpr = PLAN.side.run[SEGMENT]
     RUNS: tl.constexpr = len(codes) * WIDTH // 8
     byte = slots[:, None] + BELOW * PLAN.side.eighth[SEGMENT] + tl.arange(0, codes[0].shape[1])[None, :]
     for i in tl.static_range(RUNS):
@@ -515,8 +512,8 @@ def _store_parts(ys, pointers, rows, PLAN: tl.constexpr, SEGMENT: tl.constexpr):
     """All coordinates of a segment, from each pointer on."""
     column = tl.arange(0, ys[0].shape[1])[None, :]
     for part in tl.static_range(len(ys)):
-        mask = _within(rows, coded(PLAN.side.dims[SEGMENT], PLAN.run[SEGMENT], part), ys[0].shape[1])
-        tl.store(pointers[:, None] + part * PLAN.run[SEGMENT] + column, ys[part], mask=mask)
+        mask = _within(rows, coded(PLAN.side.dims[SEGMENT], PLAN.side.run[SEGMENT], part), ys[0].shape[1])
+        tl.store(pointers[:, None] + part * PLAN.side.run[SEGMENT] + column, ys[part], mask=mask)
 
 
 @triton.jit
