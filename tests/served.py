@@ -31,6 +31,11 @@ class Server:
         with urllib.request.urlopen(request if body else url, timeout=120) as answer:
             return answer.read().decode()
 
+    def metrics(self, path: str) -> dict[str, float]:
+        """By name and labels."""
+        lines = [line for line in self.get(path).splitlines() if not line.startswith("#")]
+        return {name: float(value) for name, value in (line.rsplit(maxsplit=1) for line in lines)}
+
     def complete(self) -> str:
         """What comes after PROMPT."""
         asked = {"model": "embedded", "prompt": PROMPT, "max_tokens": 40, "temperature": 0}

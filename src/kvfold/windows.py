@@ -27,7 +27,12 @@ class Windows:
             raise ValueError(f"windows cannot be negative: sink={self.sink}, recent={self.recent}")
 
     def __bool__(self) -> bool:
-        return self.sink > 0 or self.recent > 0 or self.group > 1
+        return self.sink > 0 or self.has_recent
+
+    @property
+    def has_recent(self) -> bool:
+        """Whether the last tokens of a sequence are read in 16 bits."""
+        return self.recent > 0 or self.group > 1
 
     def exact_from(self, position: Position) -> Position:
         """The first of the recent tokens that a query at `position` reads in 16 bits; position + 1: none."""
@@ -46,7 +51,7 @@ class Windows:
         """The tokens to keep in 16 bits for a step from `start` to `length` tokens, for what may follow it, and for
         taking back up to `ROLLBACK` tokens of it."""
         after = range(self.before(max(start, length - ROLLBACK)).start, length)
-        return range(min(self.sink, length)), self.before(start), after if self.recent or self.group > 1 else range(0)
+        return range(min(self.sink, length)), self.before(start), after if self.has_recent else range(0)
 
     def pages(self, start: int, length: int, page_size: int) -> set[int]:
         """Which pages of a sequence `spans` reaches into."""

@@ -227,8 +227,7 @@ def moved_bytes(case: Case, layout: PageLayout, windows: Windows) -> int:
     else:
         sink = min(windows.sink, case.context)
         packed = max(0, windows.exact_from(case.context - 1) - sink)
-        recent = max(0, case.context - max(sink, windows.exact_from(case.history)))
-        recent = recent if windows.recent or windows.group > 1 else 0
+        recent = max(0, case.context - max(sink, windows.exact_from(case.history))) if windows.has_recent else 0
         page_meta = sum(slot.meta_bytes for slot in (layout.key, layout.value) if slot.per_page)
         size = packed * slot + -(-packed // case.page) * page_meta + (sink + recent) * wide
     return case.batch * case.kv_heads * size

@@ -49,12 +49,10 @@ def choose(layout: PageLayout, ratio: int, device: torch.device, capability: tup
         warn(f"{reason}; PyTorch's operators do its work on the GPU, many times slower", stacklevel=2)
         return _torch(reason)
     stored = Choice("triton", "segments are affine, codebooks or raw", store.store)
-    for side, slot in (("keys", layout.key), ("values", layout.value)):
-        if reason := tiles.unsupported(slot):
-            reason = f"there is no kernel that stores these {side}: {reason}"
-            warn(f"{reason}; PyTorch's operators do that on the GPU, many times slower", stacklevel=2)
-            stored = Choice("torch", reason, naive.store)
-            break
+    if unstored := tiles.unsupported_side(layout):
+        reason = "there is no kernel that stores these {}: {}".format(*unstored)
+        warn(f"{reason}; PyTorch's operators do that on the GPU, many times slower", stacklevel=2)
+        stored = Choice("torch", reason, naive.store)
     capability = capability or torch.cuda.get_device_capability(device)
     if capability < HOPPER:
         decode = Choice("triton", f"the GPU is older than Hopper: {capability}", attend.attend)

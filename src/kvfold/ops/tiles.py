@@ -58,6 +58,14 @@ def unsupported(slot: SlotLayout) -> str | None:
     return _odd(slot)
 
 
+def unsupported_side(layout: PageLayout) -> tuple[str, str] | None:
+    """Whether it is the keys or the values of such pages that `unsupported` says no to, and why; None: neither."""
+    for side, slot in (("keys", layout.key), ("values", layout.value)):
+        if reason := unsupported(slot):
+            return side, reason
+    return None
+
+
 def unreadable(layout: PageLayout) -> str | None:
     """Why the portable `attend` does not read pages of this layout either, or None."""
     for side, slot in (("keys", layout.key), ("values", layout.value)):

@@ -155,7 +155,7 @@ class _WindowBlock:
 def _window_blocks(step: Step, windows: Windows, block_tokens: int) -> list[_WindowBlock]:
     """The tokens that some query of the step reads in 16 bits: of the sink, and of the recent windows."""
     recent = [
-        range(max(windows.sink, windows.exact_from(start)), length if windows.recent or windows.group > 1 else 0)
+        range(max(windows.sink, windows.exact_from(start)), length if windows.has_recent else 0)
         for start, length in zip(step.starts, step.lengths, strict=True)
     ]
     sink = [range(min(windows.sink, length)) for length in step.lengths]

@@ -41,9 +41,8 @@ aten = torch.ops.aten
 
 def unsupported(layout: PageLayout) -> str | None:
     """Why pages of this layout are not unpacked, or torch has no flash attention for what that gives, or None."""
-    for side, slot in (("keys", layout.key), ("values", layout.value)):
-        if reason := tiles.unsupported(slot):
-            return f"{side} are not unpacked: {reason}"
+    if packed := tiles.unsupported_side(layout):
+        return "{} are not unpacked: {}".format(*packed)
     dims = layout.key.dims
     return f"heads have {dims} dims, not a multiple of 8 up to 256" if dims % 8 or dims > 256 else None
 
