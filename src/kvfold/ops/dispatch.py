@@ -1,7 +1,7 @@
 """Which implementation of each op a layer gets, and why."""
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 from warnings import warn
 
@@ -48,12 +48,13 @@ def choose(layout: PageLayout, ratio: int, device: torch.device, capability: tup
     if reason := tiles.unreadable(layout):
         warn(f"{reason}; PyTorch's operators do its work on the GPU, many times slower", stacklevel=2)
         return _torch(reason)
-    stored = Choice("triton", "segments are affine, codebooks or raw", store.store)
+    capability = capability or torch.cuda.get_device_capability(device)
+    store_here = partial(store.store, early=capability >= HOPPER)
+    stored = Choice("triton", "segments are affine, codebooks or raw", store_here)
     if unstored := tiles.unsupported_side(layout):
         reason = "there is no kernel that stores these {}: {}".format(*unstored)
         warn(f"{reason}; PyTorch's operators do that on the GPU, many times slower", stacklevel=2)
         stored = Choice("torch", reason, naive.store)
-    capability = capability or torch.cuda.get_device_capability(device)
     if capability < HOPPER:
         decode = Choice("triton", f"the GPU is older than Hopper: {capability}", attend.attend)
     elif reason := gluon.unsupported(layout, ratio):

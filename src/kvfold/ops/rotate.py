@@ -33,15 +33,19 @@ class _Matrices(NamedTuple):
     precision: str  # of a product of float32
 
 
-def dual(transform: Transform, q: Tensor, dtype: torch.dtype = torch.float32, early: bool = False) -> Tensor:
+def dual(
+    transform: Transform, q: Tensor, dtype: torch.dtype = torch.float32, early: bool = False, late: bool = False
+) -> Tensor:
     """Queries [tokens, q_heads, d] of any type -> `transform.dual` of them: of `dtype`, or as they are if not rotated.
 
-    With `early`, the next kernel may begin before this one ends.
+    With `late`, it may be launched before the kernel before it ends, and waits for that; with `early`, the next kernel
+    may begin after that and before this one ends.
     """
     if transform.rotation is None:
         return q
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
-    return _rotate_to(out, q, transform.once(_of_queries, q.shape[-1], q.dtype, q.device), early=early)
+    matrices = transform.once(_of_queries, q.shape[-1], q.dtype, q.device)
+    return _rotate_to(out, q, matrices, early=early, late=late)
 
 
 def inverse(transform: Transform, x: Tensor, out: Tensor | None = None, late: bool = False) -> Tensor:
@@ -125,8 +129,6 @@ def _rotate(
     EARLY: tl.constexpr,
     LATE: tl.constexpr,
 ):
-    if EARLY:
-        gdc_launch_dependents()
     head = tl.program_id(1)
     vector = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token, q_head = vector // RATIO, head * RATIO + vector % RATIO
@@ -141,6 +143,8 @@ def _rotate(
         terms += (tl.load(matrices[i] + entry, mask=(row < DIMS)[:, None] & inside, other=0.0),)
     if LATE:
         gdc_wait()
+    if EARLY:
+        gdc_launch_dependents()
     states = tl.load(x + at, mask=exists & (row < DIMS)[None, :], other=0.0).to(matrices[0].dtype.element_ty)
     rotated = tl.zeros([ROWS, WIDTH], tl.float32)
     for i in tl.static_range(len(matrices)):

@@ -74,9 +74,9 @@ def attend(
     batch, layout, kernel = pages.step.batch, pages.layout, _kernel(pages.layout)
     rotation, rotated = pages.key.transform.rotation, q.flatten(0, 1)
     order = rotation.order if kernel.rotates and new is None and isinstance(rotation, Hadamard) else 1
-    late = order == 1 and rotation is not None and new is None
+    late = new is None  # windows beside it want shared memory that it would take then
     if order == 1:
-        rotated = dual(pages.key.transform, rotated, early=late)
+        rotated = dual(pages.key.transform, rotated, early=late, late=True)
     rotated = rotated.contiguous()
     sequences, q_heads, dims = rotated.shape
     kv_heads = pages.pool.shape[1]
@@ -106,6 +106,7 @@ def attend(
         HEADS=heads,
         COLUMNS=max(8, heads * kernel.value.segments),
         ORDER=order,
+        ROTATED=order == 1 and rotation is not None,
         LATE=late,
         EARLY=new is not None,
         num_warps=1,

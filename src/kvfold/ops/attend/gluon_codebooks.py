@@ -90,7 +90,8 @@ def decode(
     HEADS: gl.constexpr,  # and up to 4 or 8
     COLUMNS: gl.constexpr,  # 8: one or two for each of them
     ORDER: gl.constexpr,  # 1: queries come rotated
-    LATE: gl.constexpr,  # whether this one began before the one that rotates queries had ended
+    ROTATED: gl.constexpr,  # whether the kernel before rotates queries; else it stores tokens
+    LATE: gl.constexpr,  # whether this one may begin before that one has ended
     EARLY: gl.constexpr,  # whether the next kernel may begin at once, or at the end
 ):
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
@@ -99,6 +100,8 @@ def decode(
     split, head, sequence = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     splits, kv_heads, sequences = gl.num_programs(0), gl.num_programs(1), gl.num_programs(2)
     table += sequence.to(gl.int64) * table_stride
+    if LATE and not ROTATED:
+        control("griddepcontrol.wait")
     begin, end, first, last = own_tiles(split, splits, sink, recent, gl.load(lengths + sequence))
     final = gl.maximum(first, last)  # what there is to prefetch, even where there is nothing to read
     pool += head.to(gl.int64) * PAGE_WORDS
@@ -114,7 +117,7 @@ def decode(
     constants = ()  # a register each, instead of a move before every lookup
     for i in gl.static_range(len(all_constants(KEY, VALUE))):
         constants += (_constant(all_constants(KEY, VALUE)[i]),)
-    if LATE:
+    if LATE and ROTATED:
         control("griddepcontrol.wait")
     queries = ()
     for i in gl.static_range(len(KEY.start)):

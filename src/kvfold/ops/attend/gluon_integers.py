@@ -95,7 +95,8 @@ def decode(
     HEADS: gl.constexpr,  # and up to 4 or 8
     COLUMNS: gl.constexpr,  # of outputs: one for each of them, or two
     ORDER: gl.constexpr,  # of the Hadamard matrices by which queries are rotated here; 1: not
-    LATE: gl.constexpr,  # whether this one began before the one that rotates queries had ended
+    ROTATED: gl.constexpr,  # whether the kernel before rotates queries; else it stores tokens
+    LATE: gl.constexpr,  # whether this one may begin before that one has ended
     EARLY: gl.constexpr,  # whether the next kernel may begin at once, or at the end
 ):
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
@@ -104,6 +105,8 @@ def decode(
     split, head, sequence = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     splits, kv_heads, sequences = gl.num_programs(0), gl.num_programs(1), gl.num_programs(2)
     table += sequence.to(gl.int64) * table_stride
+    if LATE and not ROTATED:
+        control("griddepcontrol.wait")
     begin, end, first, last = own_tiles(split, splits, sink, recent, gl.load(lengths + sequence))
     pool += head.to(gl.int64) * PAGE_WORDS
 
@@ -124,7 +127,7 @@ def decode(
 
     if EARLY:
         control("griddepcontrol.launch_dependents")
-    if LATE:
+    if LATE and ROTATED:
         control("griddepcontrol.wait")
     row = (sequence * kv_heads + head) * RATIO
     q += row.to(gl.int64) * DIMS

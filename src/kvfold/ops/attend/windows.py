@@ -69,7 +69,7 @@ def attend(
         LONG=long,
         LATE=late,
         num_warps=blocks.num_warps,
-        num_stages=1 if long else 3,  # of tiles with older tokens, few in a long step
+        num_stages=1,  # of tiles with older tokens, few of a program: what it does not take, programs beside it do
         **({"launch_pdl": True} if late else {}),
     )
 

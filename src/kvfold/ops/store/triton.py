@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from kvfold.codec import Codec
 from kvfold.ops import tiles
@@ -44,7 +45,7 @@ class Blocks(NamedTuple):
 
 
 FEW = Blocks(16, 128, 4, 1, None)
-FEW_TERMS = Blocks(16, 64, 4, 3, None)  # for matrices of several terms
+FEW_TERMS = Blocks(16, 32, 8, 4, None)  # for matrices of several terms
 MANY = Blocks(64, 128, 4, 1, 128)  # four programs on a multiprocessor
 MANY_WIDE = Blocks(64, 32, 8, 3, None)  # of more than 128 coordinates
 MANY_VECTORS = 1 << 13  # from which on larger blocks, which read matrices less often, leave little of a GPU idle
@@ -91,8 +92,8 @@ class _Memory(NamedTuple):
     boundaries: Tensor
 
 
-def store(pages: LayerPages, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
-    """As `naive.store`, for 16-bit k and v.
+def store(pages: LayerPages, k: Tensor, v: Tensor, early: bool = False) -> tuple[Tensor, Tensor] | None:
+    """As `naive.store`, for 16-bit k and v. With `early`, the next kernel may begin before this one ends.
 
     Nothing waits for the device, so what cannot be stored raises no error: no byte of that token's key (or value) of
     that KV head is written, and `pages.faults` becomes 1.
@@ -125,7 +126,7 @@ def store(pages: LayerPages, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | No
         blocks = MANY if dims <= 128 else MANY_WIDE
     _store[triton.cdiv(sequences * n, blocks.tokens), kv_heads, 2](
         _source(k), key, KEY, _source(v), value, VALUE, batch.slots, memory, sequences * n, wide == torch.bfloat16,
-        pages.layout.page_size, pages.layout.page_bytes, blocks.tokens, blocks.rows,
+        pages.layout.page_size, pages.layout.page_bytes, blocks.tokens, blocks.rows, early,
         num_warps=blocks.warps, num_stages=blocks.stages, maxnreg=blocks.registers,
     )  # fmt: skip
     return None if new is None else (new[0], new[1])
@@ -182,8 +183,10 @@ def coded(dims, run, part):
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slots"])
 def _store(
     k, key, KEY: tl.constexpr, v, value, VALUE: tl.constexpr, slots, memory, tokens, NEW_BFLOAT: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()
     if tl.program_id(2) == 0:
         _store_side(k, key, slots, memory, tokens, 0, KEY, NEW_BFLOAT, PAGE_SIZE, PAGE_BYTES, BLOCK, ROWS)
     else:
