@@ -76,8 +76,9 @@ class Fingerprint(_Strict):
     def _compare(self, other: Mapping[str, Any]) -> None:
         for field, theirs in other.items():
             if (mine := getattr(self, field)) != theirs:
+                hint = " (folding makes another model, with an artifact of its own)" if field == "weights" else ""
                 raise ValueError(
-                    f"the artifact was made for another model: its {field} is {mine}, the model's is {theirs}"
+                    f"the artifact was made for another model: its {field} is {mine}, the model's is {theirs}{hint}"
                 )
 
 

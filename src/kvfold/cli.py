@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import re
+import shlex
 import sys
 import textwrap
 import time
@@ -23,10 +24,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from safetensors import SafetensorError
 
 from kvfold import __version__
 from kvfold.geometry import Geometry, example_configs
-from kvfold.models import EMBEDDED, cache_folder, embedded_folder, load_config, load_model
+from kvfold.models import EMBEDDED, cache_folder, embedded_folder, load_config, load_model, save_model
 from kvfold.recipe import Recipe
 from kvfold.recipes import RECIPES, parse
 from kvfold.text import draw, read_text, tokenize
@@ -49,17 +51,22 @@ TextFile = Annotated[
     Path | None, typer.Option("--text", help="A UTF-8 text file instead of Python's own documentation.")
 ]
 ArtifactFolder = Annotated[
-    str | None, typer.Option("--artifact", help="A folder written by `kvfold calibrate`, or its Hub id.")
+    str | None,
+    typer.Option(
+        "--artifact",
+        help="A folder written by `kvfold calibrate`, or its Hub id. Default: MODEL/kvfold, if it is there.",
+    ),
 ]
 
 LEFT = ("recipe", "needs", "what it is", "key dims×bits", "value dims×bits", "op", "kernel", "why")  # columns of text
+CARRIED = "kvfold"  # the folder of an artifact in that of its model; engines look for weights in the latter alone
 DEMO_RECIPES = ("int4", "saw-int4", "saw-int4:sink=4", "int2", "int2:sink=16,recent=64")
 
 
 def main() -> None:
     try:
         app()
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         err.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
         raise SystemExit(1) from None
 
@@ -210,6 +217,39 @@ def calibrate(
 
 
 @app.command()
+def fold(
+    model: Model,
+    recipe: Annotated[str, typer.Option("--recipe", "-r", help="A recipe that learns a rotation: `oscar-int2`.")],
+    folder: Annotated[Path, typer.Option("--out", help="The folder to write: a new or an empty one.")],
+    artifact: ArtifactFolder = None,
+) -> None:
+    """Fold a recipe's rotation of values into the weights, which leaves less to do for every token.
+
+    Writes a model that computes the same, in the same dtype, with its artifact in the subfolder `kvfold`, where other
+    commands find it. Without an artifact, the recipe is calibrated first, as `serve` does.
+
+    Example: `kvfold fold embedded -r oscar-int2 --out folded`, then `kvfold serve folded -r oscar-int2`
+    """
+    from kvfold.folding import check_foldable, fold_values
+
+    parsed = parse(recipe)
+    _check(model, [parsed], files=(folder,))
+    check_foldable(parsed, load_config(model))
+    if folder.exists() and (folder.is_file() or any(folder.iterdir())):
+        raise FileExistsError(f"cannot write {folder}: it is there already, and not empty")
+    fits = _artifact(artifact or _carried(model) or str(_calibrated(model, parsed)))
+    with err.status(f"Folding {escape(model)} …"), TemporaryDirectory(dir=folder.parent) as scratch:
+        network, tokenizer = load_model(model, dtype="auto", device="cpu")
+        folded, whole = fold_values(network, parsed, fits), Path(scratch) / "whole"
+        save_model(network, tokenizer, whole)
+        folded.save(whole / CARRIED)
+        whole.rename(folder)
+    out.print(f"Wrote {escape(str(folder))}, with its artifact in it. Serve it:", soft_wrap=True, highlight=False)
+    command = shlex.join(["kvfold", "serve", str(folder), "--recipe", str(parsed)])
+    out.print(escape(command), soft_wrap=True, highlight=False)
+
+
+@app.command()
 def inspect(
     folder: Annotated[str, typer.Argument(help="A folder written by `kvfold calibrate`, or its Hub id.")],
     png: Annotated[Path | None, typer.Option(help="Draw widths, spectra and clip ratios of all layers.")] = None,
@@ -300,7 +340,7 @@ def eval_(
     from kvfold.evaluate.report import rows, table, write_html
 
     asked = None if gsm8k is None else read_problems(gsm8k, problems)
-    means, words = _artifact(artifact), read_text(text, "evaluation")
+    means, words = _artifact(artifact or _carried(model)), read_text(text, "evaluation")
     panel = _panel(recipe, means)
     _check(model, panel, files=(json_file, csv_file, html))
     names = (model, text.name if text else "Python documentation")
@@ -344,7 +384,7 @@ def generate(
 
     Example: `kvfold generate embedded -r saw-int4 -p "Why is the sky blue?"`
     """
-    means = _artifact(artifact)
+    means = _artifact(artifact or _carried(model))
     parsed = _panel([recipe] if recipe else None, means, "saw-int4")[0]
     _check(model, [parsed])
     _generate(*_load(model), parsed, prompt, max_tokens, raw, means)
@@ -368,6 +408,7 @@ def serve(
 
     parsed = parse(recipe)
     _check(model, [parsed])
+    artifact = artifact or _carried(model)
     if artifact is None and (parsed.centre or parsed.learns):
         artifact = str(_calibrated(model, parsed))
     folder = str(embedded_folder()) if model == EMBEDDED else model
@@ -425,7 +466,7 @@ def decode(
     """
     from kvfold.bench.decode import decode as run
 
-    panel, means = [parse(name) for name in recipe], _artifact(artifact)
+    panel, means = [parse(name) for name in recipe], _artifact(artifact or _carried(model))
     _check(model, panel, files=(json_file, csv_file))
     network, tokenizer = _load(model)
     words = tokenize(read_text(None, "evaluation"), tokenizer, context)
@@ -724,6 +765,12 @@ def _artifact(folder: str | None) -> Any:
     from kvfold.artifact import Artifact
 
     return None if folder is None else Artifact.load(folder)
+
+
+def _carried(model: str) -> str | None:
+    """The artifact in a model's folder, where `kvfold fold` puts it."""
+    folder = Path(model).expanduser() / CARRIED
+    return str(folder) if (folder / "kvfold.json").exists() else None
 
 
 def _panel(names: list[str] | None, artifact: Any, default: str | None = None) -> list[Recipe]:

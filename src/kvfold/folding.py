@@ -1,6 +1,7 @@
 """Folding the rotation of values into a model's projections, so that nothing is left to rotate when it runs."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,14 +14,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+def check_foldable(recipe: Recipe, config: Mapping[str, Any]) -> None:
+    """Refuse what shows before anything is loaded, by the recipe and the model's config.json."""
+    if not recipe.folds:
+        raise ValueError(f"{recipe} learns no rotation of values that could be folded")
+    if config.get("quantization_config"):
+        raise UnsupportedModel("values cannot be folded into quantized weights: take the model that they were made of")
+
+
 @torch.no_grad()
 def fold_values(model: "PreTrainedModel", recipe: Recipe, artifact: Artifact) -> Artifact:
     """Rotate the value and output projections of `model`, in place, by the value rotation of `recipe`.
 
     With v' = v·R stored instead of v, attention returns o·R, so W_V ← Rᵀ·W_V and W_O ← W_O·R leave the model as it was.
     Values have no RoPE, which keys have in between. Returns the artifact of the folded model: its values have no
-    rotation left, and their means are rotated too.
+    rotation left, and their means are rotated too. It is computed in float64 and rounded once to the weights' dtype.
     """
+    check_foldable(recipe, model.config.to_dict())
     name = f"{recipe.fitted_as}/value_rotation"
     if name not in artifact.tensors:
         raise ValueError(f"{recipe} has no rotation of values in the artifact that could be folded")

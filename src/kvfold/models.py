@@ -67,6 +67,13 @@ def load_config(name: str) -> dict[str, Any]:
     return config
 
 
+def save_model(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
+    """As an ordinary model folder, in the model's own dtype."""
+    with _no_loading_bars():
+        model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
 def weight_files(name: str) -> list[Path]:
     """The safetensors files of a model that is on this machine, if transformers takes their contents as they are."""
     transformers, source = _require("transformers"), _locate(name)
@@ -161,9 +168,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
         [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
     )
-    with _no_loading_bars():
-        model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save_model(model, tokenizer, folder)
 
 
 @contextmanager

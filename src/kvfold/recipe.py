@@ -30,6 +30,7 @@ class Recipe(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     options: ClassVar[tuple[str, ...]] = ("sink", "recent", "centre", "skip")
     page_size: ClassVar[int] = PAGE_SIZE
+    folds: ClassVar[bool] = False  # whether calibration finds a `value_rotation`, which can be folded into the model
 
     name: str
     summary: str = Field(repr=False)

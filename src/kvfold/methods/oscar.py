@@ -30,6 +30,7 @@ class Oscar(Integers):
     """
 
     options: ClassVar = ("per_head", "eigen", "hadamard", "permute", "clip", *Integers.options)
+    folds: ClassVar = True
     sink: NonNegativeInt = 64
     recent: NonNegativeInt = 256
     per_head: bool = False  # a rotation for each KV head

@@ -13,8 +13,10 @@ import pytest
 import torch
 from sglang_engine import Answer, ask, ask_alone, serve
 from transformers import AttentionInterface
+from typer.testing import CliRunner
 
 from kvfold.artifact import Artifact
+from kvfold.cli import app
 from kvfold.recipes import parse
 from kvfold.text import default_text, tokenize
 
@@ -140,6 +142,16 @@ def defined(embedded, recipe: str, artifact: str, prompt: list[int], answer: Ans
 def test_answers_are_those_of_the_definition(recipe, prompts, artifact, embedded):
     prompt = prompts.long[-1]
     (answer,) = serve(partial(ask, prompts=[prompt], tokens=8), recipe, artifact, **LARGE)
+    assert np.abs(answer.logprobs - defined(embedded, recipe, artifact, prompt, answer)).mean() < 0.2
+
+
+def test_answers_of_a_folded_model_are_those_of_the_definition(prompts, artifact, embedded, tmp_path):
+    """Of the model and the artifact that it was made of."""
+    prompt, recipe, folded = prompts.long[0], "oscar-int2:sink=16,recent=24", str(tmp_path / "folded")
+    fold = CliRunner().invoke(app, ["fold", "embedded", "-r", recipe, "--artifact", artifact, "--out", folded])
+    assert fold.exit_code == 0, fold.output
+    asked = partial(ask, prompts=[prompt], tokens=8)
+    (answer,) = serve(asked, recipe, f"{folded}/kvfold", model_path=folded, **LARGE)
     assert np.abs(answer.logprobs - defined(embedded, recipe, artifact, prompt, answer)).mean() < 0.2
 
 
