@@ -129,6 +129,9 @@ def _rotate(
     EARLY: tl.constexpr,
     LATE: tl.constexpr,
 ):
+    if EARLY:  # before matrices are loaded, for which the next kernel need not wait
+        gdc_wait()
+        gdc_launch_dependents()
     head = tl.program_id(1)
     vector = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token, q_head = vector // RATIO, head * RATIO + vector % RATIO
@@ -141,10 +144,8 @@ def _rotate(
     terms = ()
     for i in tl.static_range(len(matrices)):
         terms += (tl.load(matrices[i] + entry, mask=(row < DIMS)[:, None] & inside, other=0.0),)
-    if LATE:
+    if LATE and not EARLY:
         gdc_wait()
-    if EARLY:
-        gdc_launch_dependents()
     states = tl.load(x + at, mask=exists & (row < DIMS)[None, :], other=0.0).to(matrices[0].dtype.element_ty)
     rotated = tl.zeros([ROWS, WIDTH], tl.float32)
     for i in tl.static_range(len(matrices)):

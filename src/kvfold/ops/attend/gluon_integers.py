@@ -485,11 +485,9 @@ def flat(layout):
 
 @gluon.constexpr_function
 def copy_layout(count, page):
-    """[run, word of its tokens]: 16 bytes a lane, or 8 where there is less; lanes of a run stay with it where its page
-    is its own."""
-    each = 4 if count > 1 else 2
-    lanes = 4 if page % 64 else min(32, 8 * count // each)
-    return gl.BlockedLayout([1, each], [32 // lanes, lanes], [1, 1], [1, 0])
+    """[run, word of its tokens]: 16 bytes a lane; lanes of a run stay with it where its page is its own."""
+    lanes = min(4 if page % 64 else 32, 2 * count)
+    return gl.BlockedLayout([1, 4], [32 // lanes, lanes], [1, 1], [1, 0])
 
 
 @gluon.constexpr_function
