@@ -77,7 +77,7 @@ class _Plan(NamedTuple):
     alike: bool  # whether all widths are the same
     factor: float
     rotated: bool
-    clipped: int  # how many coordinates of a vector are the limit of its magnitudes or beyond it; 0: none is clipped
+    clipped: bool
     bfloat: bool  # whether floats of raw segments are bfloat16
 
 
@@ -120,12 +120,14 @@ def store(pages: LayerPages, k: Tensor, v: Tensor, early: bool = False) -> tuple
     )
     key, KEY = _prepared(pages.key, tiles.key_side(pages.layout), k)
     value, VALUE = _prepared(pages.value, tiles.value_side(pages.layout), v)
+    ranks = _clip_rank(pages.key), _clip_rank(pages.value)
     if k.shape[:3].numel() < MANY_VECTORS:
         blocks = FEW if max(len(key.matrices), len(value.matrices)) < 2 else FEW_TERMS
     else:
         blocks = MANY if dims <= 128 else MANY_WIDE
     _store[triton.cdiv(sequences * n, blocks.tokens), kv_heads, 2](
-        _source(k), key, KEY, _source(v), value, VALUE, batch.slots, memory, sequences * n, wide == torch.bfloat16,
+        _source(k), key, KEY, _source(v), value, VALUE, *ranks, batch.slots, memory, sequences * n,
+        wide == torch.bfloat16,
         pages.layout.page_size, pages.layout.page_bytes, blocks.tokens, blocks.rows, early,
         num_warps=blocks.warps, num_stages=blocks.stages, maxnreg=blocks.registers,
     )  # fmt: skip
@@ -137,14 +139,18 @@ def _source(x: Tensor) -> _Source:
     return _Source(x, x.stride(0), x.stride(1))
 
 
+def _clip_rank(codec: Codec) -> int:
+    """Which magnitude of a vector, from the largest down, is the limit of all; 0: none."""
+    return 0 if codec.clip is None else codec.layout.dims - math.ceil(codec.clip * codec.layout.dims) + 1
+
+
 def _prepared(codec: Codec, side: Side, x: Tensor) -> tuple[_Operands, _Plan]:
-    beyond = 0 if codec.clip is None else side.head_dim - math.ceil(codec.clip * side.head_dim)
-    clipped, bfloat = beyond + 1 if beyond else 0, codec.wide == torch.bfloat16
+    clipped, bfloat = codec.clip is not None, codec.wide == torch.bfloat16
     return codec.transform.once(_prepare, side, clipped, bfloat, x.dtype, x.device)
 
 
 def _prepare(
-    transform: Transform, side: Side, clipped: int, bfloat: bool, dtype: torch.dtype, device: torch.device
+    transform: Transform, side: Side, clipped: bool, bfloat: bool, dtype: torch.dtype, device: torch.device
 ) -> tuple[_Operands, _Plan]:
     """Of the keys or values of a layer, for x of this type."""
     rotated = transform.rotation is not None
@@ -180,22 +186,25 @@ def coded(dims, run, part):
     return max(0, min(run, dims - part * run))
 
 
-@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slots"])
+@triton.jit(do_not_specialize=["key_rank", "value_rank", "tokens"], do_not_specialize_on_alignment=["slots"])
 def _store(
-    k, key, KEY: tl.constexpr, v, value, VALUE: tl.constexpr, slots, memory, tokens, NEW_BFLOAT: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
+    k, key, KEY: tl.constexpr, v, value, VALUE: tl.constexpr, key_rank, value_rank, slots, memory, tokens,
+    NEW_BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         gdc_launch_dependents()
     if tl.program_id(2) == 0:
-        _store_side(k, key, slots, memory, tokens, 0, KEY, NEW_BFLOAT, PAGE_SIZE, PAGE_BYTES, BLOCK, ROWS)
+        _store_side(k, key, key_rank, slots, memory, tokens, 0, KEY, NEW_BFLOAT, PAGE_SIZE, PAGE_BYTES, BLOCK, ROWS)
     else:
-        _store_side(v, value, slots, memory, tokens, 1, VALUE, NEW_BFLOAT, PAGE_SIZE, PAGE_BYTES, BLOCK, ROWS)
+        _store_side(
+            v, value, value_rank, slots, memory, tokens, 1, VALUE, NEW_BFLOAT, PAGE_SIZE, PAGE_BYTES, BLOCK, ROWS
+        )
 
 
 @triton.jit
 def _store_side(
-    source, operands, slots, memory, tokens, WHICH: tl.constexpr, PLAN: tl.constexpr, NEW_BFLOAT: tl.constexpr,
+    source, operands, rank, slots, memory, tokens, WHICH: tl.constexpr, PLAN: tl.constexpr, NEW_BFLOAT: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     SEGMENTS: tl.constexpr = len(PLAN.side.parts)
@@ -220,7 +229,7 @@ def _store_side(
         for i in tl.static_range(SEGMENTS):
             sound = sound & _below(ys[i], BFLOAT_BITS if NEW_BFLOAT else HALF_BITS)
     if PLAN.clipped:
-        limit = _largest((_joined(ys),) if PLAN.alike else ys, stored, PLAN.clipped)[:, None]
+        limit = _largest((_joined(ys),) if PLAN.alike else ys, stored, rank)[:, None]
         clipped = ()
         for i in tl.static_range(SEGMENTS):
             clipped += (_clamped(ys[i], limit),)
@@ -347,21 +356,21 @@ def _joined(ys):
 
 
 @triton.jit
-def _largest(ys, stored, RANK: tl.constexpr):
-    """The RANK-th largest magnitude of each vector. Magnitudes order like the integers of their bits.
+def _largest(ys, stored, rank):
+    """The rank-th largest magnitude of each vector. Magnitudes order like the integers of their bits.
 
-    A guess first: RANK times the largest that is below the last, which is right where exactly RANK magnitudes reach it.
+    A guess first: rank times the largest that is below the last, which is right where exactly rank magnitudes reach it.
     Among ties it is not: there the largest number that so many reach is found bit by bit, from the top down.
     """
     limit = tl.full(stored.shape, 1 << 31, tl.uint32)
-    if RANK <= GUESSED:
-        for _ in range(RANK):
+    if rank <= GUESSED:
+        for _ in range(rank):
             limit = limit - 1 - _nearest_below(ys, limit - 1)
-    known = (_reached(ys, limit) == RANK) | ~stored
+    known = (_reached(ys, limit) == rank) | ~stored
     limit = tl.where(known, limit, 0)
     for i in range(31 * (1 - tl.min(known.to(tl.int32), axis=0))):
         tried = limit | (tl.full(limit.shape, 1, tl.uint32) << (30 - i))
-        limit = tl.where((_reached(ys, tried) >= RANK) & ~known, tried, limit)
+        limit = tl.where((_reached(ys, tried) >= rank) & ~known, tried, limit)
     return limit.to(tl.float32, bitcast=True)
 
 
