@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any, Self
 
 import torch
@@ -23,6 +23,7 @@ from kvfold.recipes import parse
 from kvfold.windows import Windows
 
 RECIPE, ARTIFACT = "KVFOLD_RECIPE", "KVFOLD_ARTIFACT"  # environment variables
+WARM_UP = (1, 2, 4, 8, 16, 32, 64, 8192)  # tokens of a request for which steps run different kernels
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,7 @@ class Layer:
 
     def __init__(self, plan: Plan, index: int, pool: Tensor, shadows: Tensor, faults: Tensor) -> None:
         (key, value), layout = plan.codecs[index], plan.layouts[index]
-        self.ops = plan.ops[index]
+        self.ops, self.ratio = plan.ops[index], plan.geometry.q_heads // plan.geometry.kv_heads
         self.pages = LayerPages(
             NO_STEP,
             key,
@@ -198,6 +199,20 @@ class Layer:
             shadows,
             faults,
         )
+
+    def warm_up(self, shadow_of: Tensor) -> None:
+        """Let kernels be compiled, by steps of which nothing is stored. The first requests would wait for that, for
+        seconds each."""
+        pool, layout = self.pages.pool, self.pages.layout
+        for start, n in product((0, WARM_UP[-1]), WARM_UP):
+            table = torch.zeros(1, -(-(start + n) // layout.page_size), dtype=torch.int64, device=pool.device)
+            slots = torch.full((n,), -1, device=pool.device)
+            ends = (torch.tensor([end], dtype=torch.int32, device=pool.device) for end in (start, start + n))
+            shape = (n, pool.shape[1], layout.key.dims)
+            k = torch.zeros(shape, dtype=self.pages.shadows.dtype, device=pool.device)
+            q = k.repeat_interleave(self.ratio, dim=1)
+            steps = dense_steps([start], [start + n], table, layout.page_size, shadow_of, (slots, *ends))
+            self.attend(steps, q, k, k, 1.0, torch.empty_like(q))
 
     def attend(
         self, steps: Sequence[tuple[slice, Step]], q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor

@@ -87,6 +87,9 @@ class PackedBackend(AttentionBackend):
         self.tables = self._table(0)
         self.table = self.tables  # of the step
         self.steps: list[tuple[slice, Step]] = []
+        if self.captured:
+            for layer in {layer.pages.layout: layer for layer in self.pool.layers}.values():  # others run the same
+                layer.warm_up(self.pool.shadows.of)
 
     def _table(self, requests: int) -> Tensor:
         return torch.zeros(requests, len(self.firsts), dtype=torch.int64, device=self.firsts.device)
