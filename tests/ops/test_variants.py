@@ -58,7 +58,7 @@ layers = [
 ops = [Choice("", "", run) for run in (store.store, portable.attend, unpacked.attend)]
 for layer in layers:
     layer.ops = Ops(*ops)
-layers[0].warm_up(table.of)
+layers[0].warm_up()
 warm = set(compiled)
 batches = (
     [(0, 300)], [(0, 1), (0, 300)], [(5, 6), (7, 8), (9, 2000)], [(0, 1600), (48, 1700)], [(0, 17), (3, 90)],

@@ -1,7 +1,7 @@
 """What all serving engines need: the configuration, the plan made from it, layers that pack and attend, the report."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, product
@@ -200,18 +200,18 @@ class Layer:
             faults,
         )
 
-    def warm_up(self, shadow_of: Tensor) -> None:
-        """Let kernels be compiled, by steps of which nothing is stored. The first requests would wait for that, for
-        seconds each."""
+    def warm_up(self) -> None:
+        """Let kernels be compiled, by steps of which nothing is stored."""
         pool, layout = self.pages.pool, self.pages.layout
+        no_shadow = torch.full((1,), -1, device=pool.device)
         for start, n in product((0, WARM_UP[-1]), WARM_UP):
             table = torch.zeros(1, -(-(start + n) // layout.page_size), dtype=torch.int64, device=pool.device)
             slots = torch.full((n,), -1, device=pool.device)
-            ends = (torch.tensor([end], dtype=torch.int32, device=pool.device) for end in (start, start + n))
+            first, last = torch.tensor([[start], [start + n]], dtype=torch.int32, device=pool.device)
             shape = (n, pool.shape[1], layout.key.dims)
             k = torch.zeros(shape, dtype=self.pages.shadows.dtype, device=pool.device)
             q = k.repeat_interleave(self.ratio, dim=1)
-            steps = dense_steps([start], [start + n], table, layout.page_size, shadow_of, (slots, *ends))
+            steps = dense_steps([start], [start + n], table, layout.page_size, no_shadow, (slots, first, last))
             self.attend(steps, q, k, k, 1.0, torch.empty_like(q))
 
     def attend(
@@ -229,6 +229,17 @@ class Layer:
             parts.append((tokens, shape, pages, new))
         for tokens, shape, pages, new in parts:
             self.ops.attend(pages, q[tokens].unflatten(0, shape), new, scale, out[tokens].unflatten(0, shape))
+
+
+def warm_up(layers: Iterable[Layer]) -> None:
+    """Compile the kernels of all layers, for which the first requests would wait, for seconds each. Nothing happens
+    where there are none, or while a CUDA graph is captured."""
+    if not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
+        return
+    for layer in {layer.pages.layout: layer for layer in layers}.values():  # others of the layout run the same
+        if layer.ops.store.implementation != "torch":
+            layer.warm_up()
+    torch.cuda.empty_cache()
 
 
 NO_STEP = Step(0, (), (), 1, torch.empty(0, 0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))

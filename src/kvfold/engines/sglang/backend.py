@@ -11,7 +11,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 from torch import Tensor
 
-from kvfold.engines.serving import Faults, Layer, Plan, decode_step, dense_steps
+from kvfold.engines.serving import Faults, Layer, Plan, decode_step, dense_steps, warm_up
 from kvfold.engines.shadow_table import ShadowTable
 from kvfold.ops.pages import Step
 from kvfold.ops.restore import Restore
@@ -87,9 +87,7 @@ class PackedBackend(AttentionBackend):
         self.tables = self._table(0)
         self.table = self.tables  # of the step
         self.steps: list[tuple[slice, Step]] = []
-        if self.captured:
-            for layer in {layer.pages.layout: layer for layer in self.pool.layers}.values():  # others run the same
-                layer.warm_up(self.pool.shadows.of)
+        warm_up(self.pool.layers)
 
     def _table(self, requests: int) -> Tensor:
         return torch.zeros(requests, len(self.firsts), dtype=torch.int64, device=self.firsts.device)

@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from kvfold.artifact import digest_model
 from kvfold.engines.gauges import Gauges
-from kvfold.engines.serving import Config, Faults, Layer, Plan, decode_step, dense_steps
+from kvfold.engines.serving import Config, Faults, Layer, Plan, decode_step, dense_steps, warm_up
 from kvfold.engines.shadow_table import ShadowTable
 from kvfold.layout import ALIGNMENT
 from kvfold.ops.pages import Step
@@ -124,6 +124,7 @@ class Engine:
         self.layers[name] = layer
         if len(self.layers) == len(self.plan.layouts):
             self.restore = Restore([layer.pages for layer in self.layers.values()])
+            warm_up(self.layers.values())
 
     def forget(self) -> None:
         """Let go of the pages of all layers: on a GPU, vLLM measures CUDA graphs with a few that it frees again."""
