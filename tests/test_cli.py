@@ -520,7 +520,10 @@ def test_a_folded_model_carries_its_artifact(folded: Path, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "kvfold.engines.vllm.server", server)
     run("serve", model, "-r", "oscar-int2")
     run("serve", model, "-r", "oscar-int2", "--artifact", folded / "fits")
-    assert [config.artifact for _, _, config, _ in served] == [str(model / "kvfold"), str(folded / "fits")]
+    run("serve", model, "-r", "saw-int4")  # wants means alone
+    carried = str(model / "kvfold")
+    assert [config.artifact for _, _, config, _ in served] == [carried, str(folded / "fits"), carried]
+    run("generate", model, "-r", "hessian-int4", "-p", "Hello", "--max-tokens", 2)  # learns what is not there
 
 
 def test_fold_calibrates_where_there_is_no_artifact_and_keeps_the_dtype(
@@ -571,8 +574,10 @@ def test_fold_says_that_the_disk_is_full(error_of, small: Path, fits: Path, tmp_
 
 def test_fold_into_a_folder_that_is_not_empty(error_of, folded: Path, fits: Path, small: Path, tmp_path: Path):
     fold = ("fold", small, "-r", "oscar-int2", "--artifact", fits, "--out")
-    for there in (fits, fits / "kvfold.json"):
-        assert f"cannot write {there}: it is there already, and not empty" in error_of(*fold, there)
+    (tmp_path / "link").symlink_to(tmp_path / "missing")
+    for there in (fits, fits / "kvfold.json", tmp_path / "link"):
+        assert f"cannot write {there}: it is there already, and no plain, empty folder" in error_of(*fold, there)
+    (tmp_path / "link").unlink()
     assert f"there is no folder {tmp_path / 'missing'}" in error_of(*fold, tmp_path / "missing" / "out")
     line = error_of("fold", folded / "folded", "-r", "oscar-int2", "--out", tmp_path)
     assert "oscar-int2 has no rotation of values in the artifact" in line, "it was folded already"

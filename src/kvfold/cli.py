@@ -235,9 +235,9 @@ def fold(
     parsed = parse(recipe)
     _check(model, [parsed], files=(folder,))
     check_foldable(parsed, load_config(model))
-    if folder.exists() and (folder.is_file() or any(folder.iterdir())):
-        raise FileExistsError(f"cannot write {folder}: it is there already, and not empty")
-    fits = _artifact(artifact or _carried(model) or str(_calibrated(model, parsed)))
+    if folder.is_symlink() or folder.is_mount() or (folder.exists() and (folder.is_file() or any(folder.iterdir()))):
+        raise FileExistsError(f"cannot write {folder}: it is there already, and no plain, empty folder")
+    fits = _artifact(artifact or _carried(model, [recipe]) or str(_calibrated(model, parsed)))
     with err.status(f"Folding {escape(model)} …"), TemporaryDirectory(dir=folder.parent) as scratch:
         network, tokenizer = load_model(model, dtype="auto", device="cpu")
         folded, whole = fold_values(network, parsed, fits), Path(scratch) / "whole"
@@ -340,7 +340,7 @@ def eval_(
     from kvfold.evaluate.report import rows, table, write_html
 
     asked = None if gsm8k is None else read_problems(gsm8k, problems)
-    means, words = _artifact(artifact or _carried(model)), read_text(text, "evaluation")
+    means, words = _artifact(artifact or _carried(model, recipe)), read_text(text, "evaluation")
     panel = _panel(recipe, means)
     _check(model, panel, files=(json_file, csv_file, html))
     names = (model, text.name if text else "Python documentation")
@@ -384,7 +384,7 @@ def generate(
 
     Example: `kvfold generate embedded -r saw-int4 -p "Why is the sky blue?"`
     """
-    means = _artifact(artifact or _carried(model))
+    means = _artifact(artifact or _carried(model, [recipe] if recipe else None))
     parsed = _panel([recipe] if recipe else None, means, "saw-int4")[0]
     _check(model, [parsed])
     _generate(*_load(model), parsed, prompt, max_tokens, raw, means)
@@ -408,7 +408,7 @@ def serve(
 
     parsed = parse(recipe)
     _check(model, [parsed])
-    artifact = artifact or _carried(model)
+    artifact = artifact or _carried(model, [recipe])
     if artifact is None and (parsed.centre or parsed.learns):
         artifact = str(_calibrated(model, parsed))
     folder = str(embedded_folder()) if model == EMBEDDED else model
@@ -466,7 +466,7 @@ def decode(
     """
     from kvfold.bench.decode import decode as run
 
-    panel, means = [parse(name) for name in recipe], _artifact(artifact or _carried(model))
+    panel, means = [parse(name) for name in recipe], _artifact(artifact or _carried(model, recipe))
     _check(model, panel, files=(json_file, csv_file))
     network, tokenizer = _load(model)
     words = tokenize(read_text(None, "evaluation"), tokenizer, context)
@@ -767,10 +767,14 @@ def _artifact(folder: str | None) -> Any:
     return None if folder is None else Artifact.load(folder)
 
 
-def _carried(model: str) -> str | None:
-    """The artifact in a model's folder, where `kvfold fold` puts it."""
+def _carried(model: str, names: list[str] | None) -> str | None:
+    """The artifact in a model's folder, where `kvfold fold` puts it, if it has what these recipes learn."""
     folder = Path(model).expanduser() / CARRIED
-    return str(folder) if (folder / "kvfold.json").exists() else None
+    if model == EMBEDDED or not (folder / "kvfold.json").exists():
+        return None
+    there = _artifact(str(folder)).metadata.recipes
+    recipes = map(parse, names or ())
+    return str(folder) if all(recipe.fitted_as in there for recipe in recipes if recipe.learns) else None
 
 
 def _panel(names: list[str] | None, artifact: Any, default: str | None = None) -> list[Recipe]:

@@ -23,7 +23,7 @@ from kvfold.recipes import parse
 from kvfold.windows import Windows
 
 RECIPE, ARTIFACT = "KVFOLD_RECIPE", "KVFOLD_ARTIFACT"  # environment variables
-WARM_UP = (1, 2, 4, 8, 16, 32, 64, 8192)  # tokens of a request for which steps run different kernels
+WARM_UP = (1, 2, 4, 8, 16, 32, 64, 128, 8192)  # tokens of a request for which steps run different kernels
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,8 @@ class Plan:
 
     recipe: Recipe
     geometry: Geometry  # of the whole model
-    kv_heads: int  # of this rank
+    q_heads: int  # of this rank
+    kv_heads: int
     codecs: Sequence[tuple[Codec, Codec]]  # keys and values of each layer
     page_size: int
     wide: torch.dtype  # the 16-bit type
@@ -91,7 +92,8 @@ class Plan:
             artifact = artifact.shard(rank * parts // ranks, parts)
         wide = sixteen_bit(dtype)
         codecs = recipe.model_codecs(geometry, artifact, wide, device)
-        plan = cls(recipe, geometry, geometry.kv_heads // parts, codecs, page_size, wide, torch.device(device))
+        heads = geometry.q_heads // ranks, geometry.kv_heads // parts
+        plan = cls(recipe, geometry, *heads, codecs, page_size, wide, torch.device(device))
         for ops in plan.ops if plan.device.type == "cuda" else ():
             if ops.store.implementation == "torch":  # which waits for the device
                 raise ValueError(f"{recipe} cannot be served on a GPU: {ops.store.reason}")
@@ -103,8 +105,7 @@ class Plan:
 
     @cached_property
     def ops(self) -> list[Ops]:
-        ratio = self.geometry.q_heads // self.geometry.kv_heads
-        return [choose(layout, ratio, self.device) for layout in self.layouts]
+        return [choose(layout, self.q_heads // self.kv_heads, self.device) for layout in self.layouts]
 
     @property
     def windows(self) -> Windows:
@@ -187,7 +188,7 @@ class Layer:
 
     def __init__(self, plan: Plan, index: int, pool: Tensor, shadows: Tensor, faults: Tensor) -> None:
         (key, value), layout = plan.codecs[index], plan.layouts[index]
-        self.ops, self.ratio = plan.ops[index], plan.geometry.q_heads // plan.geometry.kv_heads
+        self.ops, self.ratio = plan.ops[index], plan.q_heads // plan.kv_heads
         self.pages = LayerPages(
             NO_STEP,
             key,

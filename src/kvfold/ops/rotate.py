@@ -69,7 +69,10 @@ def _of_queries(transform: Transform, dims: int, dtype: torch.dtype, device: tor
         return _Matrices((transform.rotation.dense(dims, device),), 1.0, False, "tf32x3")
     terms, factor = transform.rotation.terms(dims, dtype, device)
     kept = torch.float32 if device.type == "cpu" else dtype  # Triton's interpreter cannot multiply bfloat16
-    return _Matrices(tuple(term.to(kept) for term in terms), factor, False, "ieee")
+    terms = tuple(term.to(kept) for term in terms)
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.current_stream(device).synchronize()  # they are read before a kernel waits for those before it
+    return _Matrices(terms, factor, False, "ieee")
 
 
 def _rotate_to(

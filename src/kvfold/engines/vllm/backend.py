@@ -124,7 +124,8 @@ class Engine:
         self.layers[name] = layer
         if len(self.layers) == len(self.plan.layouts):
             self.restore = Restore([layer.pages for layer in self.layers.values()])
-            warm_up(self.layers.values())
+            if self.config.compilation_config.cudagraph_mode.has_full_cudagraphs():  # else a request would wait for it
+                warm_up(self.layers.values())
 
     def forget(self) -> None:
         """Let go of the pages of all layers: on a GPU, vLLM measures CUDA graphs with a few that it frees again."""

@@ -68,7 +68,10 @@ def _side(slot: SlotLayout, codes: int, meta: int, lanes: int) -> Side:
     return Side(start, columns_, shares, words, steps, at, factors, len(rows), word, codes // 4, meta // 4)
 
 
-@gluon.jit(do_not_specialize=["sink", "recent"])
+@gluon.jit(
+    do_not_specialize=["sink", "recent", "table_stride", "table_pages"],
+    do_not_specialize_on_alignment=["table", "lengths"],
+)
 def decode(
     q,  # [sequences, q_heads, DIMS]
     outs,

@@ -73,7 +73,10 @@ def slots(words):
     return max(STAGES.value, (SHARED // WARPS - 1024) // (4 * TILE * words))
 
 
-@gluon.jit(do_not_specialize=["sink", "recent"])
+@gluon.jit(
+    do_not_specialize=["sink", "recent", "table_stride", "table_pages"],
+    do_not_specialize_on_alignment=["table", "lengths"],
+)
 def decode(
     q,  # [sequences, q_heads, DIMS]
     outs,

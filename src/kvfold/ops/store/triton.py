@@ -45,7 +45,7 @@ class Blocks(NamedTuple):
 
 
 FEW = Blocks(16, 128, 4, 1, None)
-FEW_TERMS = Blocks(16, 32, 8, 4, None)  # for matrices of several terms
+FEW_TERMS = Blocks(16, 64, 4, 3, None)  # for matrices of several terms
 MANY = Blocks(64, 128, 4, 1, 128)  # four programs on a multiprocessor
 MANY_WIDE = Blocks(64, 32, 8, 3, None)  # of more than 128 coordinates
 MANY_VECTORS = 1 << 13  # from which on larger blocks, which read matrices less often, leave little of a GPU idle
