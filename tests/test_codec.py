@@ -194,6 +194,19 @@ def test_bfloat16_constants_decode_exactly():
     assert torch.equal(affine.dequantize(*affine.quantize(constants, 4)), constants)
 
 
+@pytest.mark.parametrize("dims", [1, 3, 8, 33, 64])
+@pytest.mark.parametrize("tokens", [0, 1, 7, 130])
+def test_every_code_is_its_multiple_of_the_scale_rounded_once(tokens, dims):
+    """A code of 8 bits times a scale of 11 is exact in float32, so that only the sum is rounded."""
+    generator = torch.Generator().manual_seed(dims)
+    codes = torch.randint(0, 256, (dims, 2, tokens), dtype=torch.uint8, generator=generator).permute(2, 1, 0)
+    meta = torch.randn(tokens, 2, 6, generator=generator).half()[..., 2:4]  # as a slot of three segments has them
+    expected = (codes.double() * meta[..., :1].double() + meta[..., 1:].double()).float()
+    decoded = affine.dequantize(codes, meta)
+    assert decoded.dtype == torch.float32
+    assert torch.equal(decoded, expected)
+
+
 def test_what_lies_on_the_grid_decodes_exactly():
     for bits in range(1, 9):
         grid = torch.arange(2**bits).float() * 0.25 - 3.5

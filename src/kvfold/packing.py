@@ -31,7 +31,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     packed, shift = [], 0
     for width in planes(bits):
         plane = codes if width == bits else (codes >> shift) & (2**width - 1)
-        parts = plane.split(n * width // 8, dim=-1)
+        parts = plane.chunk(8 // width, dim=-1)
         byte = parts[0]
         for i, part in enumerate(parts[1:], start=1):
             byte = torch.add(byte, part, alpha=2 ** (i * width))  # bits that do not meet: a sum is an or

@@ -114,6 +114,21 @@ def test_architectures_and_head_dims(kind, config, head_dim):
         assert (got - expected).abs().max() < 0.02 * expected.abs().max()
 
 
+def test_calls_may_record_gradients_or_not():
+    """Steps in any mode go on from those in another, and what follows attention can be differentiated."""
+    model = tiny()
+    tokens = random_tokens(40)
+    expected = logits_of(model, tokens, kvfold.cache(model, "int4:sink=2,recent=5", means(model)))
+    cache = kvfold.cache(model, "int4:sink=2,recent=5", means(model))
+    parts, modes = [], (torch.enable_grad, torch.inference_mode, torch.no_grad, torch.enable_grad)
+    for part, mode in zip(tokens.split(10, dim=1), modes, strict=True):
+        with mode():
+            parts.append(model(part, past_key_values=cache).logits)
+    assert torch.allclose(torch.cat([part.detach() for part in parts], dim=1), expected, atol=1e-4)
+    parts[0].sum().backward()
+    assert model.model.layers[0].self_attn.o_proj.weight.grad.abs().sum() > 0
+
+
 def test_a_model_without_packed_cache_attends_as_before():
     model = tiny()
     tokens = random_tokens(40, batch=2)
