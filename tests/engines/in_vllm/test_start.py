@@ -35,6 +35,13 @@ def test_what_is_made_for_layers_does_not_depend_on_the_default_device(config, m
     with torch.device("meta"):  # vLLM makes layers where it is the GPU
         engine = backend.Engine.of(config)
     assert {key.transform.mean.device.type for key, _ in engine.plan.codecs} == {"cpu"}
+    assert backend.Engine.of(copy.copy(config)) is engine, "as vLLM copies it for the language model of a larger one"
+
+
+def test_memory_as_measured_with_another_recipe_is_refused(config, monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_STARTUP_PLAN", "1")
+    with pytest.raises(ValueError, match="VLLM_ENABLE_STARTUP_PLAN takes memory as measured with other recipes"):
+        backend.make_plan(config)
 
 
 @pytest.mark.parametrize(

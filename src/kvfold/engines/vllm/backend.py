@@ -67,6 +67,9 @@ def refuse(config: VllmConfig) -> None:
             parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1
         ),
         "microbatching (DBO) is not supported": parallel.use_ubatching,
+        "VLLM_ENABLE_STARTUP_PLAN takes memory as measured with other recipes: unset it": (
+            vllm.envs.VLLM_ENABLE_STARTUP_PLAN
+        ),
         f"pages need a multiple of {ALIGNMENT} tokens, not --block-size {cache.block_size}": (
             cache.block_size % ALIGNMENT != 0
         ),
@@ -134,7 +137,8 @@ class Engine:
 
     @classmethod
     def of(cls, config: VllmConfig) -> "Engine":
-        if getattr(cls, "current", None) is None or cls.current.config is not config:
+        # vLLM makes the language model of a larger one with another configuration, of the same cache
+        if getattr(cls, "current", None) is None or cls.current.config.cache_config is not config.cache_config:
             with torch.device("cpu"):  # vLLM makes layers where the default is their own
                 cls.current = cls(config)
         return cls.current
