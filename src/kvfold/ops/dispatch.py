@@ -72,6 +72,6 @@ def choose(layout: PageLayout, ratio: int, device: torch.device, capability: tup
 
 
 def _torch(reason: str) -> Ops:
-    # of what a decoding step on a CPU spends on calls with small vectors, inference mode saves a fifth
+    # decoding on a CPU makes many calls on small vectors, which inference mode makes cheaper
     store, attend = torch.inference_mode()(naive.store), torch.inference_mode()(blocked.attend)
     return Ops(Choice("torch", reason, store), Choice("torch", reason, attend), Choice("torch", reason, attend))

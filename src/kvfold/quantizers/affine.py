@@ -20,7 +20,7 @@ def quantize(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     stored = meta.float()
     if not math.isfinite(stored.sum()):
         raise ValueError("cannot quantize NaN, Inf or numbers beyond ±65504, the range of 16-bit metadata")
-    scale, offset = stored.split(1, -1)
+    scale, offset = stored.chunk(2, -1)
     codes = (x - offset).div_(scale.clamp_min(SMALLEST_SCALE)).round_().clamp_(0, levels)
     return codes.to(torch.uint8), meta
 
