@@ -62,8 +62,7 @@ def main() -> None:
 @torch.no_grad()
 def run(text: str, name: str, folded: bool, longest: int) -> list[Row]:
     case = kernels.Case.parse("decode", text)
-    filled = kernels.fill(case, parse(name), torch.device("cuda"))
-    ops, pages, q, k, v, _ = filled
+    ops, pages, q, k, v, _ = kernels.fill(case, parse(name), torch.device("cuda"))
     if folded:
         pages = replace(pages, value=replace(pages.value, transform=replace(pages.value.transform, rotation=None)))
     batch = pages.step.batch

@@ -108,7 +108,7 @@ def random_plan(recipe):
     recipe = parse(recipe)
     codecs = [recipe.layer_codecs(0, DIMS, fitted(str(recipe), DIMS, KV_HEADS))]
     geometry = Geometry("any", 1, KV_HEADS * RATIO, KV_HEADS, DIMS)
-    return Plan(recipe, geometry, KV_HEADS * RATIO, KV_HEADS, codecs, PAGE, torch.bfloat16, torch.device("cpu"))
+    return Plan(recipe, geometry, KV_HEADS, RATIO, codecs, PAGE, torch.bfloat16, torch.device("cpu"))
 
 
 class World:

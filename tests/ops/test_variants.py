@@ -55,16 +55,10 @@ layers = [
     Layer(plan, i, plan.layouts[i].allocate(2048, 2), plan.allocate_shadows(64), torch.zeros(1, dtype=torch.int32))
     for i in (0, 1)
 ]
-ops = [Choice("", "", run) for run in (store.store, portable.attend, unpacked.attend)]
-for layer in layers:
-    layer.ops = Ops(*ops)
-layers[0].warm_up()
-warm = set(compiled)
-batches = (
-    [(0, 300)], [(0, 1), (0, 300)], [(5, 6), (7, 8), (9, 2000)], [(0, 1600), (48, 1700)], [(0, 17), (3, 90)],
-    [(4, 7), (60, 65)], [(900, 912), (31, 33)],
-)
-for requests in batches:
+def ops(extend):
+    return Ops(*(Choice("", "", run) for run in (store.store, portable.attend, extend)))
+
+def served(requests, extend):
     starts, lengths = ([r[i] for r in requests] for i in (0, 1))
     tokens = sum(lengths) - sum(starts)
     width = max(-(-length // 16) for length in lengths)
@@ -72,9 +66,22 @@ for requests in batches:
     k, v, q, out = (torch.zeros(tokens, heads, 64, dtype=torch.bfloat16) for heads in (2, 2, 8, 8))
     described = torch.zeros(tokens, dtype=torch.int64), *(torch.tensor(x, dtype=torch.int32) for x in (starts, lengths))
     for layer in layers:
+        layer.ops = ops(extend)
         layer.attend(dense_steps(starts, lengths, pages, 16, table.of, described), q, k, v, 0.125, out)
-found = {name: sorted(keys) for name, keys in variants.items()}
-print(json.dumps({"variants": found, "new": sorted(compiled - warm)}))
+
+layers[0].ops = ops(unpacked.attend)
+layers[0].warm_up()
+warm = set(compiled)
+batches = (
+    [(0, 300)], [(0, 1), (0, 300)], [(5, 6), (7, 8), (9, 2000)], [(0, 1600), (48, 1700)], [(0, 17), (3, 90)],
+    [(4, 7), (60, 65)], [(900, 912), (31, 33)],
+)
+for requests in batches:
+    served(requests, unpacked.attend)
+new = sorted(compiled - warm)
+for requests in batches:
+    served(requests, portable.attend)
+print(json.dumps({"variants": {name: sorted(found) for name, found in variants.items()}, "new": new}))
 """
 
 

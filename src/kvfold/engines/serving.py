@@ -54,8 +54,8 @@ class Plan:
 
     recipe: Recipe
     geometry: Geometry  # of the whole model
-    q_heads: int  # of this rank
-    kv_heads: int
+    kv_heads: int  # of this rank
+    ratio: int  # query heads for each of them
     codecs: Sequence[tuple[Codec, Codec]]  # keys and values of each layer
     page_size: int
     wide: torch.dtype  # the 16-bit type
@@ -92,7 +92,7 @@ class Plan:
             artifact = artifact.shard(rank * parts // ranks, parts)
         wide = sixteen_bit(dtype)
         codecs = recipe.model_codecs(geometry, artifact, wide, device)
-        heads = geometry.q_heads // ranks, geometry.kv_heads // parts
+        heads = geometry.kv_heads // parts, geometry.q_heads // max(ranks, geometry.kv_heads)
         plan = cls(recipe, geometry, *heads, codecs, page_size, wide, torch.device(device))
         for ops in plan.ops if plan.device.type == "cuda" else ():
             if ops.store.implementation == "torch":  # which waits for the device
@@ -105,7 +105,7 @@ class Plan:
 
     @cached_property
     def ops(self) -> list[Ops]:
-        return [choose(layout, self.q_heads // self.kv_heads, self.device) for layout in self.layouts]
+        return [choose(layout, self.ratio, self.device) for layout in self.layouts]
 
     @property
     def windows(self) -> Windows:
@@ -188,7 +188,7 @@ class Layer:
 
     def __init__(self, plan: Plan, index: int, pool: Tensor, shadows: Tensor, faults: Tensor) -> None:
         (key, value), layout = plan.codecs[index], plan.layouts[index]
-        self.ops, self.ratio = plan.ops[index], plan.q_heads // plan.kv_heads
+        self.ops, self.ratio = plan.ops[index], plan.ratio
         self.pages = LayerPages(
             NO_STEP,
             key,

@@ -108,7 +108,6 @@ def attend(
         ORDER=order,
         ROTATED=order == 1 and rotation is not None,
         LATE=late,
-        EARLY=new is not None,
         num_warps=1,
         maxnreg=kernel.registers,
         **({"launch_pdl": True} if late else {}),

@@ -94,8 +94,7 @@ def decode(
     COLUMNS: gl.constexpr,  # 8: one or two for each of them
     ORDER: gl.constexpr,  # 1: queries come rotated
     ROTATED: gl.constexpr,  # whether the kernel before rotates queries; else it stores tokens
-    LATE: gl.constexpr,  # whether this one may begin before that one has ended
-    EARLY: gl.constexpr,  # whether the next kernel may begin at once, or at the end
+    LATE: gl.constexpr,  # whether this one may begin before that one has ended; else the next one may begin at once
 ):
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
     LOGITS: gl.constexpr = logits_layout(HEADS)
@@ -114,7 +113,7 @@ def decode(
     k = _load_keys(pool, k_page, first, KEY, PAGE, PAGE_WORDS)
     next_k_page, next_v_page = find_pages(table, gl.minimum(first + 1, final), final_page, kv_heads, PAGE)
 
-    if EARLY:
+    if not LATE:
         control("griddepcontrol.launch_dependents")
     row = (sequence * kv_heads + head) * RATIO
     constants = ()  # a register each, instead of a move before every lookup
@@ -156,7 +155,7 @@ def decode(
             _values(v, constants, KEY, VALUE, DIMS, MMA), scaled, faded(out, fade, VALUE, DIMS, HEADS, COLUMNS, MMA)
         )
 
-    if not EARLY:
+    if LATE:
         control("griddepcontrol.launch_dependents")
     total = gl.sum(total, 0)
     place = (split.to(gl.int64) * sequences * kv_heads * RATIO) + row

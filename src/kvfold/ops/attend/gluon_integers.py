@@ -99,8 +99,7 @@ def decode(
     COLUMNS: gl.constexpr,  # of outputs: one for each of them, or two
     ORDER: gl.constexpr,  # of the Hadamard matrices by which queries are rotated here; 1: not
     ROTATED: gl.constexpr,  # whether the kernel before rotates queries; else it stores tokens
-    LATE: gl.constexpr,  # whether this one may begin before that one has ended
-    EARLY: gl.constexpr,  # whether the next kernel may begin at once, or at the end
+    LATE: gl.constexpr,  # whether this one may begin before that one has ended; else the next one may begin at once
 ):
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
     LOGITS: gl.constexpr = logits_layout(HEADS)
@@ -128,7 +127,7 @@ def decode(
         _copy_tile(shared, i, pool, pages, first + i, last, KEY, VALUE, PAGE, PAGE_WORDS)
     pages = _pages(table, first + (STAGES - 1), table_pages, kv_heads, KEY, VALUE, PAGE)
 
-    if EARLY:
+    if not LATE:
         control("griddepcontrol.launch_dependents")
     if LATE and ROTATED:
         control("griddepcontrol.wait")
@@ -166,7 +165,7 @@ def decode(
         v = _values(_read_values(values.index(slot), VALUE), VALUE, DIMS, MMA)
         out = mma_v2(v, scaled, faded(out, fade, VALUE, DIMS, HEADS, COLUMNS, MMA))
 
-    if not EARLY:
+    if LATE:
         control("griddepcontrol.launch_dependents")
     total, shift0, shift1 = gl.sum(total, 0), gl.sum(shift0, 0), gl.sum(shift1, 0)
     place = (split.to(gl.int64) * sequences * kv_heads * RATIO) + row

@@ -127,8 +127,7 @@ def store(pages: LayerPages, k: Tensor, v: Tensor, early: bool = False) -> tuple
         blocks = MANY if dims <= 128 else MANY_WIDE
     _store[triton.cdiv(sequences * n, blocks.tokens), kv_heads, 2](
         _source(k), key, KEY, _source(v), value, VALUE, *ranks, batch.slots, memory, sequences * n,
-        wide == torch.bfloat16,
-        pages.layout.page_size, pages.layout.page_bytes, blocks.tokens, blocks.rows, early,
+        wide == torch.bfloat16, pages.layout.page_size, pages.layout.page_bytes, blocks.tokens, blocks.rows, early,
         num_warps=blocks.warps, num_stages=blocks.stages, maxnreg=blocks.registers,
     )  # fmt: skip
     return None if new is None else (new[0], new[1])
