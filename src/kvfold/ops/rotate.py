@@ -33,19 +33,17 @@ class _Matrices(NamedTuple):
     precision: str  # of a product of float32
 
 
-def dual(
-    transform: Transform, q: Tensor, dtype: torch.dtype = torch.float32, early: bool = False, late: bool = False
-) -> Tensor:
+def dual(transform: Transform, q: Tensor, dtype: torch.dtype = torch.float32, beside: bool = False) -> Tensor:
     """Queries [tokens, q_heads, d] of any type -> `transform.dual` of them: of `dtype`, or as they are if not rotated.
 
-    With `late`, it may be launched before the kernel before it ends, and waits for that; with `early`, the next kernel
-    may begin after that and before this one ends.
+    With `beside`, which asks for queries that are older than the kernel before it, it runs beside that one and does not
+    end before that; and the next kernel may begin beside it.
     """
     if transform.rotation is None:
         return q
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
     matrices = transform.once(_of_queries, q.shape[-1], q.dtype, q.device)
-    return _rotate_to(out, q, matrices, early=early, late=late)
+    return _rotate_to(out, q, matrices, beside=beside)
 
 
 def inverse(transform: Transform, x: Tensor, out: Tensor | None = None, late: bool = False) -> Tensor:
@@ -76,7 +74,7 @@ def _of_queries(transform: Transform, dims: int, dtype: torch.dtype, device: tor
 
 
 def _rotate_to(
-    out: Tensor, x: Tensor, matrices: _Matrices, mean: Tensor | None = None, early: bool = False, late: bool = False
+    out: Tensor, x: Tensor, matrices: _Matrices, mean: Tensor | None = None, late: bool = False, beside: bool = False
 ) -> Tensor:
     """x·A (or x·Aᵀ) + mean, with the matrix and mean [kv_heads, d] of each head's KV head."""
     tokens, q_heads, dims = x.shape
@@ -102,10 +100,10 @@ def _rotate_to(
         PADDED=triton.next_power_of_2(dims),
         WIDTH=width,
         ROWS=blocks.vectors,
-        EARLY=early,
         LATE=late,
+        BESIDE=beside,
         num_warps=blocks.warps,
-        **({"launch_pdl": True} if late else {}),
+        **({"launch_pdl": True} if late or beside else {}),
     )
     return out
 
@@ -129,11 +127,10 @@ def _rotate(
     PADDED: tl.constexpr,  # dims, up to a power of two
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
-    EARLY: tl.constexpr,
     LATE: tl.constexpr,
+    BESIDE: tl.constexpr,
 ):
-    if EARLY:  # before matrices are loaded, for which the next kernel need not wait
-        gdc_wait()
+    if BESIDE:
         gdc_launch_dependents()
     head = tl.program_id(1)
     vector = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -147,7 +144,7 @@ def _rotate(
     terms = ()
     for i in tl.static_range(len(matrices)):
         terms += (tl.load(matrices[i] + entry, mask=(row < DIMS)[:, None] & inside, other=0.0),)
-    if LATE and not EARLY:
+    if LATE:
         gdc_wait()
     states = tl.load(x + at, mask=exists & (row < DIMS)[None, :], other=0.0).to(matrices[0].dtype.element_ty)
     rotated = tl.zeros([ROWS, WIDTH], tl.float32)
@@ -158,3 +155,5 @@ def _rotate(
         rotated += tl.load(mean + head * DIMS + column[None, :], mask=inside, other=0.0)
     place = (token[:, None].to(tl.int64) * (tl.num_programs(1) * RATIO) + q_head[:, None]) * DIMS + column[None, :]
     tl.store(out + place, rotated, mask=exists & inside)
+    if BESIDE:
+        gdc_wait()

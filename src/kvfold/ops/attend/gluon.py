@@ -72,13 +72,14 @@ def attend(
     `new` is what `store` returned for the same step.
     """
     batch, layout, kernel = pages.step.batch, pages.layout, _kernel(pages.layout)
-    rotation, rotated = pages.key.transform.rotation, q.flatten(0, 1)
+    rotation, rotated = pages.key.transform.rotation, q.squeeze(1)
     order = rotation.order if kernel.rotates and new is None and isinstance(rotation, Hadamard) else 1
-    late = new is None  # windows beside it want shared memory that it would take then
-    if order == 1:
-        rotated = dual(pages.key.transform, rotated, early=late, late=True)
-    rotated = rotated.contiguous()
     sequences, q_heads, dims = rotated.shape
+    # Queries are older than what `store` writes, so what reads them need not wait for it; a copy of them is not
+    if copied := rotated.stride()[1:] != (dims, 1):
+        rotated = rotated.contiguous()
+    if order == 1:
+        rotated = dual(pages.key.transform, rotated, beside=not copied)
     kv_heads = pages.pool.shape[1]
     ratio = q_heads // kv_heads
     tiles = triton.cdiv(batch.table.shape[1] * layout.page_size, TILE)
@@ -95,6 +96,7 @@ def attend(
         scale * math.log2(math.e),
         pages.windows.sink,
         pages.windows.recent,
+        rotated.stride(0),
         batch.table.stride(0),
         batch.table.shape[1],
         KEY=kernel.key,
@@ -106,11 +108,11 @@ def attend(
         HEADS=heads,
         COLUMNS=max(8, heads * kernel.value.segments),
         ORDER=order,
-        ROTATED=order == 1 and rotation is not None,
-        LATE=late,
+        FRESH=copied or (order == 1 and rotation is not None),
+        WINDOWS=new is not None,
         num_warps=1,
         maxnreg=kernel.registers,
-        **({"launch_pdl": True} if late else {}),
+        launch_pdl=True,
     )
     if new is not None:  # beside decoding, in what that leaves of the processors
         flat = (new[0].flatten(0, 1), new[1].flatten(0, 1))
@@ -119,10 +121,9 @@ def attend(
 
 
 def _splits(programs: int, tiles: int, warps: int, device: torch.device) -> int:
-    """Over how many programs the tokens of a sequence are split, so that all run at once and none is left without."""
+    """Over how many programs the tokens of a sequence are split, so that all run at once."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    splits = max(1, min(warps * processors // programs, tiles, MAX_SPLITS))
-    return triton.cdiv(tiles, triton.cdiv(tiles, splits))
+    return max(1, min(warps * processors // programs, tiles, MAX_SPLITS))
 
 
 class Kernel(NamedTuple):

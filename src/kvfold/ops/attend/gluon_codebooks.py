@@ -26,6 +26,7 @@ from kvfold.ops.attend.gluon_tiles import (
     seen_tokens,
     softmax,
     store_weights,
+    wait_for_stored,
     weights_operand,
 )
 from kvfold.ops.attend.levels import Step, Word, codebook, coordinate, lane_steps, lane_words, share
@@ -69,11 +70,11 @@ def _side(slot: SlotLayout, codes: int, meta: int, lanes: int) -> Side:
 
 
 @gluon.jit(
-    do_not_specialize=["sink", "recent", "table_stride", "table_pages"],
+    do_not_specialize=["sink", "recent", "q_stride", "table_stride", "table_pages"],
     do_not_specialize_on_alignment=["table", "lengths"],
 )
 def decode(
-    q,  # [sequences, q_heads, DIMS]
+    q,  # [sequences, q_heads, DIMS], sequences q_stride apart
     outs,
     weights,
     pool,
@@ -82,6 +83,7 @@ def decode(
     scale,  # of the logits, times log2(e)
     sink,
     recent,
+    q_stride,
     table_stride,
     table_pages,
     KEY: gl.constexpr,
@@ -93,8 +95,8 @@ def decode(
     HEADS: gl.constexpr,  # and up to 4 or 8
     COLUMNS: gl.constexpr,  # 8: one or two for each of them
     ORDER: gl.constexpr,  # 1: queries come rotated
-    ROTATED: gl.constexpr,  # whether the kernel before rotates queries; else it stores tokens
-    LATE: gl.constexpr,  # whether this one may begin before that one has ended; else the next one may begin at once
+    FRESH: gl.constexpr,  # whether the kernel before writes the queries; this one waits for it in any case
+    WINDOWS: gl.constexpr,  # whether the next one reads windows, beside this one; else it merges
 ):
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
     LOGITS: gl.constexpr = logits_layout(HEADS)
@@ -102,28 +104,27 @@ def decode(
     split, head, sequence = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     splits, kv_heads, sequences = gl.num_programs(0), gl.num_programs(1), gl.num_programs(2)
     table += sequence.to(gl.int64) * table_stride
-    if LATE and not ROTATED:
-        control("griddepcontrol.wait")
-    begin, end, first, last = own_tiles(split, splits, sink, recent, gl.load(lengths + sequence))
+    begin, end, first, last, newest = own_tiles(split, splits, sink, recent, gl.load(lengths + sequence))
     final = gl.maximum(first, last)  # what there is to prefetch, even where there is nothing to read
     pool += head.to(gl.int64) * PAGE_WORDS
     final_page = table_pages - 1
 
+    wait_for_stored(first, newest)
     k_page, v_page = find_pages(table, first, final_page, kv_heads, PAGE)
     k = _load_keys(pool, k_page, first, KEY, PAGE, PAGE_WORDS)
     next_k_page, next_v_page = find_pages(table, gl.minimum(first + 1, final), final_page, kv_heads, PAGE)
 
-    if not LATE:
-        control("griddepcontrol.launch_dependents")
     row = (sequence * kv_heads + head) * RATIO
     constants = ()  # a register each, instead of a move before every lookup
     for i in gl.static_range(len(all_constants(KEY, VALUE))):
         constants += (_constant(all_constants(KEY, VALUE)[i]),)
-    if LATE and ROTATED:
-        control("griddepcontrol.wait")
+    control("griddepcontrol.wait")
+    if WINDOWS:
+        control("griddepcontrol.launch_dependents")
+    q += sequence.to(gl.int64) * q_stride + head * (RATIO * DIMS)
     queries = ()
     for i in gl.static_range(len(KEY.start)):
-        queries += (_queries(q + row.to(gl.int64) * DIMS, KEY, i, DIMS, RATIO, HEADS, COLUMNS, MMA),)
+        queries += (_queries(q, KEY, i, DIMS, RATIO, HEADS, COLUMNS, MMA),)
 
     highest = gl.full([HEADS], UNSEEN, gl.float32, HEAD)
     total = gl.zeros([8, HEADS], gl.float32, gl.SliceLayout(0, LOGITS))
@@ -155,8 +156,7 @@ def decode(
             _values(v, constants, KEY, VALUE, DIMS, MMA), scaled, faded(out, fade, VALUE, DIMS, HEADS, COLUMNS, MMA)
         )
 
-    if LATE:
-        control("griddepcontrol.launch_dependents")
+    control("griddepcontrol.launch_dependents")
     total = gl.sum(total, 0)
     place = (split.to(gl.int64) * sequences * kv_heads * RATIO) + row
     _store_part(outs + place * DIMS, out, total, VALUE, DIMS, RATIO, HEADS, COLUMNS)

@@ -37,6 +37,7 @@ from kvfold.ops.attend.gluon_tiles import (
     seen_tokens,
     softmax,
     store_weights,
+    wait_for_stored,
     weights_operand,
 )
 
@@ -62,23 +63,26 @@ def side(slot: SlotLayout, codes: int, meta: int) -> Side:
 
 def room(key: Side, value: Side) -> int:
     """How many programs a processor has room for, at most WARPS."""
-    words = key.per_token + key.segments + value.per_token + value.segments
-    return SHARED // (slots(words) * 4 * TILE * words + 1024)
+    words = STAGES.value * (key.per_token + value.per_token + value.segments) + meta_slots(key, value) * key.segments
+    return SHARED // (4 * TILE * words + 1024)
 
 
 @gluon.constexpr_function
-def slots(words):
-    """For how many tiles, of so many words a token, a program takes shared memory if it begins before the kernel before
-    has ended. They are more than it needs, so that no processor that is free runs more than WARPS of them."""
-    return max(STAGES.value, (SHARED // WARPS - 1024) // (4 * TILE * words))
+def meta_slots(key, value):
+    """For the metadata of how many tiles of keys a program takes shared memory: for more than it copies, so that none
+    of the processors, which become free one after the other, runs more than WARPS; but not all that there is, windows
+    want 20 KiB beside them."""
+    words = STAGES.value * (key.per_token + value.per_token + value.segments)
+    least = SHARED // (WARPS + 1) - 1023
+    return max(STAGES.value, -((4 * TILE * words - least) // (4 * TILE * key.segments)))
 
 
 @gluon.jit(
-    do_not_specialize=["sink", "recent", "table_stride", "table_pages"],
+    do_not_specialize=["sink", "recent", "q_stride", "table_stride", "table_pages"],
     do_not_specialize_on_alignment=["table", "lengths"],
 )
 def decode(
-    q,  # [sequences, q_heads, DIMS]
+    q,  # [sequences, q_heads, DIMS], sequences q_stride apart
     outs,
     weights,
     pool,
@@ -87,6 +91,7 @@ def decode(
     scale,  # of the logits, times log2(e)
     sink,
     recent,
+    q_stride,
     table_stride,
     table_pages,
     KEY: gl.constexpr,
@@ -98,8 +103,8 @@ def decode(
     HEADS: gl.constexpr,  # and up to 4 or 8
     COLUMNS: gl.constexpr,  # of outputs: one for each of them, or two
     ORDER: gl.constexpr,  # of the Hadamard matrices by which queries are rotated here; 1: not
-    ROTATED: gl.constexpr,  # whether the kernel before rotates queries; else it stores tokens
-    LATE: gl.constexpr,  # whether this one may begin before that one has ended; else the next one may begin at once
+    FRESH: gl.constexpr,  # whether the kernel before writes the queries
+    WINDOWS: gl.constexpr,  # whether the next one reads windows, beside this one; else it merges
 ):
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
     LOGITS: gl.constexpr = logits_layout(HEADS)
@@ -107,32 +112,28 @@ def decode(
     split, head, sequence = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     splits, kv_heads, sequences = gl.num_programs(0), gl.num_programs(1), gl.num_programs(2)
     table += sequence.to(gl.int64) * table_stride
-    if LATE and not ROTATED:
-        control("griddepcontrol.wait")
-    begin, end, first, last = own_tiles(split, splits, sink, recent, gl.load(lengths + sequence))
+    begin, end, first, last, newest = own_tiles(split, splits, sink, recent, gl.load(lengths + sequence))
     pool += head.to(gl.int64) * PAGE_WORDS
 
     KEYS: gl.constexpr = gl.SwizzledSharedLayout(KEY.per_token, 1, 8, [1, 0])
     VALUES: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
     META: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    WORDS: gl.constexpr = KEY.per_token + KEY.segments + VALUE.per_token + VALUE.segments
-    SLOTS: gl.constexpr = slots(WORDS) if LATE else STAGES
-    keys = gl.allocate_shared_memory(gl.int32, [SLOTS, 8, 8 * KEY.per_token], KEYS)
-    key_meta = gl.allocate_shared_memory(gl.int32, [SLOTS, 8, 8 * KEY.segments], META)
-    values = gl.allocate_shared_memory(gl.int32, [SLOTS, 8, 8 * VALUE.per_token], VALUES)
-    value_meta = gl.allocate_shared_memory(gl.int32, [SLOTS, 8, 8 * VALUE.segments], META)
+    keys = gl.allocate_shared_memory(gl.int32, [STAGES, 8, 8 * KEY.per_token], KEYS)
+    key_meta = gl.allocate_shared_memory(gl.int32, [meta_slots(KEY, VALUE), 8, 8 * KEY.segments], META)
+    values = gl.allocate_shared_memory(gl.int32, [STAGES, 8, 8 * VALUE.per_token], VALUES)
+    value_meta = gl.allocate_shared_memory(gl.int32, [STAGES, 8, 8 * VALUE.segments], META)
     shared = (keys, key_meta, values, value_meta)
     for i in gl.static_range(STAGES - 1):
         pages = _pages(table, first + i, table_pages, kv_heads, KEY, VALUE, PAGE)
-        _copy_tile(shared, i, pool, pages, first + i, last, KEY, VALUE, PAGE, PAGE_WORDS)
+        _copy_tile(shared, i, pool, pages, first + i, last, newest, KEY, VALUE, PAGE, PAGE_WORDS)
     pages = _pages(table, first + (STAGES - 1), table_pages, kv_heads, KEY, VALUE, PAGE)
 
-    if not LATE:
-        control("griddepcontrol.launch_dependents")
-    if LATE and ROTATED:
+    if FRESH or WINDOWS:
         control("griddepcontrol.wait")
+    if WINDOWS:
+        control("griddepcontrol.launch_dependents")
     row = (sequence * kv_heads + head) * RATIO
-    q += row.to(gl.int64) * DIMS
+    q += sequence.to(gl.int64) * q_stride + head * (RATIO * DIMS)
     query0, unit0, sum0 = _queries(q, 0, scale, KEY, DIMS, RATIO, HEADS, ORDER, MMA)
     query1, unit1, sum1 = query0, unit0, sum0
     if KEY.segments == 2:
@@ -147,7 +148,7 @@ def decode(
         async_copy.wait_group(STAGES - 2)
         slot = (tile - first) % STAGES
         free = (slot + (STAGES - 1)) % STAGES
-        _copy_tile(shared, free, pool, pages, tile + (STAGES - 1), last, KEY, VALUE, PAGE, PAGE_WORDS)
+        _copy_tile(shared, free, pool, pages, tile + (STAGES - 1), last, newest, KEY, VALUE, PAGE, PAGE_WORDS)
         pages = _pages(table, tile + STAGES, table_pages, kv_heads, KEY, VALUE, PAGE)
         k, k_meta = _read_keys(keys.index(slot), KEY), _read_meta(key_meta.index(slot), KEY)
         logits = _logits(k, k_meta, query0, unit0, sum0, query1, unit1, sum1, KEY, DIMS, HEADS, MMA)
@@ -165,8 +166,8 @@ def decode(
         v = _values(_read_values(values.index(slot), VALUE), VALUE, DIMS, MMA)
         out = mma_v2(v, scaled, faded(out, fade, VALUE, DIMS, HEADS, COLUMNS, MMA))
 
-    if LATE:
-        control("griddepcontrol.launch_dependents")
+    control("griddepcontrol.wait")
+    control("griddepcontrol.launch_dependents")
     total, shift0, shift1 = gl.sum(total, 0), gl.sum(shift0, 0), gl.sum(shift1, 0)
     place = (split.to(gl.int64) * sequences * kv_heads * RATIO) + row
     _store_part(outs + place * DIMS, out, total, shift0, shift1, VALUE, DIMS, RATIO, HEADS, COLUMNS)
@@ -381,11 +382,12 @@ def _page(table, tile, table_pages, kv_heads, COUNT: gl.constexpr, PAGE: gl.cons
 
 
 @gluon.jit
-def _copy_tile(shared, slot, pool, pages, tile, last, KEY: gl.constexpr, VALUE: gl.constexpr, PAGE: gl.constexpr,
-               PAGE_WORDS: gl.constexpr):  # fmt: skip
+def _copy_tile(shared, slot, pool, pages, tile, last, newest, KEY: gl.constexpr, VALUE: gl.constexpr,
+               PAGE: gl.constexpr, PAGE_WORDS: gl.constexpr):  # fmt: skip
     """Keys, their metadata, values and theirs, as one group; none of a tile after the last."""
     keys, key_meta, values, value_meta = shared
     if tile <= last:
+        wait_for_stored(tile, newest)
         _copy(keys.index(slot), pool + KEY.codes, pages[0], tile, KEY.per_token, PAGE, PAGE_WORDS)
         _copy(key_meta.index(slot), pool + KEY.meta, pages[1], tile, KEY.segments, PAGE, PAGE_WORDS)
         _copy(values.index(slot), pool + VALUE.codes, pages[2], tile, VALUE.per_token, PAGE, PAGE_WORDS)

@@ -9,7 +9,7 @@ UNSEEN = gl.constexpr(-1e30)
 
 @gluon.jit
 def own_tiles(split, splits, sink, recent, length):
-    """The tokens that are read packed, begin to end, and this program's tiles, first to last.
+    """The tokens that are read packed, begin to end, this program's tiles, first to last, and the newest of all.
 
     Of the first and the last tile, some tokens may be another's or nobody's.
     """
@@ -18,7 +18,14 @@ def own_tiles(split, splits, sink, recent, length):
     tiles = gl.maximum((end + 63) // 64 - first, 0)
     share = (tiles + splits - 1) // splits
     first += split * share
-    return begin, end, first, gl.minimum(first + share, (end + 63) // 64) - 1
+    return begin, end, first, gl.minimum(first + share, (end + 63) // 64) - 1, (length - 1) // 64
+
+
+@gluon.jit
+def wait_for_stored(tile, newest):
+    """Of all that is read, only this step's token may not be there yet: `store` may still run."""
+    if tile == newest:
+        control("griddepcontrol.wait")
 
 
 @gluon.jit

@@ -72,6 +72,7 @@ def merge(outs: Tensor, weights: Tensor, value: Transform, out: Tensor | None = 
         DIMS=dims,
         WIDTH=width,
         SPLITS=padded,
+        EARLY=late and value.rotation is not None,
         LATE=late,
         num_warps=4 if padded > 8 else 2,
         **({"launch_pdl": True} if late else {}),
@@ -82,21 +83,22 @@ def merge(outs: Tensor, weights: Tensor, value: Transform, out: Tensor | None = 
 @triton.jit(do_not_specialize=["splits"])
 def _merge(
     outs, weights, mean, merged, splits, q_heads, ratio,
-    DIMS: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, LATE: tl.constexpr,
+    DIMS: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """The mean of the parts [splits, rows, DIMS] of one row, each weighted by 2^weight: WIDTH coordinates of it. To
     that goes `mean`, of the row's KV head, if there is one."""
-    if LATE:
+    if EARLY:  # for what rotates the outputs
         gdc_launch_dependents()
+    if LATE:
         gdc_wait()
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
-    weight = tl.load(weights + split * rows + row, mask=split < splits, other=UNSEEN)
-    share = tl.exp2(weight - tl.max(weight, 0))
-    share = tl.where(split < splits, share / tl.sum(share, 0), 0.0)
     coordinate = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     mask = (split < splits)[:, None] & (coordinate < DIMS)[None, :]
+    weight = tl.load(weights + split * rows + row, mask=split < splits, other=UNSEEN)
     part = tl.load(outs + (split[:, None] * rows + row) * DIMS + coordinate[None, :], mask=mask, other=0.0)
+    share = tl.exp2(weight - tl.max(weight, 0))
+    share = tl.where(split < splits, share / tl.sum(share, 0), 0.0)
     out = tl.sum(part * share[:, None], 0)
     if mean is not None:
         out += tl.load(mean + row % q_heads // ratio * DIMS + coordinate, mask=coordinate < DIMS, other=0.0)
