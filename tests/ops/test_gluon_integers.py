@@ -61,6 +61,11 @@ def test_programs_fit_in_shared_memory(dims: int, bits: int, group: int) -> None
     warps = kernel.room(side, side)
     assert 0 < warps * (2 * tile + 1024) <= kernel.SHARED
     assert warps == kernel.WARPS or (warps + 1) * (2 * tile + 1024) > kernel.SHARED
+    others = 2 * side.per_token + side.segments
+    taken = 4 * TILE * (2 * others + kernel.meta_slots(side.segments, others) * side.segments) + 1024
+    assert warps * taken <= kernel.SHARED < (kernel.WARPS + 1) * taken
+    if bits < 8:  # a program that reads windows takes 20 KiB, and 1 as every one
+        assert kernel.SHARED - warps * taken >= 21 * 1024
 
 
 @pytest.mark.parametrize(("dims", "bits", "segments"), [(128, 2, 1), (128, 2, 2), (128, 4, 1), (64, 4, 1), (256, 8, 2)])

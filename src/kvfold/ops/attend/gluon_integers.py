@@ -63,18 +63,18 @@ def side(slot: SlotLayout, codes: int, meta: int) -> Side:
 
 def room(key: Side, value: Side) -> int:
     """How many programs a processor has room for, at most WARPS."""
-    words = STAGES.value * (key.per_token + value.per_token + value.segments) + meta_slots(key, value) * key.segments
+    others = key.per_token + value.per_token + value.segments
+    words = STAGES.value * others + meta_slots(key.segments, others) * key.segments
     return SHARED // (4 * TILE * words + 1024)
 
 
 @gluon.constexpr_function
-def meta_slots(key, value):
-    """For the metadata of how many tiles of keys a program takes shared memory: for more than it copies, so that none
-    of the processors, which become free one after the other, runs more than WARPS; but not all that there is, windows
-    want 20 KiB beside them."""
-    words = STAGES.value * (key.per_token + value.per_token + value.segments)
+def meta_slots(segments, others):
+    """For the metadata of how many tiles of keys, `segments` words a token beside `others`, a program takes shared
+    memory: for more than it copies, so that none of the processors, which become free one after the other, runs more
+    than WARPS; but not for all that there is, windows want 20 KiB beside them."""
     least = SHARED // (WARPS + 1) - 1023
-    return max(STAGES.value, -((4 * TILE * words - least) // (4 * TILE * key.segments)))
+    return max(STAGES.value, -((4 * TILE * STAGES.value * others - least) // (4 * TILE * segments)))
 
 
 @gluon.jit(
@@ -118,8 +118,9 @@ def decode(
     KEYS: gl.constexpr = gl.SwizzledSharedLayout(KEY.per_token, 1, 8, [1, 0])
     VALUES: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
     META: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    OTHERS: gl.constexpr = KEY.per_token + VALUE.per_token + VALUE.segments
     keys = gl.allocate_shared_memory(gl.int32, [STAGES, 8, 8 * KEY.per_token], KEYS)
-    key_meta = gl.allocate_shared_memory(gl.int32, [meta_slots(KEY, VALUE), 8, 8 * KEY.segments], META)
+    key_meta = gl.allocate_shared_memory(gl.int32, [meta_slots(KEY.segments, OTHERS), 8, 8 * KEY.segments], META)
     values = gl.allocate_shared_memory(gl.int32, [STAGES, 8, 8 * VALUE.per_token], VALUES)
     value_meta = gl.allocate_shared_memory(gl.int32, [STAGES, 8, 8 * VALUE.segments], META)
     shared = (keys, key_meta, values, value_meta)
