@@ -43,7 +43,7 @@ from kvfold.ops.attend.gluon_tiles import (
 
 WARPS = 8  # programs that a processor runs at once, at most
 STAGES = gl.constexpr(2)  # tiles of a program in shared memory: one is read while the other is copied
-SHARED = 227 * 1024  # bytes of a processor; a program takes 1024 beside its own
+SHARED = 228 * 1024  # bytes of a processor; a program takes 1024 beside its own
 UNIT = gl.constexpr(2.0**24)  # of subnormal float16 numbers
 
 
@@ -72,7 +72,7 @@ def room(key: Side, value: Side) -> int:
 def meta_slots(segments, others):
     """For the metadata of how many tiles of keys, `segments` words a token beside `others`, a program takes shared
     memory: for more than it copies, so that none of the processors, which become free one after the other, runs more
-    than WARPS; but not for all that there is, windows want 20 KiB beside them."""
+    than WARPS, two of each of its schedulers; but not for all that there is, windows want 20 KiB beside them."""
     least = SHARED // (WARPS + 1) - 1023
     return max(STAGES.value, -((4 * TILE * STAGES.value * others - least) // (4 * TILE * segments)))
 

@@ -74,7 +74,7 @@ def merge(outs: Tensor, weights: Tensor, value: Transform, out: Tensor | None = 
         SPLITS=padded,
         EARLY=late and value.rotation is not None,
         LATE=late,
-        num_warps=4 if padded > 8 else 2,
+        num_warps=2 if padded <= 8 else 4 if padded <= 128 else 8,
         **({"launch_pdl": True} if late else {}),
     )
     return merged if value.rotation is None else inverse(value, merged, out, late)
