@@ -35,10 +35,10 @@ pytestmark = pytest.mark.usefixtures("_poisoned_memory")
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """From 3 queries and 4 packed tokens on, in a workspace of 16 tokens, in chunks of 16 and 4, with queries padded to
-    multiples of 4, which cuDNN has a mask for."""
+    powers of two from 4 on, which cuDNN has a mask for."""
     for name, size in (
         *(("MIN_QUERIES", 3), ("MIN_TOKENS", 4), ("CHUNK_SIZES", 2)),
-        *(("QUERY_STEP", 4), ("CAUSAL_STEP", 4)),
+        *(("FEWEST_QUERIES", 4), ("CAUSAL_QUERIES", 4)),
     ):
         monkeypatch.setattr(unpacked, name, size)
     workspace = unpacked._workspace
@@ -270,7 +270,7 @@ def test_sizes_of_chunks(room, step, monkeypatch):
     """Those without a mask have few sizes, since cuDNN builds a graph for each; the others fit in the workspace. Where
     cuDNN has a mask for the queries, what all of them see is apart, whatever its size."""
     monkeypatch.setattr(unpacked, "CHUNK_SIZES", 3)
-    monkeypatch.setattr(unpacked, "CAUSAL_STEP", step)
+    monkeypatch.setattr(unpacked, "CAUSAL_QUERIES", step)
     sizes = set()
     for n in {1, room // 4 + 1, room // 2}:
         for start, shared in ((0, 0), (3, 3), (5, 5 + room // 3), (0, room), (7, 7 + 3 * room), (0, 5 * room - 1)):
@@ -286,6 +286,28 @@ def test_sizes_of_chunks(room, step, monkeypatch):
                 full = [chunk for chunk in full if chunk[0].stop < shared or len(chunk[0]) in (room, room // 4)]
             sizes |= {len(tokens) for tokens, _ in full}
     assert sizes <= {room, room // 4, room // 16}
+
+
+@pytest.mark.parametrize(("sink", "recent"), [(0, 0), (3, 5)])
+def test_graphs_of_cudnn_are_known_before_the_first_prompt(sink, recent, monkeypatch):
+    seen: set[tuple[object, ...]] = set()
+    flash = unpacked._flash
+
+    def recorded(q, k, v, scale, causal, usual):
+        if usual:
+            seen.add((q.shape, q.stride(), k.shape, k.stride(), causal))
+        return flash(q, k, v, scale, causal, usual)
+
+    monkeypatch.setattr(unpacked, "_flash", recorded)
+    world = World(codecs("int4", 16, 2), sink=sink, recent=recent)
+    pages, _ = world.fill(1)
+    unpacked.build_graphs(pages, world.q_heads // world.kv_heads)
+    built = set(seen)
+    seen.clear()
+    for n in (40, 19, 8, 4, 5, 16, 31):
+        step(world, n)
+    assert {causal for *_, causal in seen} == {False, True}
+    assert seen <= built
 
 
 # --- numbers

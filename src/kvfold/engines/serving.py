@@ -233,13 +233,17 @@ class Layer:
 
 
 def warm_up(layers: Iterable[Layer]) -> None:
-    """Compile the kernels of all layers, for which the first requests would wait, for seconds each. Nothing happens
-    where there are none, or while a CUDA graph is captured."""
+    """Compile the kernels of all layers, and let cuDNN build its graphs, for which the first requests would wait, for
+    seconds each. Nothing happens where there are none, or while a CUDA graph is captured."""
     if not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
         return
     for layer in {layer.pages.layout: layer for layer in layers}.values():  # others of the layout run the same
         if layer.ops.store.implementation != "torch":
             layer.warm_up()
+        if layer.ops.extend.implementation == "unpacked":
+            from kvfold.ops.attend.unpacked import build_graphs
+
+            build_graphs(layer.pages, layer.ratio)
     torch.cuda.empty_cache()
 
 

@@ -29,10 +29,10 @@ from kvfold.windows import Windows
 WORKSPACE = 2**26  # bytes of unpacked keys and values, at most
 OPERANDS = {"cpu": torch.float32, "cuda": torch.float16}  # outputs are in it too, for which bfloat16 is too coarse
 MIN_QUERIES, MIN_TOKENS = 64, 1024  # of a sequence that read packed tokens, and those: below, one launch does better
-# cuDNN builds a graph for every shape, in a tenth of a second and more, so there are few: queries are padded, and
-# chunks are as large as the workspace, a quarter of it or a sixteenth
-QUERY_STEP = 256
-CAUSAL_STEP = 2048  # of queries that cuDNN's mask is used for, as are chunked prefills
+# cuDNN builds a graph for every shape, in a tenth of a second and more, so there are few, which a server can have
+# built before its first prompt: queries are padded to powers of two from the first of these numbers on, from the second
+# on they are as many and cuDNN's mask is used; chunks are as large as the workspace, a quarter of it or a sixteenth
+FEWEST_QUERIES, CAUSAL_QUERIES = 256, 2048
 CHUNK_STEP, CHUNK_SIZES = 4, 3
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -93,6 +93,20 @@ def _rows(step: Step, rows: tuple[int, ...]) -> tuple[Step, Tensor]:
     return replace(step, n=n, starts=starts, lengths=lengths, table=step.table[index]), index
 
 
+def build_graphs(pages: LayerPages, ratio: int) -> None:
+    """Let cuDNN build its graphs for layers like this one, with `ratio` query heads for each KV head."""
+    (kv_heads, dims), device = (pages.pool.shape[1], pages.layout.key.dims), pages.pool.device
+    room, workspace = _workspace(pages, device)
+    n = FEWEST_QUERIES
+    while n <= room // 2:
+        queries = torch.zeros(n, kv_heads * ratio, dims, dtype=workspace.dtype, device=device)
+        shapes = [(size, False) for size in _sizes(room)] + [(n, True)] * (n >= CAUSAL_QUERIES)
+        for tokens, causal in shapes:
+            k, v = workspace[: 2 * kv_heads * tokens * dims].view(2, 1, kv_heads, tokens, dims)
+            _flash(queries.transpose(0, 1).unsqueeze(0), k, v, dims**-0.5, causal, usual=True)
+        n *= 2
+
+
 def _attend(
     pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scale: float, out: Tensor | None = None
 ) -> Tensor:
@@ -114,14 +128,15 @@ def _attend(
         column = (row + 1) * step.n - step.lengths[row] + position
         block = slice(column, column + n)
         queries = rotated[block].to(workspace.dtype)
-        if n % QUERY_STEP:
-            queries = pad(queries, (0, 0, 0, 0, 0, -n % QUERY_STEP))
+        if more := max(FEWEST_QUERIES, triton.next_power_of_2(n)) - n:
+            queries = pad(queries, (0, 0, 0, 0, 0, more))
         queries = queries.transpose(0, 1).unsqueeze(0)
         end = windows.exact_from(position + n - 1)
         chunks = _chunks(windows.sink, windows.exact_from(position) - 1, end, room)
         for i, (tokens, causal) in enumerate(chunks):
             k, v = unpack(pages, row, tokens, workspace)
-            part = _flash(queries[:, :, :n] if causal else queries, k, v, scale, causal)
+            usual = len(tokens) == n >= CAUSAL_QUERIES if causal else len(tokens) in _sizes(room)
+            part = _flash(queries[:, :, :n] if causal else queries, k, v, scale, causal, usual)
             first, last = new is None and not i, direct and causal
             _merge(outs[block], weights[block], *part, first, final[block] if last else None, value.mean)
     return (final if direct else inverse(value, outs, final)).view(q.shape)
@@ -129,12 +144,12 @@ def _attend(
 
 def _blocks(step: Step, windows: Windows, most: int) -> Iterator[tuple[int, int, int]]:
     """Queries that read anything packed, at most so many at once: of which sequence, from which position on, how many.
-    Where they are many, as many as cuDNN has a mask for."""
+    Where they are many, as many as cuDNN has a graph for."""
     for row, length in enumerate(step.lengths):
         position = _first(step, windows, row)
         while position < length:
             n = min(most, length - position)
-            n -= n % CAUSAL_STEP if n > CAUSAL_STEP else 0
+            n = 1 << n.bit_length() - 1 if n > CAUSAL_QUERIES else n
             yield row, position, n
             position += n
 
@@ -149,26 +164,28 @@ def _workspace(pages: LayerPages, device: torch.device) -> tuple[int, Tensor]:
 def _chunks(start: int, shared: int, end: int, room: int) -> Iterator[tuple[range, bool]]:
     """Tokens from `start` to `end`, and whether queries see one more each, as of the last chunk. All see those up to
     `shared`."""
-    size, smallest = room, max(1, room // CHUNK_STEP ** (CHUNK_SIZES - 1))
-    while size >= smallest:
+    for size in _sizes(room):
         while shared - start >= size:
             yield range(start, start + size), False
             start += size
-        size //= CHUNK_STEP
-    if start < shared and not (end - shared) % CAUSAL_STEP:
+    if start < shared and not (end - shared) % CAUSAL_QUERIES:
         yield range(start, shared), False
         start = shared
     yield range(start, end), True
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+def _sizes(room: int) -> list[int]:
+    """Of chunks that all queries see, but for the last one."""
+    return [size for i in range(CHUNK_SIZES) if (size := room // CHUNK_STEP**i)]
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, usual: bool) -> tuple[Tensor, Tensor]:
     """Attention of q [1, q_heads, n, d] over k, v [1, kv_heads, tokens, d], and the log-sum-exp [1, q_heads, n, …] of
-    its logits; `causal`: the last query sees all tokens, each one before it one less."""
+    its logits; `causal`: the last query sees all tokens, each one before it one less; `usual`: in a shape for which
+    cuDNN may build a graph."""
     if not q.is_cuda:
         mask = q.new_full((q.shape[2], k.shape[2]), -torch.inf).triu_(k.shape[2] - q.shape[2] + 1) if causal else None
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask, scale=scale)
-    square = q.shape[2] == k.shape[2] and not q.shape[2] % CAUSAL_STEP
-    usual = square if causal else not k.shape[2] % QUERY_STEP
     if usual and _cudnn_can(SDPAParams(q, k, v, None, 0.0, causal, True)):
         return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
     return aten._scaled_dot_product_flash_attention(q, k, v, is_causal=causal, scale=scale)[:2]
