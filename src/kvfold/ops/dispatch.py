@@ -38,8 +38,10 @@ class Ops(NamedTuple):
 def choose(layout: PageLayout, ratio: int, device: torch.device, capability: tuple[int, int] | None = None) -> Ops:
     """The ops for pages of this layout and `ratio` query heads for each KV head, on this device; `capability` is that
     of a GPU that is not there."""
+    if device.type == "cpu":
+        return _cpu(layout)
     if device.type != "cuda":
-        return _torch(f"the kernels are for GPUs, and the cache is on {device.type}")
+        return _torch(f"there are kernels for GPUs and CPUs, and the cache is on {device.type}")
     from kvfold.ops import tiles
     from kvfold.ops.attend import gluon, unpacked
     from kvfold.ops.attend import triton as attend
@@ -69,6 +71,20 @@ def choose(layout: PageLayout, ratio: int, device: torch.device, capability: tup
     else:
         extend = Choice("unpacked", "torch has flash attention for heads of this size", unpacked.attend)
     return Ops(stored, decode, extend)
+
+
+def _cpu(layout: PageLayout) -> Ops:
+    try:
+        from kvfold.ops import compiled
+        from kvfold.ops.attend import numba as attend
+        from kvfold.ops.store import numba as store
+    except ImportError as error:
+        return _torch(f"the kernels for CPUs need numba: pip install 'kvfold[cpu]' ({error})")
+    if reason := compiled.unsupported(layout):
+        return _torch(reason)
+    kernel = partial(Choice, "numba", "segments are affine, codebooks or raw")
+    extend = _torch("of several queries for each sequence PyTorch's matrix products are faster").extend
+    return Ops(kernel(store.store), kernel(attend.attend), extend)
 
 
 def _torch(reason: str) -> Ops:

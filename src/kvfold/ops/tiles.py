@@ -9,13 +9,10 @@ in the same order.
 from functools import lru_cache
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from kvfold.layout import META_BYTES, PageLayout, Rule, SlotLayout
-from kvfold.quantizers import lloyd_max
 
 AFFINE = tl.constexpr(0)
 CODEBOOK = tl.constexpr(1)
@@ -138,20 +135,6 @@ def _numbers(slot: SlotLayout, codes: int, meta: int) -> Side:
         start, dims, eighths, parts, runs, widths, bits, rule, boosted, at_byte, at_entry,
         slot.dims, codes, slot.code_bytes, meta // META_BYTES, slot.meta_entries,
     )  # fmt: skip
-
-
-@lru_cache
-def level_table(device: torch.device) -> Tensor:
-    """float32[512]: the levels of b-bit codebooks from entry 2^b on."""
-    tables = [torch.zeros(2), *(torch.tensor(lloyd_max.levels(bits)) for bits in range(1, 9))]
-    return torch.cat(tables).float().to(device)
-
-
-@lru_cache
-def boundary_table(device: torch.device) -> Tensor:
-    """float32[512]: what lies between levels 0 and 1, 1 and 2, … of b-bit codebooks, from entry 2^b on."""
-    between = [lloyd_max.boundaries(bits) for bits in range(1, 9)]
-    return torch.cat([torch.zeros(2), *(torch.cat((edges, edges.new_zeros(1))) for edges in between)]).to(device)
 
 
 @triton.jit

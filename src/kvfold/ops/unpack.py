@@ -10,7 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kvfold.ops.pages import LayerPages
-from kvfold.ops.tiles import AFFINE, RAW, key_side, level_table, pick, value_side
+from kvfold.ops.tiles import AFFINE, RAW, key_side, pick, value_side
+from kvfold.quantizers import lloyd_max
 
 
 def unpack(pages: LayerPages, row: int, tokens: range, workspace: Tensor) -> tuple[Tensor, Tensor]:
@@ -26,7 +27,7 @@ def unpack(pages: LayerPages, row: int, tokens: range, workspace: Tensor) -> tup
         pages.pool,
         pages.pool.view(torch.float16),
         pages.pool.view(pages.key.wide),
-        level_table(pages.pool.device),
+        lloyd_max.level_table(pages.pool.device),
         pages.step.table[row],
         tokens.start,
         count,
@@ -46,7 +47,7 @@ def restore(addresses: Tensor, first: LayerPages, pages: Tensor, shadows: Tensor
     layout, kv_heads = first.layout, first.pool.shape[1]
     _restore[(len(addresses), kv_heads)](
         addresses,
-        level_table(first.pool.device),
+        lloyd_max.level_table(first.pool.device),
         pages,
         shadows,
         count,

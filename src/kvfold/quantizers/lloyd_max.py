@@ -61,6 +61,20 @@ def _tables(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.tensor(levels(bits), dtype=torch.float32, device=device), boundaries(bits).to(device)
 
 
+@lru_cache
+def level_table(device: torch.device) -> Tensor:
+    """float32[512]: the levels of b-bit codebooks from entry 2^b on."""
+    tables = [torch.zeros(2), *(torch.tensor(levels(bits)) for bits in range(1, 9))]
+    return torch.cat(tables).float().to(device)
+
+
+@lru_cache
+def boundary_table(device: torch.device) -> Tensor:
+    """float32[512]: what lies between levels 0 and 1, 1 and 2, … of b-bit codebooks, from entry 2^b on."""
+    between = [boundaries(bits) for bits in range(1, 9)]
+    return torch.cat([torch.zeros(2), *(torch.cat((edges, edges.new_zeros(1))) for edges in between)]).to(device)
+
+
 def _cells(below: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Probability and mean of the cells of the negative levels; the last one ends at 0, the middle of all levels."""
     edges = np.concatenate(([-np.inf], (below[1:] + below[:-1]) / 2, [0.0]))

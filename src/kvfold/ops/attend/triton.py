@@ -22,11 +22,11 @@ from kvfold.ops.tiles import (
     CODEBOOK,
     attended_sides,
     coordinates,
-    level_table,
     pick,
     power_of_two,
     unpack,
 )
+from kvfold.quantizers import lloyd_max
 
 
 def attend(
@@ -67,7 +67,7 @@ def _attend_packed(pages: LayerPages, q: Tensor, scale: float, outs: Tensor, wei
             pages.pool,
             pages.pool.view(torch.float16),
             pages.pool.view(pages.shadows.dtype),
-            level_table(q.device),
+            lloyd_max.level_table(q.device),
             *centroids,
             batch.query_starts,
             batch.lengths,

@@ -20,6 +20,7 @@ from kvfold.codec import Codec
 from kvfold.ops import tiles
 from kvfold.ops.pages import LayerPages
 from kvfold.ops.tiles import AFFINE, CODEBOOK, RAW, Side, bits_below
+from kvfold.quantizers import lloyd_max
 from kvfold.quantizers.affine import SMALLEST_SCALE
 from kvfold.transforms import Transform
 
@@ -115,8 +116,8 @@ def store(pages: LayerPages, k: Tensor, v: Tensor, early: bool = False) -> tuple
         pages.shadows.view(torch.int16),
         None if new is None else new.view(torch.int16),
         pages.faults,
-        tiles.level_table(device),
-        tiles.boundary_table(device),
+        lloyd_max.level_table(device),
+        lloyd_max.boundary_table(device),
     )
     key, KEY = _prepared(pages.key, tiles.key_side(pages.layout), k)
     value, VALUE = _prepared(pages.value, tiles.value_side(pages.layout), v)

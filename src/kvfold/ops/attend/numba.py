@@ -1,0 +1,235 @@
+"""`attend` of one query for each sequence on a CPU, compiled by numba: tiles of tokens are unpacked in the cache of a
+core, all heads that share them attend, and what each chunk of the context gives is merged."""
+
+import math
+
+import numpy as np
+import torch
+from numba import carray, njit
+from torch import Tensor
+
+from kvfold.ops.compiled import (
+    EXACT,
+    FAST,
+    PAGES,
+    SEGMENT,
+    SIDE,
+    TASK,
+    WORKER,
+    arguments,
+    array,
+    dense,
+    described,
+    f4,
+    i4,
+    kernel,
+    read,
+    rotate,
+    take,
+    widen,
+)
+from kvfold.ops.pages import LayerPages, Step
+from kvfold.quantizers import lloyd_max
+
+CHUNK = 512  # tokens of a task
+TILE = 64  # of which so many are unpacked at once
+ROWS = 4  # tokens that are multiplied at once
+UNSEEN = -1e30  # below every logit
+
+Arguments = arguments(
+    *PAGES, "levels",
+    "q", "queries", "parts", "weights", "out", "scratch", "workers", "width",
+    "shadows", "shadow_pages", "new_keys", "new_values",
+    "table", "table_stride", "starts", "lengths", "shadow_of",
+    "key_rotation", "key_rotations", "value_rotation", "value_rotations", "value_mean",
+    "sequences", "chunks", "kv_heads", "ratio", "dims", "page_size", "windows", "sink", "recent",
+    floats=("scale", "key_factor", "value_factor"),
+)  # fmt: skip
+
+
+def attend(
+    pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scale: float, out: Tensor | None = None
+) -> Tensor:
+    """Queries [sequences, 1, q_heads, d] -> outputs of the same shape, float32 or in `out`.
+
+    `new` is what `store` returned for the same step. Outputs of padding are finite and meaningless.
+    """
+    sequences, _, q_heads, dims = q.shape
+    batch, windows, kv_heads = pages.step.batch, pages.windows, pages.pool.shape[1]
+    starts, lengths, chunks = pages.step.once(_lengths)
+    q = q.float().contiguous()
+    result = out if out is not None and out.dtype == torch.float32 and out.is_contiguous() else torch.empty_like(q)
+    queries, parts = torch.empty_like(q), torch.empty(chunks, *q.shape)
+    weights = torch.empty(chunks, sequences, q_heads, 2)
+    width = -(-max(dims + 7, TILE) // 16) * 16  # in whole lines of a core's cache
+    scratch = torch.zeros(torch.get_num_threads(), TILE + q_heads // kv_heads, width)  # where no token is: finite
+    key, value = dense(pages.key.transform, dims), dense(pages.value.transform, dims)
+    exact = [] if new is None else [side.contiguous() for side in new]
+    told = Arguments(
+        0, 0, 0, *described(pages), lloyd_max.level_table(q.device).data_ptr(),
+        q.data_ptr(), queries.data_ptr(), parts.data_ptr(), weights.data_ptr(), result.data_ptr(),
+        scratch.data_ptr(), scratch.shape[0], width,
+        pages.shadows.data_ptr(), pages.shadows.shape[0], *([side.data_ptr() for side in exact] or (0, 0)),
+        batch.table.data_ptr(), batch.table.stride(0),
+        starts.data_ptr(), lengths.data_ptr(), batch.shadow_of.data_ptr(),
+        key.matrix.data_ptr(), key.matrix.shape[0], value.inverse.data_ptr(), value.inverse.shape[0],
+        value.mean.data_ptr(),
+        sequences, chunks, kv_heads, q_heads // kv_heads, dims, pages.layout.page_size,
+        new is not None, windows.sink, windows.recent,
+        scale * math.log2(math.e), key.factor, value.factor,
+    )  # fmt: skip
+    _rotate_queries(told, sequences * q_heads)
+    _attend_chunks(told, sequences * kv_heads * chunks)
+    _merge(told, sequences * q_heads)
+    return result if out is None or result is out else out.copy_(result)
+
+
+def _lengths(step: Step) -> tuple[Tensor, Tensor, int]:
+    """Tokens of each sequence before the step and with it, and chunks of the longest."""
+    starts, lengths = step.batch.starts.int().contiguous(), step.batch.lengths.int().contiguous()
+    return starts, lengths, max(1, -(-int(lengths.max()) // CHUNK))
+
+
+@njit(**EXACT)
+def _exp2(x):
+    """2^x for x ≤ 0, with an error of 10^-7."""
+    x = max(x, f4(-126))
+    whole = i4(x - f4(0.5))
+    x -= f4(whole)
+    power = f4(1.535336188319500e-4)
+    power = power * x + f4(1.339887440266574e-3)
+    power = power * x + f4(9.618437357674640e-3)
+    power = power * x + f4(5.550332471162809e-2)
+    power = power * x + f4(2.402264791363012e-1)
+    power = power * x + f4(6.931472028550421e-1)
+    power = power * x + f4(1)
+    return power * i4((whole + 127) << 23).view(np.float32)
+
+
+@njit(**FAST)
+def _weigh(query, tile, count, shares, weight, mixed):
+    """The weights of the first tokens of a tile, relative to the highest logit so far; what came before is scaled to
+    that."""
+    for i in range(0, count, ROWS):
+        x0, x1, x2, x3 = tile[i], tile[i + 1], tile[i + 2], tile[i + 3]
+        y0 = y1 = y2 = y3 = f4(0)
+        for j in range(len(query)):
+            y0 += query[j] * x0[j]
+            y1 += query[j] * x1[j]
+            y2 += query[j] * x2[j]
+            y3 += query[j] * x3[j]
+        shares[i], shares[i + 1], shares[i + 2], shares[i + 3] = y0, y1, y2, y3
+    highest = max(weight[0], shares[:count].max())
+    fade, total = _exp2(weight[0] - highest), f4(0)
+    for i in range(count):
+        shares[i] = _exp2(shares[i] - highest)
+        total += shares[i]
+    shares[count:] = f4(0)
+    weight[0], weight[1] = highest, weight[1] * fade + total
+    mixed *= fade
+
+
+@njit(**FAST)
+def _mix(weights, tile, count, mixed):
+    """Add the first tokens of a tile, by their weights."""
+    for i in range(0, count, ROWS):
+        x0, x1, x2, x3 = tile[i], tile[i + 1], tile[i + 2], tile[i + 3]
+        w0, w1, w2, w3 = weights[i], weights[i + 1], weights[i + 2], weights[i + 3]
+        for j in range(len(mixed)):
+            mixed[j] += w0 * x0[j] + w1 * x1[j] + w2 * x2[j] + w3 * x3[j]
+
+
+@kernel(Arguments)
+def _rotate_queries(p):
+    """A query head of a sequence, scaled for logits to base 2."""
+    a = carray(p, 1)[0]
+    heads = a.kv_heads * a.ratio
+    q = array(a.q, (a.sequences * heads, a.dims), np.float32)
+    queries = array(a.queries, (a.sequences * heads, a.dims), np.float32)
+    rotations = array(a.key_rotation, (a.key_rotations, a.dims, a.dims), np.float64)
+    task = take(p, TASK)
+    while task < a.tasks:
+        rotate(q[task], rotations, task % heads // a.ratio, a.key_factor, queries[task])
+        queries[task] *= f4(a.scale)
+        task = take(p, TASK)
+
+
+@kernel(Arguments)
+def _attend_chunks(p):
+    """The heads of one KV head over CHUNK tokens of a sequence: sums by weights relative to the highest logit, that
+    logit, and the sum of the weights."""
+    a = carray(p, 1)[0]
+    queries = array(a.queries, (a.sequences, a.kv_heads, a.ratio, a.dims), np.float32)
+    parts = array(a.parts, (a.chunks, a.sequences, a.kv_heads, a.ratio, a.dims), np.float32)
+    weights = array(a.weights, (a.chunks, a.sequences, a.kv_heads, a.ratio, 2), np.float32)
+    pool, words = array(a.pool, a.pool_bytes, np.uint8), array(a.pool, a.pool_bytes // 2, np.uint16)
+    levels = array(a.levels, 512, np.float32)
+    sides, segments = array(a.sides, 2, SIDE), array(a.segments, (2, a.most), SEGMENT)
+    table = array(a.table, (a.sequences, a.table_stride), np.int64)
+    shadow_of = array(a.shadow_of, a.pool_bytes // a.page_stride, np.int64)
+    starts, lengths = array(a.starts, a.sequences, np.int32), array(a.lengths, a.sequences, np.int32)
+    shadows = array(a.shadows, (a.shadow_pages, a.kv_heads, 2, a.page_size, a.dims), np.uint16)
+    new_keys = array(a.new_keys, (a.sequences, a.kv_heads, a.dims), np.uint16)
+    new_values = array(a.new_values, (a.sequences, a.kv_heads, a.dims), np.uint16)
+    scratch = array(a.scratch, (a.workers, TILE + a.ratio, a.width), np.float32)[take(p, WORKER)]
+    tile, shares = scratch[:TILE], scratch[TILE:]
+    half, task = a.half != 0, take(p, TASK)
+    while task < a.tasks:
+        chunk, sequence, head = task % a.chunks, task // a.chunks // a.kv_heads, task // a.chunks % a.kv_heads
+        part, weight = parts[chunk, sequence, head], weights[chunk, sequence, head]
+        start, length = starts[sequence], lengths[sequence]
+        sink, recent = (a.sink, length - a.recent) if a.windows else (0, length)
+        part[:], weight[:, 0], weight[:, 1] = f4(0), f4(UNSEEN), f4(0)
+        end = min(length, (chunk + 1) * CHUNK) if start < length else 0  # else it is padding
+        for first in range(chunk * CHUNK, end, TILE):
+            count = min(TILE, end - first)
+            for side in range(2):
+                i = 0
+                while i < count:
+                    token = first + i
+                    page, place = table[sequence, token // a.page_size], token % a.page_size
+                    exact = token < sink or token >= recent
+                    end_of_run = min(start, sink if token < sink else length) if exact else recent
+                    run = min(count - i, a.page_size - place, end_of_run - token)
+                    if exact and token >= start:
+                        widen((new_keys if side == 0 else new_values)[sequence, head], half, tile[i])
+                        run = 1  # the query's own
+                    elif exact and shadow_of[page] >= 0:
+                        for j in range(run):
+                            widen(shadows[shadow_of[page], head, side, place + j], half, tile[i + j])
+                    else:
+                        at = page * a.page_stride + head * a.head_stride
+                        read(pool, words, at, place, sides[side], segments[side], levels, half, tile[i : i + run])
+                    i += run
+                for r in range(a.ratio):
+                    if side == 0:
+                        _weigh(queries[sequence, head, r], tile, count, shares[r], weight[r], part[r])
+                    else:
+                        _mix(shares[r], tile, count, part[r])
+        task = take(p, TASK)
+
+
+@kernel(Arguments)
+def _merge(p):
+    """A query head of a sequence: its chunks together, rotated back, and the mean value."""
+    a = carray(p, 1)[0]
+    heads = a.kv_heads * a.ratio
+    parts = array(a.parts, (a.chunks, a.sequences * heads, a.dims), np.float32)
+    weights = array(a.weights, (a.chunks, a.sequences * heads, 2), np.float32)
+    rotations = array(a.value_rotation, (a.value_rotations, a.dims, a.dims), np.float64)
+    means = array(a.value_mean, (a.kv_heads, a.dims), np.float32)
+    out = array(a.out, (a.sequences * heads, a.dims), np.float32)
+    task = take(p, TASK)
+    while task < a.tasks:
+        weight, mixed, total = weights[:, task], np.zeros(a.dims, np.float32), f4(1e-30)
+        highest = weight[:, 0].max()
+        for chunk in range(a.chunks):
+            share = _exp2(weight[chunk, 0] - highest)
+            total += share * weight[chunk, 1]
+            mixed += share * parts[chunk, task]
+        mixed /= total
+        head = task % heads // a.ratio
+        rotate(mixed, rotations, head, a.value_factor, out[task])
+        if a.value_mean:
+            out[task] += means[head]
+        task = take(p, TASK)

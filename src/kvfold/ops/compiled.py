@@ -1,0 +1,328 @@
+"""What kernels that numba compiles for CPUs share: their threads and arguments, and how they see a slot.
+
+They run on the threads of PyTorch's own OpenMP runtime. Numba's would compete with these for the same cores, and where
+an engine has bound threads to cores, as vLLM does, all of them would share the core of the thread that made them.
+"""
+
+import ctypes
+import math
+from collections.abc import Callable
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import numpy as np
+import torch
+from llvmlite import ir
+from llvmlite.binding import ffi
+from numba import carray, cfunc, from_dtype, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from torch import Tensor
+
+from kvfold.layout import META_BYTES, PageLayout, Rule
+from kvfold.ops.pages import LayerPages
+from kvfold.transforms import Transform
+
+AFFINE, CODEBOOK, RAW = range(3)
+_RULES: dict[Rule, int] = {"affine": AFFINE, "codebook": CODEBOOK, "raw": RAW}
+LANES = 8  # bytes that are unpacked at once
+
+EXACT: dict[str, Any] = {"error_model": "numpy", "cache": True}
+FAST: dict[str, Any] = {"fastmath": {"contract", "nsz", "reassoc"}, **EXACT}  # sums in another order, always the same
+f4, i4, u1 = np.float32, np.int32, np.uint8
+
+# vLLM asks all objects of all modules for their attributes, which llvmlite's library would take for a function's name
+getattr(ffi.lib, "_fntab", {})["__dict__"] = {}
+
+# --- launches
+
+COUNTERS = ("worker", "task", "tasks")  # threads and tasks that have begun, and how many tasks there are
+WORKER, TASK = range(2)
+
+
+def arguments(*integers: str, floats: tuple[str, ...] = ()) -> type[ctypes.Structure]:
+    """What kernels are told: the counters of a launch, then numbers and addresses, by name.
+
+    Numba compiles a kernel anew when its own file has changed, or its arguments: one is named by what is in this file.
+    """
+    source = f"source_{crc32(Path(__file__).read_bytes())}"
+    numbers = dict.fromkeys((*COUNTERS, *integers), ctypes.c_int64) | dict.fromkeys((*floats, source), ctypes.c_double)
+    return type("Arguments", (ctypes.Structure,), {"_fields_": [*numbers.items()]})
+
+
+class Kernel:
+    """A compiled function of a pointer to arguments: every thread runs it, and it takes tasks until none is left."""
+
+    def __init__(self, arguments: type[ctypes.Structure], function: Callable) -> None:
+        record = from_dtype(np.dtype(arguments))
+        self.address = cfunc(types.void(types.CPointer(record)), **EXACT)(function).address
+
+    def __call__(self, told: Any, tasks: int) -> None:
+        told.worker, told.task, told.tasks = 0, 0, tasks
+        _parallel()(self.address, ctypes.byref(told), min(tasks, torch.get_num_threads()), 0)
+
+
+def kernel(arguments: type[ctypes.Structure]) -> Callable[[Callable], Kernel]:
+    return partial(Kernel, arguments)
+
+
+@lru_cache
+def _parallel() -> Any:
+    """GOMP_parallel(function, argument, threads, flags) of the OpenMP runtime that PyTorch runs on, or None."""
+    try:
+        parallel = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so")).GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    parallel.argtypes, parallel.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
+    return parallel
+
+
+@intrinsic
+def take(typing, arguments, counter):
+    """The next number of a counter."""
+
+    def build(context, builder, signature, values):
+        counters = builder.bitcast(values[0], ir.IntType(64).as_pointer())
+        at = builder.gep(counters, [values[1]])
+        return builder.atomic_rmw("add", at, ir.Constant(ir.IntType(64), 1), "monotonic")
+
+    return types.int64(arguments, types.int64), build
+
+
+@intrinsic
+def _pointer(typing, address):
+    def build(context, builder, signature, values):
+        return builder.inttoptr(values[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), build
+
+
+@njit(**EXACT)
+def array(address, shape, dtype):
+    """The array that lies there."""
+    return carray(_pointer(address), shape, dtype)
+
+
+# --- slots
+
+SEGMENT = np.dtype([(name, "i8") for name in ("start", "dims", "stored", "bits", "rule", "byte", "entry")])
+SIDE = np.dtype([(name, "i8") for name in ("codes", "code_stride", "meta", "meta_stride", "segments", "kept")])
+PAGES = ("pool", "pool_bytes", "page_stride", "head_stride", "sides", "segments", "most", "half")
+
+
+def unsupported(layout: PageLayout) -> str | None:
+    """Why no kernel reads and writes pages of this layout, or None."""
+    if _parallel() is None:
+        return "the threads of this PyTorch are not those of an OpenMP runtime that is known"
+    for side, slot in (("keys", layout.key), ("values", layout.value)):
+        reasons = {
+            "whole pages are quantized together": slot.per_page,
+            "KV heads have layouts of their own": bool(slot.heads),
+            "slots name a centroid": slot.centroid,
+            "numbers of 16 bits lie at odd bytes": (
+                slot.has_raw and any(segment.code_bytes % META_BYTES for segment in slot.segments)
+            ),
+        }
+        for reason, applies in reasons.items():
+            if applies:
+                return f"there is no kernel for these {side}: {reason}"
+    return None
+
+
+def described(pages: LayerPages) -> tuple[int, ...]:
+    """The pages of a layer as kernels see them, in the order of `PAGES`."""
+    sides, segments = _sides(pages.layout, pages.key.clip, pages.value.clip)
+    pool, half = pages.pool, pages.key.wide == torch.float16
+    tables = sides.data_ptr(), segments.data_ptr(), segments.shape[1]
+    return pool.data_ptr(), pool.nbytes, *pool.stride()[:2], *tables, half
+
+
+@lru_cache
+def _sides(layout: PageLayout, *clips: float | None) -> tuple[Tensor, Tensor]:
+    """SIDE[2] and SEGMENT[2, most segments of a side]."""
+    slots = layout.key, layout.value
+    sides, segments = np.zeros(2, SIDE), np.zeros((2, max(len(slot.segments) for slot in slots)), SEGMENT)
+    for i, (slot, clip) in enumerate(zip(slots, clips, strict=True)):
+        codes, meta = layout.offsets[i], layout.offsets[2 + i] // META_BYTES
+        kept = slot.dims if clip is None else math.ceil(clip * slot.dims)  # coordinates that are not clipped
+        sides[i] = codes, slot.code_bytes, meta, slot.meta_entries, len(slot.segments), kept
+        byte = entry = 0
+        for j, part in enumerate(slot.segments):
+            segments[i, j] = part.start, part.dims, part.padded_dims, part.bits, _RULES[part.rule], byte, entry
+            byte += part.code_bytes
+            entry += part.meta_entries
+    # tensors, whose addresses are quick to ask for
+    return torch.from_numpy(sides.view(np.int64)), torch.from_numpy(segments.view((np.int64, SEGMENT.itemsize // 8)))
+
+
+def _lanes(add: bool) -> Any:
+    @intrinsic
+    def unpack(typing, source, i, mask, unit, offset, target, j):
+        """target[j : j + LANES] = unit · (source[i : i + LANES] & mask) + offset, or what is there with `add`, which
+        the compiler would do one by one, since it cannot tell that the arrays are apart."""
+
+        def build(context, builder, signature, values):
+            def at(argument, index, element):
+                data = context.make_array(signature.args[argument])(context, builder, values[argument]).data
+                return builder.bitcast(builder.gep(data, [values[index]]), ir.VectorType(element, LANES).as_pointer())
+
+            def spread(number):
+                empty, first = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined), ir.IntType(32)(0)
+                places = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+                return builder.shuffle_vector(builder.insert_element(empty, number, first), empty, places)
+
+            packed, sums = builder.load(at(0, 1, ir.IntType(8)), align=1), at(5, 6, ir.FloatType())
+            codes = builder.uitofp(builder.and_(packed, spread(values[2])), ir.VectorType(ir.FloatType(), LANES))
+            scaled = builder.fmul(codes, spread(values[3]), flags=("contract",))
+            onto = builder.load(sums, align=4) if add else spread(values[4])
+            builder.store(builder.fadd(scaled, onto, flags=("contract",)), sums, align=4)
+            return context.get_dummy_value()
+
+        return types.void(source, i, types.uint8, types.float32, types.float32, target, j), build
+
+    return unpack
+
+
+_unpack_first, _unpack_more = _lanes(add=False), _lanes(add=True)
+
+
+@njit(**FAST, forceinline=True)
+def _unpack_plane(pool, byte, stored, width, below, scale, offset, row):
+    """scale·2^below times what a plane holds, onto the row or, where it is the first of the planes, onto `offset`."""
+    run = stored * width // 8
+    whole = run // LANES * LANES
+    for part in range(8 // width):
+        unit, mask = scale * f4(1 << below) / f4(1 << part * width), u1(((1 << width) - 1) << part * width)
+        to = part * run
+        if below == 0:
+            for j in range(0, whole, LANES):
+                _unpack_first(pool, byte + j, mask, unit, offset, row, to + j)
+        else:
+            for j in range(0, whole, LANES):
+                _unpack_more(pool, byte + j, mask, unit, offset, row, to + j)
+        for j in range(whole, run):
+            row[to + j] = unit * f4(pool[byte + j] & mask) + (offset if below == 0 else row[to + j])
+
+
+@njit(**FAST, forceinline=True)
+def _unpack(pool, byte, stored, bits, scale, offset, row):
+    """scale·code + offset of the codes from `byte` on, plane by plane (see packing.py)."""
+    if bits == 8:
+        _unpack_plane(pool, byte, stored, 8, 0, scale, offset, row)
+    if bits & 4:
+        _unpack_plane(pool, byte, stored, 4, 0, scale, offset, row)
+    if bits & 2:
+        below = bits & 4
+        _unpack_plane(pool, byte + stored * below // 8, stored, 2, below, scale, offset, row)
+    if bits & 1:
+        below = bits & 6
+        _unpack_plane(pool, byte + stored * below // 8, stored, 1, below, scale, offset, row)
+
+
+@njit(**FAST, forceinline=True)
+def read(pool, words, page, place, side, segments, levels, half, rows):
+    """What successive slots of a side decode to, from this place of a page on, which begins at byte `page`. Rows have
+    room for seven coordinates more, since codes of codebooks are filled up."""
+    for s in range(side.segments):
+        segment = segments[s]
+        byte = page + side.codes + place * side.code_stride + segment.byte
+        entry = page // 2 + side.meta + place * side.meta_stride + segment.entry
+        for i in range(len(rows)):
+            part = rows[i, segment.start :]
+            if segment.rule == AFFINE:
+                scale, offset = widened(words[entry], True), widened(words[entry + 1], True)
+                _unpack(pool, byte, segment.stored, segment.bits, scale, offset, part)
+            elif segment.rule == CODEBOOK:
+                norm, table = widened(words[entry], True), levels[1 << segment.bits :]
+                _unpack(pool, byte, segment.stored, segment.bits, f4(1), f4(0), part)
+                for j in range(segment.dims):
+                    part[j] = norm * table[i4(part[j])]
+            else:
+                widen(words[byte // 2 : byte // 2 + segment.dims], half, part)
+            byte += side.code_stride
+            entry += side.meta_stride
+
+
+# --- numbers of 16 bits
+
+
+@njit(**EXACT)
+def widened(word, half):
+    """The float16, with `half`, or else the bfloat16 of these bits; neither infinity nor NaN."""
+    bits = np.int64(word)
+    if half:
+        magnitude = i4((bits & 0x7FFF) << 13).view(np.float32) * f4(2.0**112)
+        return -magnitude if bits & 0x8000 else magnitude
+    return i4(bits << 16).view(np.float32)
+
+
+@njit(**EXACT)
+def widen(words, half, row):
+    for j in range(len(words)):
+        row[j] = widened(words[j], half)
+
+
+@njit(**EXACT)
+def narrowed(x, half):
+    """The bits of the nearest float16 or bfloat16, of two the even one; infinity where that is too large, or NaN."""
+    bits = np.int64(f4(x).view(np.int32))
+    sign, magnitude = (bits >> 16) & 0x8000, bits & 0x7FFFFFFF
+    drop, rebias = (13, 112 << 23) if half else (16, 0)
+    if half and magnitude < 113 << 23:  # its numbers this small are multiples of 2^-24, as those around 0.5 are here
+        nearest = np.int64(f4(abs(x) + f4(0.5)).view(np.int32)) - (126 << 23)
+    else:
+        nearest = (magnitude - rebias + (1 << drop - 1) - 1 + (magnitude >> drop & 1)) >> drop
+    return np.uint16(sign | min(nearest, 0x7C00 if half else 0x7F80))
+
+
+@njit(**EXACT)
+def finite(word, half):
+    mask = 0x7C00 if half else 0x7F80
+    return word & mask != mask
+
+
+# --- transforms
+
+
+class Dense(NamedTuple):
+    """A transform in tensors without elements, whose address is 0, where there is no mean or no rotation."""
+
+    mean: Tensor  # float32[kv_heads, d]
+    matrix: Tensor  # float64[kv_heads or 1, d, d]
+    inverse: Tensor
+    factor: float  # of both
+
+
+def dense(transform: Transform, dims: int) -> Dense:
+    return transform.once(_dense, dims)
+
+
+def _dense(transform: Transform, dims: int) -> Dense:
+    mean = torch.empty(0) if transform.mean is None else transform.mean.float().contiguous()
+    if transform.rotation is None:
+        none = torch.empty(0, dims, dims, dtype=torch.float64)
+        return Dense(mean, none, none, 1.0)
+    terms, factor = transform.rotation.terms(dims, torch.float64, mean.device)
+    matrix = torch.stack(terms).sum(dim=0)  # in as many bits the first term is all of it
+    return Dense(mean, matrix, matrix.mT.contiguous(), factor)
+
+
+@njit(**EXACT)
+def rotate(x, matrices, head, factor, row):
+    """x·A·factor, in float64 as transforms are, so that what is stored of a token does not depend on others."""
+    if len(matrices) == 0:
+        row[:] = x
+        return
+    matrix = matrices[head % len(matrices)]
+    sums, rows = np.zeros(len(x)), 4  # that are added at once
+    for i in range(0, len(x) // rows * rows, rows):
+        x0, x1, x2, x3 = np.float64(x[i]), np.float64(x[i + 1]), np.float64(x[i + 2]), np.float64(x[i + 3])
+        for j in range(len(x)):
+            sums[j] += x0 * matrix[i, j] + x1 * matrix[i + 1, j] + x2 * matrix[i + 2, j] + x3 * matrix[i + 3, j]
+    for i in range(len(x) // rows * rows, len(x)):
+        for j in range(len(x)):
+            sums[j] += np.float64(x[i]) * matrix[i, j]
+    for j in range(len(x)):
+        row[j] = f4(sums[j] * factor)

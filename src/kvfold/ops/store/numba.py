@@ -1,0 +1,215 @@
+"""`store` on a CPU, compiled by numba: the same bytes as those of its definition."""
+
+import numpy as np
+import torch
+from numba import carray, njit
+from torch import Tensor
+
+from kvfold.ops.compiled import (
+    AFFINE,
+    CODEBOOK,
+    EXACT,
+    PAGES,
+    SEGMENT,
+    SIDE,
+    TASK,
+    arguments,
+    array,
+    dense,
+    described,
+    f4,
+    finite,
+    i4,
+    kernel,
+    narrowed,
+    rotate,
+    take,
+    u1,
+    widened,
+)
+from kvfold.ops.pages import LayerPages
+from kvfold.ops.store import naive
+from kvfold.quantizers import lloyd_max
+from kvfold.quantizers.affine import SMALLEST_SCALE
+
+INTEGERS = f4(2**23)  # from here to the double of it, floats are integers: to add it rounds to the nearest, or even
+
+Arguments = arguments(
+    *PAGES, "levels", "boundaries",
+    "key", "value", "key_mean", "value_mean",
+    "key_rotation", "key_rotations", "value_rotation", "value_rotations",
+    "codes", "code_bytes", "meta", "entries", "wide", "slots", "shadow_of", "shadows", "shadow_pages",
+    "tokens", "kv_heads", "dims", "page_size", "windows", "faults",
+    floats=("key_factor", "value_factor"),
+)  # fmt: skip
+
+
+def store(pages: LayerPages, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Pack the step's tokens k, v [sequences, n, kv_heads, d] into their slots, and into the shadows of their pages.
+
+    Returns them transformed and in 16 bits, or None without windows. Everything is computed, and checked, before the
+    first byte is written.
+    """
+    batch, layout = pages.step.batch, pages.layout
+    slots, (kv_heads, dims) = batch.slots.long().contiguous(), k.shape[2:]
+    tokens = slots.shape[0]
+    key, value = k.float().contiguous(), v.float().contiguous()
+    wide = torch.empty(2, *k.shape, dtype=pages.shadows.dtype) if pages.windows else None
+    code_bytes, entries = (
+        max(getattr(slot, name) for slot in (layout.key, layout.value)) for name in ("code_bytes", "meta_entries")
+    )
+    codes = torch.empty(tokens, kv_heads, 2, code_bytes, dtype=torch.uint8)
+    meta = torch.empty(tokens, kv_heads, 2, entries, dtype=torch.float16)
+    by_key, by_value = dense(pages.key.transform, dims), dense(pages.value.transform, dims)
+    told = Arguments(
+        0, 0, 0, *described(pages),
+        lloyd_max.level_table(k.device).data_ptr(), lloyd_max.boundary_table(k.device).data_ptr(),
+        key.data_ptr(), value.data_ptr(), by_key.mean.data_ptr(), by_value.mean.data_ptr(),
+        by_key.matrix.data_ptr(), by_key.matrix.shape[0], by_value.matrix.data_ptr(), by_value.matrix.shape[0],
+        codes.data_ptr(), code_bytes, meta.data_ptr(), entries, 0 if wide is None else wide.data_ptr(),
+        slots.data_ptr(), batch.shadow_of.data_ptr(), pages.shadows.data_ptr(), pages.shadows.shape[0],
+        tokens, kv_heads, dims, layout.page_size, wide is not None, 0,
+        by_key.factor, by_value.factor,
+    )  # fmt: skip
+    _quantize(told, tokens * kv_heads)
+    if told.faults:
+        return naive.store(pages, k, v)  # which says what is wrong with them
+    _write(told, tokens * kv_heads)
+    return None if wide is None else (wide[0], wide[1])
+
+
+@njit(**EXACT)
+def _affine(x, levels, codes, meta):
+    """See quantizers/affine.py."""
+    low = high = x[0]
+    for j in range(len(x)):
+        low, high = min(low, x[j]), max(high, x[j])
+    meta[0], meta[1] = narrowed((high - low) / f4(levels), True), narrowed(low, True)
+    scale, offset = max(widened(meta[0], True), f4(SMALLEST_SCALE)), widened(meta[1], True)
+    for j in range(len(x)):
+        code = min(max((x[j] - offset) / scale, f4(0)), f4(levels))
+        codes[j] = u1(i4(code + INTEGERS - INTEGERS))
+    return finite(meta[0], True) and finite(meta[1], True)
+
+
+@njit(**EXACT)
+def _norm(x):
+    total = 0.0
+    for j in range(len(x)):
+        total += np.float64(x[j]) * np.float64(x[j])
+    return f4(np.sqrt(total))
+
+
+@njit(**EXACT)
+def _codebook(x, levels, boundaries, codes, meta):
+    """See quantizers/codebook.py."""
+    norm = _norm(x)
+    scale = f4(1) / max(norm, np.finfo(np.float32).tiny) * f4(np.sqrt(len(x)))
+    for j in range(len(x)):
+        codes[j] = np.searchsorted(boundaries, x[j] * scale)
+        x[j] = levels[codes[j]]
+    codes[len(x) :] = 0
+    meta[0] = narrowed(norm / _norm(x), True)
+    return finite(meta[0], True)
+
+
+@njit(**EXACT)
+def _pack(codes, bits, packed):
+    """See packing.py."""
+    below = first = 0
+    for width in (8, 4, 2, 1):
+        if bits & width:
+            run = len(codes) * width // 8
+            for j in range(run):
+                byte = 0
+                for part in range(8 // width):
+                    byte |= (codes[part * run + j] >> below & ((1 << width) - 1)) << part * width
+                packed[first + j] = u1(byte)
+            first += run
+            below += width
+
+
+@njit(**EXACT)
+def _narrow(x, half, words):
+    """To 16 bits, and whether all are finite there."""
+    all_finite = True
+    for j in range(len(x)):
+        words[j] = narrowed(x[j], half)
+        all_finite &= finite(words[j], half)
+    return all_finite
+
+
+@kernel(Arguments)
+def _quantize(p):
+    """A KV head of a token: both sides, transformed, in 16 bits and as codes and metadata."""
+    a = carray(p, 1)[0]
+    sides, segments = array(a.sides, 2, SIDE), array(a.segments, (2, a.most), SEGMENT)
+    levels, boundaries = array(a.levels, 512, np.float32), array(a.boundaries, 512, np.float32)
+    slots, half = array(a.slots, a.tokens, np.int64), a.half != 0
+    wide = array(a.wide, (2, a.tokens * a.kv_heads, a.dims), np.uint16)
+    codes = array(a.codes, (a.tokens * a.kv_heads, 2, a.code_bytes), np.uint8)
+    meta = array(a.meta, (a.tokens * a.kv_heads, 2, a.entries), np.uint16)
+    unpacked, x, y = np.empty(a.dims + 7, np.uint8), np.empty(a.dims, np.float32), np.empty(a.dims, np.float32)
+    task = take(p, TASK)
+    while task < a.tasks:
+        head, padding = task % a.kv_heads, slots[task // a.kv_heads] < 0
+        if padding and a.windows:
+            wide[:, task] = 0
+        for side in range(0 if padding else 2):
+            given, mean = (a.value, a.value_mean) if side else (a.key, a.key_mean)
+            at, count = (a.value_rotation, a.value_rotations) if side else (a.key_rotation, a.key_rotations)
+            x[:] = array(given, (a.tokens * a.kv_heads, a.dims), np.float32)[task]
+            if mean:
+                x -= array(mean, (a.kv_heads, a.dims), np.float32)[head]
+            rotations = array(at, (count, a.dims, a.dims), np.float64)
+            rotate(x, rotations, head, a.value_factor if side else a.key_factor, y)
+            storable = True
+            for j in range(a.dims):
+                storable &= abs(y[j]) < np.inf
+            if a.windows:
+                storable &= _narrow(y, half, wide[side, task])
+            if sides[side].kept < a.dims:
+                limit = np.sort(np.abs(y))[sides[side].kept - 1]
+                for j in range(a.dims):
+                    y[j] = min(max(y[j], -limit), limit)
+            for i in range(sides[side].segments):
+                segment = segments[side, i]
+                part, stored = y[segment.start : segment.start + segment.dims], unpacked[: segment.stored]
+                entries, packed = meta[task, side, segment.entry :], codes[task, side, segment.byte :]
+                first = 1 << segment.bits  # of a codebook's levels
+                if segment.rule == AFFINE:
+                    storable &= _affine(part, first - 1, stored, entries)
+                    _pack(stored, segment.bits, packed)
+                elif segment.rule == CODEBOOK:
+                    storable &= _codebook(part, levels[first:], boundaries[first : 2 * first - 1], stored, entries)
+                    _pack(stored, segment.bits, packed)
+                else:
+                    storable &= _narrow(part, half, packed[: 2 * segment.dims].view(np.uint16))
+            if not storable:
+                a.faults = 1
+        task = take(p, TASK)
+
+
+@kernel(Arguments)
+def _write(p):
+    """A KV head of a token: into its slots, and into the shadow of its page."""
+    a = carray(p, 1)[0]
+    sides, slots = array(a.sides, 2, SIDE), array(a.slots, a.tokens, np.int64)
+    pool, words = array(a.pool, a.pool_bytes, np.uint8), array(a.pool, a.pool_bytes // 2, np.uint16)
+    wide = array(a.wide, (2, a.tokens * a.kv_heads, a.dims), np.uint16)
+    codes = array(a.codes, (a.tokens * a.kv_heads, 2, a.code_bytes), np.uint8)
+    meta = array(a.meta, (a.tokens * a.kv_heads, 2, a.entries), np.uint16)
+    shadow_of = array(a.shadow_of, a.pool_bytes // a.page_stride, np.int64)
+    shadows = array(a.shadows, (a.shadow_pages, a.kv_heads, 2, a.page_size, a.dims), np.uint16)
+    task = take(p, TASK)
+    while task < a.tasks:
+        head, slot = task % a.kv_heads, slots[task // a.kv_heads]
+        page, place = slot // a.page_size, slot % a.page_size
+        for side in range(2 if slot >= 0 else 0):
+            at, s = page * a.page_stride + head * a.head_stride, sides[side]
+            byte, entry = at + s.codes + place * s.code_stride, at // 2 + s.meta + place * s.meta_stride
+            pool[byte : byte + s.code_stride] = codes[task, side, : s.code_stride]
+            words[entry : entry + s.meta_stride] = meta[task, side, : s.meta_stride]
+            if a.windows and shadow_of[page] >= 0:
+                shadows[shadow_of[page], head, side, place] = wide[side, task]
+        task = take(p, TASK)
