@@ -11,6 +11,7 @@ from kvfold.artifact import Artifact
 from kvfold.engines.serving import Config, Faults, Layer, Plan, dense_steps
 from kvfold.engines.shadow_table import ShadowTable
 from kvfold.geometry import Geometry, UnsupportedModel
+from kvfold.ops.dispatch import Ops
 from kvfold.ops.restore import Restore
 from kvfold.recipes import parse
 
@@ -201,6 +202,22 @@ def test_ragged_batches_read_what_the_definition_says(recipe):
     world = World(recipe, requests=4)
     for counts in ((33, 1, 0, 17), (1, 1, 0, 1), (1, 40, 5, 1), (2, 2, 2, 2), (1, 1, 1, 60), *[(1, 1, 1, 1)] * 3):
         world.step(*counts)
+
+
+def test_the_first_step_is_stored_last_and_reads_first():
+    """Decoding begins while its own step is being stored, which begins when all before it are there."""
+    world, calls = World("int4", requests=3), []
+    world.step(20, 1, 1)
+    store, decode, extend = world.layer.ops
+
+    def recorded(name, choice):
+        return choice._replace(
+            run=lambda pages, *given: calls.append((name, pages.step.n)) or choice.run(pages, *given)
+        )
+
+    world.layer.ops = Ops(recorded("store", store), recorded("attend", decode), recorded("attend", extend))
+    world.step(1, 1, 17)
+    assert calls == [("store", 17), ("store", 1), ("attend", 1), ("attend", 17)]
 
 
 def test_windows_keep_their_16_bits_for_as_long_as_a_request_runs():

@@ -221,14 +221,15 @@ class Layer:
         """Pack k and v [tokens, kv_heads, d], then let queries [tokens, q_heads, d] read, into `out`.
 
         Each of `steps` comes with the slice of its tokens, which are without padding. All are packed before the first
-        query reads: requests may share pages with others of the same batch.
+        query reads: requests may share pages with others of the same batch. The first step is packed last, since
+        decoding begins while its own step is still being stored, and waits for no other.
         """
         parts = []
-        for tokens, step in steps:
+        for tokens, step in reversed(steps):
             shape, pages = (len(step.lengths), step.n), replace(self.pages, step=step)
             new = self.ops.store.run(pages, k[tokens].unflatten(0, shape), v[tokens].unflatten(0, shape))
             parts.append((tokens, shape, pages, new))
-        for tokens, shape, pages, new in parts:
+        for tokens, shape, pages, new in reversed(parts):
             self.ops.attend(pages, q[tokens].unflatten(0, shape), new, scale, out[tokens].unflatten(0, shape))
 
 
