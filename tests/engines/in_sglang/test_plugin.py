@@ -173,6 +173,7 @@ import sglang.srt.managers.scheduler
 from triton.runtime.jit import JITFunction
 import kvfold.ops
 names = [found.name for found in pkgutil.walk_packages(kvfold.ops.__path__, "kvfold.ops.")]
+names = [name for name in names if not name.endswith((".numba", ".compiled"))]  # for CPUs, and need numba
 values = [value for name in names for value in vars(importlib.import_module(name)).values()]
 print(len([value.cache_key for value in values if isinstance(value, JITFunction)]))
 """
