@@ -36,6 +36,11 @@ class Codec:
         centroids = self.centroids if self.centroids is None else self.centroids.to(device)
         return replace(self, transform=self.transform.to(device), centroids=centroids)
 
+    @property
+    def kept(self) -> int:
+        """Coordinates of a vector that are not clipped."""
+        return self.layout.dims if self.clip is None else math.ceil(self.clip * self.layout.dims)
+
     def quantizes_like(self, other: "Codec") -> bool:
         """Whether keys and values may go through `quantize` and `dequantize` together."""
         return (self.layout, self.clip) == (other.layout, other.clip) and self.centroids is other.centroids is None
@@ -66,7 +71,7 @@ class Codec:
             ids.append(self._nearest(y))
             y = y - self._centroid(ids[0], heads=-3)
         if self.clip is not None:
-            limit = y.abs().kthvalue(math.ceil(self.clip * y.shape[-1]), dim=-1, keepdim=True).values
+            limit = y.abs().kthvalue(self.kept, dim=-1, keepdim=True).values
             y = torch.minimum(torch.maximum(y, -limit), limit)
         for segment in self.layout.segments:
             part = y if segment.dims == y.shape[-1] else y[..., segment.start : segment.stop]

@@ -17,6 +17,7 @@ from kvfold.packing import packed_bytes
 from kvfold.windows import Windows
 
 META_BYTES = 2  # every metadata entry is 16 bits wide
+ODD_BYTES = "numbers of 16 bits lie at odd bytes"
 ALIGNMENT = 16  # arrays inside a page start where a 16-byte load may
 
 Rule = Literal["affine", "codebook", "channel", "raw"]
@@ -112,6 +113,28 @@ class SlotLayout:
     @cached_property
     def has_raw(self) -> bool:
         return any(segment.rule == "raw" for segment in self.segments)
+
+    @property
+    def more_than_a_token(self) -> str | None:
+        """Why a slot is not written and read as the segments of its token and KV head alone, or None."""
+        if self.per_page:
+            return "whole pages are quantized together"
+        if self.heads:
+            return "KV heads have layouts of their own"
+        return "slots name a centroid" if self.centroid else None
+
+    @property
+    def misaligned(self) -> str | None:
+        """Why numbers of 16 bits cannot be read as such, or None."""
+        odd = any(segment.code_bytes % META_BYTES for segment in self.segments)
+        return ODD_BYTES if self.has_raw and odd else None
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """The byte of the codes and the entry of the metadata at which each segment begins."""
+        codes = accumulate((segment.code_bytes for segment in self.segments), initial=0)
+        meta = accumulate((segment.meta_entries for segment in self.segments), initial=0)
+        return list(zip(codes, meta, strict=True))[:-1]
 
     @property
     def meta_bytes(self) -> int:

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-numba = pytest.importorskip("numba")
+pytest.importorskip("numba")
 if torch.cuda.is_available():
     pytest.skip("the tests of other kernels, which these share, are on the GPU", allow_module_level=True)
 
-from test_attend import LAYER, World, codecs, live  # noqa: E402
-from test_store import Case, Twins, plain  # noqa: E402
+from test_attend import LAYER, World, codecs, live
+from test_store import Case, Twins, plain
 
-from kvfold.codec import Codec  # noqa: E402
-from kvfold.layout import (  # noqa: E402
+from kvfold.codec import Codec
+from kvfold.layout import (
     PageLayout,
     Segment,
     SlotLayout,
@@ -26,13 +26,13 @@ from kvfold.layout import (  # noqa: E402
     codebook_slot,
     mixed_slot,
 )
-from kvfold.ops import compiled  # noqa: E402
-from kvfold.ops.attend import naive  # noqa: E402
-from kvfold.ops.attend import numba as kernels  # noqa: E402
-from kvfold.ops.dispatch import choose  # noqa: E402
-from kvfold.ops.store import naive as store_definition  # noqa: E402
-from kvfold.ops.store import numba as store_kernel  # noqa: E402
-from kvfold.recipes import parse  # noqa: E402
+from kvfold.ops import compiled
+from kvfold.ops.attend import naive
+from kvfold.ops.attend import numba as kernels
+from kvfold.ops.dispatch import choose
+from kvfold.ops.store import naive as store_definition
+from kvfold.ops.store import numba as store_kernel
+from kvfold.recipes import parse
 
 pytestmark = pytest.mark.usefixtures("_poisoned_memory")
 
@@ -49,6 +49,13 @@ def _threads(request):
     torch.set_num_threads(request.param)
     yield
     torch.set_num_threads(before)
+
+
+def fitting(recipe: str, dims: int) -> str:
+    """With groups that divide the dims."""
+    if "gtq" in recipe and dims in (80, 96):
+        pytest.skip("no widths for these dims")
+    return recipe.replace("group=32", "group=16") if dims % 32 else recipe
 
 
 # --- store
@@ -73,11 +80,7 @@ def check_store(twins: Twins, counts: list[int]) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_stored_bytes(recipe, dims, dtype):
     """Of ragged steps with padding, in shuffled pages of 4 tokens that were full of garbage."""
-    if "group=32" in recipe and dims % 32:
-        recipe = recipe.replace("32", "16")
-    if "gtq" in recipe and dims in (80, 96):
-        pytest.skip("no widths for these dims")
-    twins = Twins(Case(recipe, dims=dims, dtype=dtype, kv_heads=3), 3)
+    twins = Twins(Case(fitting(recipe, dims), dims=dims, dtype=dtype, kv_heads=3), 3)
     for counts in ([5, 1, 3], [1, 1, 1], [0, 2, 1], [1, 0, 1]):
         check_store(twins, counts)
 
@@ -170,10 +173,7 @@ def check(world: World, *counts: int) -> None:
 @pytest.mark.parametrize("dims", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipes(recipe, dims):
-    if "group=32" in recipe and dims % 32:
-        recipe = recipe.replace("32", "16")
-    if "gtq" in recipe and dims in (80, 96):
-        pytest.skip("no widths for these dims")
+    recipe = fitting(recipe, dims)
     windows = parse(recipe).windows
     world = World(codecs(recipe, dims, 2), 3, sink=min(windows.sink, 5), recent=min(windows.recent, 9))
     world.fill(75, 1, 16)

@@ -5,7 +5,6 @@ an engine has bound threads to cores, as vLLM does, all of them would share the 
 """
 
 import ctypes
-import math
 from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
@@ -117,42 +116,29 @@ def unsupported(layout: PageLayout) -> str | None:
     if _parallel() is None:
         return "the threads of this PyTorch are not those of an OpenMP runtime that is known"
     for side, slot in (("keys", layout.key), ("values", layout.value)):
-        reasons = {
-            "whole pages are quantized together": slot.per_page,
-            "KV heads have layouts of their own": bool(slot.heads),
-            "slots name a centroid": slot.centroid,
-            "numbers of 16 bits lie at odd bytes": (
-                slot.has_raw and any(segment.code_bytes % META_BYTES for segment in slot.segments)
-            ),
-        }
-        for reason, applies in reasons.items():
-            if applies:
-                return f"there is no kernel for these {side}: {reason}"
+        if reason := slot.more_than_a_token or slot.misaligned:
+            return f"there is no kernel for these {side}: {reason}"
     return None
 
 
 def described(pages: LayerPages) -> tuple[int, ...]:
     """The pages of a layer as kernels see them, in the order of `PAGES`."""
-    sides, segments = _sides(pages.layout, pages.key.clip, pages.value.clip)
+    sides, segments = _sides(pages.layout, pages.key.kept, pages.value.kept)
     pool, half = pages.pool, pages.key.wide == torch.float16
     tables = sides.data_ptr(), segments.data_ptr(), segments.shape[1]
     return pool.data_ptr(), pool.nbytes, *pool.stride()[:2], *tables, half
 
 
 @lru_cache
-def _sides(layout: PageLayout, *clips: float | None) -> tuple[Tensor, Tensor]:
+def _sides(layout: PageLayout, *kept: int) -> tuple[Tensor, Tensor]:
     """SIDE[2] and SEGMENT[2, most segments of a side]."""
     slots = layout.key, layout.value
     sides, segments = np.zeros(2, SIDE), np.zeros((2, max(len(slot.segments) for slot in slots)), SEGMENT)
-    for i, (slot, clip) in enumerate(zip(slots, clips, strict=True)):
+    for i, slot in enumerate(slots):
         codes, meta = layout.offsets[i], layout.offsets[2 + i] // META_BYTES
-        kept = slot.dims if clip is None else math.ceil(clip * slot.dims)  # coordinates that are not clipped
-        sides[i] = codes, slot.code_bytes, meta, slot.meta_entries, len(slot.segments), kept
-        byte = entry = 0
-        for j, part in enumerate(slot.segments):
-            segments[i, j] = part.start, part.dims, part.padded_dims, part.bits, _RULES[part.rule], byte, entry
-            byte += part.code_bytes
-            entry += part.meta_entries
+        sides[i] = codes, slot.code_bytes, meta, slot.meta_entries, len(slot.segments), kept[i]
+        for j, (part, place) in enumerate(zip(slot.segments, slot.places, strict=True)):
+            segments[i, j] = part.start, part.dims, part.padded_dims, part.bits, _RULES[part.rule], *place
     # tensors, whose addresses are quick to ask for
     return torch.from_numpy(sides.view(np.int64)), torch.from_numpy(segments.view((np.int64, SEGMENT.itemsize // 8)))
 

@@ -12,15 +12,13 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from kvfold.layout import META_BYTES, PageLayout, Rule, SlotLayout
+from kvfold.layout import META_BYTES, ODD_BYTES, PageLayout, Rule, SlotLayout
 
 AFFINE = tl.constexpr(0)
 CODEBOOK = tl.constexpr(1)
 RAW = tl.constexpr(2)
 CHANNEL = tl.constexpr(3)
 _RULES: dict[Rule, int] = {"affine": 0, "codebook": 1, "raw": 2, "channel": 3}
-
-ODD_BYTES = "numbers of 16 bits lie at odd bytes"
 
 
 class Side(NamedTuple):
@@ -46,13 +44,7 @@ class Side(NamedTuple):
 
 def unsupported(slot: SlotLayout) -> str | None:
     """Why no kernel writes slots of this layout, and none reads them but, perhaps, the portable `attend`, or None."""
-    if slot.per_page:
-        return "whole pages are quantized together"
-    if slot.heads:
-        return "KV heads have layouts of their own"
-    if slot.centroid:
-        return "slots name a centroid"
-    return _odd(slot)
+    return slot.more_than_a_token or _odd(slot)
 
 
 def unsupported_side(layout: PageLayout) -> tuple[str, str] | None:
@@ -82,9 +74,7 @@ def _odd(slot: SlotLayout) -> str | None:
             return f"{segment.dims} coordinates of a segment are no multiple of 8"
         if segment.boosted % 8:
             return f"{segment.boosted} boosted coordinates are no multiple of 8"
-    if slot.has_raw and any(segment.code_bytes % 2 for segment in slot.segments):
-        return ODD_BYTES
-    return None
+    return slot.misaligned
 
 
 def key_side(layout: PageLayout) -> Side:
@@ -120,16 +110,13 @@ def _of_head(slot: SlotLayout, head: int, codes: int, meta: int) -> Side:
 
 
 def _numbers(slot: SlotLayout, codes: int, meta: int) -> Side:
-    byte = entry = 0
     rows = []
-    for segment in slot.segments:
+    for segment, place in zip(slot.segments, slot.places, strict=True):
         count = max(1, 8 // (segment.bits & -segment.bits))
         run = segment.padded_dims // count
         width = max(16 // count, triton.next_power_of_2(run))  # tensor cores take 16 columns at least
         of_codes = (segment.start, segment.dims, segment.padded_dims // 8, count, run, width, segment.bits)
-        rows.append((*of_codes, _RULES[segment.rule], segment.boosted, byte, entry))
-        byte += segment.code_bytes
-        entry += segment.meta_entries
+        rows.append((*of_codes, _RULES[segment.rule], segment.boosted, *place))
     start, dims, eighths, parts, runs, widths, bits, rule, boosted, at_byte, at_entry = zip(*rows, strict=True)
     return Side(
         start, dims, eighths, parts, runs, widths, bits, rule, boosted, at_byte, at_entry,

@@ -83,7 +83,8 @@ class PackedBackend(AttentionBackend):
         # the first token of each page of a request
         self.firsts = torch.arange(0, self.req_to_token.shape[1], self.pool.page_size, device=runner.device)
         # kernels are told all in device memory, so that a step waits for nothing and can be captured in a CUDA graph
-        self.captured = all(layer.ops.decode.implementation != "torch" for layer in self.pool.layers)
+        on_gpu = self.firsts.device.type == "cuda"
+        self.captured = on_gpu and all(layer.ops.decode.implementation != "torch" for layer in self.pool.layers)
         self.tables = self._table(0)
         self.table = self.tables  # of the step
         self.steps: list[tuple[slice, Step]] = []

@@ -5,7 +5,6 @@ a tensor [BLOCK, width], with width the power of two from the run up. All have t
 element by element. 16-bit floats are stored by their bits, as int16.
 """
 
-import math
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -141,7 +140,7 @@ def _source(x: Tensor) -> _Source:
 
 def _clip_rank(codec: Codec) -> int:
     """Which magnitude of a vector, from the largest down, is the limit of all; 0: none."""
-    return 0 if codec.clip is None else codec.layout.dims - math.ceil(codec.clip * codec.layout.dims) + 1
+    return 0 if codec.clip is None else codec.layout.dims - codec.kept + 1
 
 
 def _prepared(codec: Codec, side: Side, x: Tensor) -> tuple[_Operands, _Plan]:
