@@ -408,10 +408,6 @@ def serve(
 
     parsed = parse(recipe)
     _check(model, [parsed])
-    artifact = artifact or _carried(model, [recipe])
-    if artifact is None and (parsed.centre or parsed.learns):
-        artifact = str(_calibrated(model, parsed))
-    folder = str(embedded_folder()) if model == EMBEDDED else model
     with TemporaryDirectory(prefix="kvfold-metrics-") as metrics:
         # /metrics then shows what all processes count; whoever counts looks for it once, when imported
         os.environ.setdefault("PROMETHEUS_MULTIPROC_DIR", metrics)
@@ -419,6 +415,10 @@ def serve(
             server = import_module(f"kvfold.engines.{engine}.server")
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(f'serving needs {engine}: pip install "kvfold[{engine}]" ({error})') from error
+        artifact = artifact or _carried(model, [recipe])
+        if artifact is None and (parsed.centre or parsed.learns):
+            artifact = str(_calibrated(model, parsed))
+        folder = str(embedded_folder()) if model == EMBEDDED else model
         server.serve(folder, model, Config(parsed, artifact), context.args)
 
 
