@@ -24,8 +24,9 @@ def random_codecs(
     return recipe.layer_codecs(layer, head_dim, _fit(recipe, head_dim, q_heads, kv_heads), wide)
 
 
-def random_artifact(config: Mapping[str, Any], recipes: Sequence[Recipe]) -> Artifact:
-    """For a model of which there is a configuration alone, and weights are random: all layers get the same fits."""
+def random_artifact(config: Mapping[str, Any], recipes: Sequence[Recipe], folded: bool = False) -> Artifact:
+    """For a model of which there is a configuration alone, and weights are random: all layers get the same fits. They
+    can be taken for weights into which rotations of values are folded."""
     geometry = Geometry.from_config(config)
     shape = (geometry.layers, geometry.kv_heads, geometry.head_dim)
     tensors = {
@@ -38,6 +39,8 @@ def random_artifact(config: Mapping[str, Any], recipes: Sequence[Recipe]) -> Art
         for name, tensor in fit.items():
             key = name if name in tensors else f"{recipe.fitted_as}/{name}"
             tensors[key] = tensor.expand(geometry.layers, *tensor.shape).contiguous()
+        if folded and tensors.pop(f"{recipe.fitted_as}/value_rotation", None) is not None:
+            tensors[f"{recipe.fitted_as}/value_folded"] = torch.ones(geometry.layers, 1)
     metadata = Metadata(
         model=Fingerprint(**Fingerprint.shape(config), weights="random"),
         rope=_rope(geometry.head_dim),

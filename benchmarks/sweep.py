@@ -1,0 +1,183 @@
+"""Servers of one model, each with another cache, all under the same loads.
+
+    python benchmarks/sweep.py vllm Qwen3-8B -r bf16 --own fp8 -r saw-int4 -r oscar-int2:group=128 \\
+        --load 8192x32 --load 16384x64 --csv rows.csv -- --kv-cache-memory-bytes 51000000000 --max-model-len 20480
+    python benchmarks/sweep.py sglang Qwen3-4B -r bf16 -r oscar-int2:group=128 --load 100000x1@100 --output 256 \\
+        --csv rows.csv -- --context-length 102400
+
+In an environment with the engine and kvfold. What comes after `--` goes to every server. A shape as Qwen3-8B has random
+weights, so that speed and memory are real and answers are not; fits are random too, and values folded where a recipe
+folds them. All servers start at once and wait at a gate, for what they import and compile takes longer than most loads:
+one at a time has pages and is under load. A server or a load that fails is left out, and said to be.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from urllib.error import URLError
+from urllib.request import urlopen
+
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoConfig, PreTrainedTokenizerFast
+
+from kvfold.bench import serving
+from kvfold.bench.fits import random_artifact
+from kvfold.files import append_rows
+from kvfold.geometry import example_configs
+from kvfold.recipes import parse
+
+GATES = Path(__file__).parent / "gate"
+WARM_UP = 32  # tokens of each of two answers before the loads: the first after a start find something to compile
+STOCK = {  # the engines' own servers
+    "vllm": ["-m", "vllm.entrypoints.openai.api_server", "--model"],
+    "sglang": ["-m", "sglang.launch_server", "--model-path"],
+}
+PACKED = ["-c", "from kvfold.cli import main; main()", "serve"]
+
+
+@dataclass(frozen=True)
+class Cache:
+    name: str  # a recipe, or a type of the engine's own cache
+    own: bool
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engine", choices=STOCK)
+    parser.add_argument("model", help="an example as Qwen3-8B, or a folder with config.json")
+    caches = {"action": "append", "dest": "caches"}
+    parser.add_argument("-r", "--recipe", type=lambda name: Cache(name, False), **caches, help="bf16: the engine's own")
+    parser.add_argument("--own", type=lambda name: Cache(name, True), **caches, help="a --kv-cache-dtype of the engine")
+    parser.add_argument(
+        "--load", type=parse_load, action="append", required=True, help="tokens of prompts x users, @ percent shared"
+    )
+    parser.add_argument("--output", type=int, default=1024, help="tokens of each answer")
+    parser.add_argument("--limit", type=float, default=600, help="seconds after which a load is given up")
+    parser.add_argument("--csv", type=Path, required=True, help="rows are added to it")
+    parser.add_argument("--logs", type=Path, default=Path("sweep"), help="a folder for what servers print")
+    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    options = parser.parse_args(sys.argv[1:end])
+    if not options.caches:
+        parser.error("name a cache at least: -r saw-int4, -r bf16, --own fp8")
+    loads = [serving.Load(tokens, options.output, users, hit, 1) for tokens, users, hit in options.load]
+    options.logs.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory() as scratch:
+        folder = model_folder(options.model, Path(scratch))
+        servers = [
+            Server(options, sys.argv[end + 1 :], folder, cache, Path(scratch) / str(i))
+            for i, cache in enumerate(options.caches)
+        ]
+        try:
+            for server in servers:
+                server.arrive()
+            for server in servers:
+                sweep(server, loads, options.limit, options.csv)
+        finally:
+            for server in servers:
+                server.end()
+
+
+def parse_load(text: str) -> tuple[int, int, int]:
+    tokens, _, rest = text.partition("x")
+    users, _, hit = rest.partition("@")
+    return int(tokens), int(users), int(hit or 0)
+
+
+def model_folder(model: str, scratch: Path) -> Path:
+    if model not in example_configs():
+        return Path(model)
+    folder, config = scratch / model, example_configs()[model]
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    words = WordLevel({f"{token} ": token for token in range(config["vocab_size"])}, unk_token="0 ")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)).save_pretrained(folder)  # SGLang answers with text
+    return folder
+
+
+class Server:
+    """A process in a session of its own, which waits at its gate."""
+
+    def __init__(
+        self, options: argparse.Namespace, flags: list[str], folder: Path, cache: Cache, scratch: Path
+    ) -> None:
+        self.cache, self.gate = cache, scratch / "gate"
+        scratch.mkdir()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        command, environment = [*STOCK[options.engine], str(folder)], dict(os.environ)
+        if cache.own:
+            command += ["--kv-cache-dtype", cache.name]
+        elif cache.name != "bf16":
+            recipe, config = parse(cache.name), AutoConfig.from_pretrained(folder).to_dict()
+            random_artifact(config, [recipe], folded=recipe.folds).save(scratch / "artifact")
+            command = [*PACKED, str(folder), "-r", cache.name, "--artifact", str(scratch / "artifact")]
+            command += ["--engine", options.engine]
+        command += ["--served-model-name", folder.name, "--load-format", "dummy"]
+        command += ["--host", "127.0.0.1", "--port", self.url.rpartition(":")[2], *flags]
+        paths = [str(GATES), *filter(None, [os.environ.get("PYTHONPATH")])]
+        # what is compiled is kept by each for itself, and nobody gives up before it is his turn
+        environment |= {"GATE": str(self.gate), "PYTHONPATH": os.pathsep.join(paths)}
+        environment |= {"VLLM_CACHE_ROOT": str(scratch / "cache"), "VLLM_ENGINE_READY_TIMEOUT_S": "100000"}
+        with (options.logs / f"{cache.name}.log").open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, *command], stdout=log, stderr=log, env=environment, start_new_session=True
+            )
+
+    def arrive(self) -> None:
+        """At its gate, or at an early end."""
+        while not Path(f"{self.gate}.ready").exists() and self.process.poll() is None:
+            time.sleep(0.1)
+
+    def open(self) -> bool:
+        """Let it through; whether it answers then."""
+        Path(f"{self.gate}.open").touch()
+        while self.process.poll() is None:
+            with suppress(URLError, ConnectionError, TimeoutError), urlopen(f"{self.url}/health", timeout=5):
+                return True
+            time.sleep(0.1)
+        return False
+
+    def end(self) -> None:
+        """With all processes that it has started, so that their memory is free."""
+        self.process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(10)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def sweep(server: Server, loads: list[serving.Load], limit: float, rows: Path) -> None:
+    begin = time.monotonic()
+    if not server.open():
+        print(f"{server.cache.name}: the server ended, see its log", flush=True)
+        return
+    print(f"{server.cache.name}: up after {time.monotonic() - begin:.0f} s", flush=True)
+    asked = serving.Server.find(server.url, None)
+    asyncio.run(serving.drive(asked, serving.Load(loads[0].input, WARM_UP, 2, 0, 1), lambda: None))
+    for load in loads:
+        try:
+            answers = asyncio.run(asyncio.wait_for(serving.drive(asked, load, lambda: None), limit))
+        except (TimeoutError, serving.ServerError) as error:
+            print(f"{server.cache.name}: {load} failed: {error or f'no end after {limit} s'}", flush=True)
+            continue
+        row = serving.row(asked, load, *answers, server.cache.name, serving.this_machine())
+        append_rows(rows, [asdict(row)])
+        print(row, flush=True)
+    server.end()
+
+
+if __name__ == "__main__":
+    main()
