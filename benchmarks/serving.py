@@ -3,14 +3,14 @@
     kvfold bench serving http://localhost:8000 -r saw-int4 -c 8 -c 32 -c 128 --csv saw-int4.csv
     python benchmarks/serving.py results/serving-h200.csv serving.svg
 
-A row of two for each model and lengths of prompt and answer. Left: what each user gets against what the GPU gives, with
-the number of users beside each mark. Right: what the GPU gives against the number of users.
+A row of two for each engine, model and lengths of prompt and answer. Left: what each user gets against what the GPU
+gives, with the number of users beside each mark. Right: what the GPU gives against the number of users. Then one for
+each engine and model that served a single user: what that user gets against the length of its prompt.
 """
 
 import argparse
 import csv
 from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 
 import matplotlib
@@ -19,8 +19,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-CASE = ("model", "input", "output", "prefix_hit")
-CURVE = ("engine", "recipe")
+CASE = ("engine", "model", "prefix_hit", "input", "output")
+ALONE = ("engine", "model", "prefix_hit", "output")
 Row = dict[str, str]
 
 
@@ -37,32 +37,55 @@ def main() -> None:
 
 
 def draw(rows: list[Row], picture: Path) -> None:
-    cases = [(case, list(group)) for case, group in groupby(sorted(rows, key=itemgetter(*CASE)), itemgetter(*CASE))]
-    figure, axes = plt.subplots(len(cases), 2, figsize=(10, 3.6 * len(cases)), squeeze=False, layout="constrained")
-    for (left, right), ((model, prompt, answer, hit), some) in zip(axes, cases, strict=True):
-        left.set_title(f"{model}: {prompt} + {answer} tokens, {hit} % of prompts shared", fontsize=9, loc="left")
+    together = by(CASE, [row for row in rows if users(row) > 1])
+    alone = by(ALONE, [row for row in rows if users(row) == 1])
+    high = len(together) + (len(alone) + 1) // 2
+    figure, axes = plt.subplots(high, 2, figsize=(10, 3.6 * high), squeeze=False, layout="constrained")
+    colours = {recipe: f"C{i}" for i, recipe in enumerate(dict.fromkeys(row["recipe"] for row in rows))}
+    for (left, right), ((engine, model, hit, prompt, answer), some) in zip(axes, together, strict=False):
+        left.set_title(f"{engine}, {model}: {prompt} + {answer} tokens, {hit} % shared", fontsize=9, loc="left")
         left.set(xlabel="tokens/s of each user", ylabel="tokens/s of the GPU")
         right.set(xlabel="users", ylabel="tokens/s of the GPU", xscale="log")
-        for curve in dict.fromkeys(map(itemgetter(*CURVE), some)):
-            own = sorted((row for row in some if itemgetter(*CURVE)(row) == curve), key=users)
-            line(left, own, "request_tps", " ".join(curve))
-            line(right, own, "concurrency", " ".join(curve))
+        lines(left, some, "request_tps", "system_tps", colours)
+        lines(right, some, "concurrency", "system_tps", colours)
         for row in some:
             place = (float(row["request_tps"]), float(row["system_tps"]))
             left.annotate(row["concurrency"], place, textcoords="offset points", xytext=(3, 3), fontsize=6)
         ticks = sorted({users(row) for row in some})
         right.set_xticks(ticks, [str(tick) for tick in ticks])
         right.minorticks_off()
-        for panel in (left, right):
-            panel.set_ylim(bottom=0)
-        right.legend(fontsize=7)
-    figure.suptitle(", ".join(dict.fromkeys(f"{row['gpu']}, {row['date']}" for row in rows)), fontsize=10)
+    rest = axes.flat[2 * len(together) :]
+    for panel, ((engine, model, hit, answer), some) in zip(rest, alone, strict=False):
+        panel.set_title(f"{engine}, {model}: one user, {answer} tokens, {hit} % shared", fontsize=9, loc="left")
+        panel.set(xlabel="tokens in", ylabel="tokens/s of the user")
+        lines(panel, some, "input", "request_tps", colours)
+    for panel in rest[len(alone) :]:
+        panel.set_axis_off()
+    dates = sorted({row["date"] for row in rows})
+    gpus = ", ".join(dict.fromkeys(row["gpu"] for row in rows))
+    figure.suptitle(f"{gpus}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}", fontsize=10)
     figure.savefig(picture, dpi=150)
     plt.close(figure)
 
 
-def line(axes: Axes, rows: list[Row], x: str, label: str) -> None:
-    axes.plot([float(row[x]) for row in rows], [float(row["system_tps"]) for row in rows], "o-", label=label)
+def by(columns: tuple[str, ...], rows: list[Row]) -> list[tuple[tuple[str, ...], list[Row]]]:
+    """Rows with the same of these, in the order of numbers."""
+
+    def key(row: Row) -> tuple[tuple[int, str], ...]:
+        return tuple((int(row[column]) if row[column].isdigit() else 0, row[column]) for column in columns)
+
+    return [(tuple(text for _, text in case), list(group)) for case, group in groupby(sorted(rows, key=key), key)]
+
+
+def lines(axes: Axes, rows: list[Row], x: str, y: str, colours: dict[str, str]) -> None:
+    """One for each recipe."""
+    for recipe, colour in colours.items():
+        own = sorted((row for row in rows if row["recipe"] == recipe), key=lambda row: (int(row["input"]), users(row)))
+        if own:
+            places = ([float(row[column]) for row in own] for column in (x, y))
+            axes.plot(*places, "o-", label=recipe, color=colour)
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=7)
 
 
 def users(row: Row) -> int:
