@@ -165,17 +165,18 @@ def sweep(server: Server, loads: list[serving.Load], limit: float, rows: Path) -
         print(f"{server.cache.name}: the server ended, see its log", flush=True)
         return
     print(f"{server.cache.name}: up after {time.monotonic() - begin:.0f} s", flush=True)
-    asked = serving.Server.find(server.url, None)
-    asyncio.run(serving.drive(asked, serving.Load(loads[0].input, WARM_UP, 2, 0, 1), lambda: None))
-    for load in loads:
+    warm_up = serving.Load(loads[0].input, WARM_UP, 2, 0, 1)
+    for load in (warm_up, *loads):
         try:
+            asked = serving.Server.find(server.url, None)
             answers = asyncio.run(asyncio.wait_for(serving.drive(asked, load, lambda: None), limit))
         except (TimeoutError, serving.ServerError) as error:
             print(f"{server.cache.name}: {load} failed: {error or f'no end after {limit} s'}", flush=True)
             continue
-        row = serving.row(asked, load, *answers, server.cache.name, serving.this_machine())
-        append_rows(rows, [asdict(row)])
-        print(row, flush=True)
+        if load is not warm_up:
+            row = serving.row(asked, load, *answers, server.cache.name, serving.this_machine())
+            append_rows(rows, [asdict(row)])
+            print(row, flush=True)
     server.end()
 
 

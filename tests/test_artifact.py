@@ -292,8 +292,8 @@ def test_the_json_is_readable(saved):
         (lambda content: content["calibration"].update(surprise=1), "surprise"),
         (lambda content: content["model"].pop("weights"), "weights"),
         (lambda content: content.pop("calibration"), "calibration"),
-        (lambda content: content.update(schema_version=1), "schema_version"),
-        (lambda content: content.update(schema_version=3), "schema_version"),
+        (lambda content: content.update(schema_version=1), "schema_version: that of another kvfold; calibrate again"),
+        (lambda content: content.update(schema_version=3), "schema_version: that of another kvfold; calibrate again"),
         (lambda content: content.pop("rope"), "rope"),
         (lambda content: content.update(recipes=["oscar-int2"]), "there is no tensor of oscar-int2"),
         (lambda content: content.update(shard={"rank": 0, "ranks": 2}), r"\(3, 1, 16\)"),
@@ -306,6 +306,7 @@ def test_json_that_is_not_ours_is_refused(saved, change, message):
     with pytest.raises(ValueError, match=message) as caught:
         Artifact.load(saved)
     assert f"{saved} is no valid artifact" in str(caught.value)
+    assert "\n" not in str(caught.value)
     assert type(caught.value) is ValueError
 
 

@@ -254,6 +254,14 @@ def test_memory_that_is_none(error_of, memory: str):
     assert f"{memory!r} is no amount of memory" in error_of("plan", "Qwen3-8B", "--memory", memory)
 
 
+def test_memory_without_a_unit(error_of):
+    assert "'40' is less than a megabyte: write a unit" in error_of("plan", "Qwen3-8B", "--memory", 40)
+
+
+def test_plan_names_its_examples(error_of):
+    assert "examples are Qwen3-4B, Qwen3-8B" in error_of("plan", "Qwen3-5B", "--memory", "40GiB")
+
+
 CONFIG = {
     "architectures": ["SomeForCausalLM"],
     "model_type": "llama",

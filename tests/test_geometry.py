@@ -152,6 +152,7 @@ def test_an_empty_configuration_is_refused():
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
+        ("Qwen3-4B", Geometry("Qwen3ForCausalLM", 36, 32, 8, 128, 40960)),
         ("Qwen3-8B", Geometry("Qwen3ForCausalLM", 36, 32, 8, 128, 40960)),
         ("Qwen3-32B", Geometry("Qwen3ForCausalLM", 64, 64, 8, 128, 40960)),
         ("Llama-3.1-8B", Geometry("LlamaForCausalLM", 32, 32, 8, 128, 131072)),

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from kvfold.recipe import Recipe
     from kvfold.recipes import parse
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 __all__ = ["Artifact", "Recipe", "cache", "calibrate", "parse"]
 
 _HOMES = {

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
@@ -225,7 +225,10 @@ class Artifact:
         if not folder.exists() and HUB_ID.fullmatch(str(where)):
             from huggingface_hub import snapshot_download
 
-            folder = Path(snapshot_download(str(where), allow_patterns=[METADATA, TENSORS]))
+            try:
+                folder = Path(snapshot_download(str(where), allow_patterns=[METADATA, TENSORS]))
+            except (OSError, ValueError) as error:
+                raise ValueError(f"{where} is neither a folder nor what the Hugging Face Hub gives: {error}") from None
         try:
             metadata = Metadata.model_validate_json((folder / METADATA).read_text())
             artifact = cls(metadata, load_file(folder / TENSORS))
@@ -235,6 +238,12 @@ class Artifact:
             raise ValueError(
                 f"{folder} is no artifact: there is no {Path(error.filename or TENSORS).name} in it"
             ) from None
+        except ValidationError as error:
+            faults = {".".join(map(str, fault["loc"])): fault["msg"] for fault in error.errors()}
+            if "schema_version" in faults:
+                faults = {"schema_version": "that of another kvfold; calibrate again"}
+            said = "; ".join(f"{place}: {message}" if place else message for place, message in faults.items())
+            raise ValueError(f"{folder} is no valid artifact: {said}") from None
         except (SafetensorError, ValueError) as error:
             raise ValueError(f"{folder} is no valid artifact: {error}") from None
 

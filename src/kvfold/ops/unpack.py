@@ -128,13 +128,13 @@ def _write(
 ):  # fmt: skip
     """Write the keys or the values of tokens to pointers `x`."""
     for i in tl.static_range(len(SIDE.parts)):
-        _segment(x, pool, pool_meta, pool_wide, levels, page, offset, exists, SIDE, i, PAGE_BYTES, TOKENS)
+        _segment(x, pool, pool_meta, pool_wide, levels, page, offset, exists, SIDE, i, PAGE_BYTES)
 
 
 @triton.jit
 def _segment(
     x, pool, pool_meta, pool_wide, levels, page, offset, exists,
-    SIDE: tl.constexpr, SEGMENT: tl.constexpr, PAGE_BYTES: tl.constexpr, TOKENS: tl.constexpr,
+    SIDE: tl.constexpr, SEGMENT: tl.constexpr, PAGE_BYTES: tl.constexpr,
 ):  # fmt: skip
     """Write a segment of tokens to pointers `x`. Unlike in tiles.py, columns are coordinates in order, so that threads
     store neighbours."""
