@@ -35,6 +35,13 @@ class Model:
             if page not in self.of and self.give(page) and page not in fresh:
                 self.restored[page] = self.of[page]
 
+    def rest(self, requests):
+        self.step += 1
+        for _, length, pages in requests:
+            tokens = (*range(min(self.windows.sink, length)), *range(max(0, length + 1 - self.windows.recent), length))
+            for page in {pages[token // self.page_size] for token in tokens} & self.of.keys():
+                self.needed[self.of[page]] = self.step
+
     def give(self, page):
         owners = {shadow: owner for owner, shadow in self.of.items()}
         free = [shadow for shadow in range(self.shadows) if shadow not in owners]
@@ -126,6 +133,11 @@ def test_it_does_what_the_model_does(update, data):
     table, model = ShadowTable(windows, page_size, pool, shadows, device), Model(windows, page_size, shadows)
     pages = Pages(data.draw, page_size, pool, most_requests=4, most_tokens=40)
     for _ in range(data.draw(st.integers(1, 12))):
+        if data.draw(st.booleans()):
+            resting = [(0, *request) for request in pages.requests if data.draw(st.booleans())]
+            _, _, lengths, tables = (tensor.to(device) for tensor in device_tensors(resting, page_size, 1))
+            table.rest(lengths, tables)
+            model.rest(resting)
         if batch := pages.step():
             padding = data.draw(st.integers(0, 2))
             tensors = [tensor.to(device) for tensor in device_tensors(batch, page_size, padding)]
@@ -157,3 +169,31 @@ def test_windows_of_running_requests_have_their_shadows(data):
                 window = [*range(min(windows.sink, length)), *range(max(0, position + 1 - windows.recent), position)]
                 assert all(table.of[held[token // page_size]] >= 0 for token in window)
         assert all(before[page] < 0 for page in restored[:count])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_requests_that_rest_keep_their_shadows(data):
+    """Some have begun to decode. Then prompts are read, in chunks; the requests end with their first token."""
+    windows = Windows(data.draw(st.integers(0, 10)), data.draw(st.integers(1, 14)))
+    page_size, resting, tokens = data.draw(st.sampled_from((1, 2, 4, 8))), data.draw(st.integers(1, 4)), 24
+    table = ShadowTable(windows, page_size, 4000, shadows_needed(windows, page_size, resting + 1, tokens), "cpu")
+    free = iter(range(4000))  # a page is used once
+
+    def grow(start, length, pages):
+        pages += (next(free) for _ in range(-(-length // page_size) - len(pages)))
+        return start, length, pages
+
+    decoding = [grow(0, data.draw(st.integers(1, tokens // resting)), []) for _ in range(resting)]
+    table.update(*device_tensors(decoding, page_size, 0))
+    for _ in range(data.draw(st.integers(1, 12))):
+        prompt = (0, 0, [])
+        for _ in range(data.draw(st.integers(1, 3))):
+            _, _, lengths, pages = device_tensors([*decoding, prompt], page_size, 0)
+            table.rest(lengths, pages)
+            prompt = grow(prompt[1], prompt[1] + data.draw(st.integers(1, tokens)), prompt[2])
+            *_, restored = table.update(*device_tensors([prompt], page_size, 0))
+            assert not restored
+    for _, length, pages in decoding:
+        window = [*range(min(windows.sink, length)), *range(max(0, length + 1 - windows.recent), length)]
+        assert all(table.of[pages[token // page_size]] >= 0 for token in window)

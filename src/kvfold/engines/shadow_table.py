@@ -16,6 +16,7 @@ class ShadowTable:
     A page gets a shadow in the first step in which a window of some request reaches into it: the one that windows
     needed longest ago. If the page holds older tokens then, as it does when a request finds a prefix whose shadows are
     gone, the shadow is to be restored from it. A page that is written anew loses the shadow of its former contents.
+    Requests that run and are not in a step, as those that decode while SGLang reads prompts, keep theirs by `rest`.
 
     In all tensors -1 addresses one entry more than there are pages or shadows. What is not to be written goes there.
     """
@@ -62,6 +63,11 @@ class ShadowTable:
         restored = given & (self._written[reached] != self.step)
         order = (~restored).byte().argsort(stable=True)
         return page[order], shadow[order], restored.sum(dtype=torch.int32).view(1)
+
+    def rest(self, lengths: Tensor, table: Tensor) -> None:
+        """Before a step without them: windows of requests with so many tokens need their shadows still."""
+        self.step += 1
+        self.needed[self.of[self._windows(lengths.long(), lengths.long(), table)]] = self.step
 
     def _update_in_one_launch(
         self, slots: Tensor, starts: Tensor, lengths: Tensor, table: Tensor

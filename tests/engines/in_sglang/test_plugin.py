@@ -20,6 +20,7 @@ from kvfold.calibration import calibrate
 from kvfold.engines.serving import Config, Plan
 from kvfold.engines.sglang import plugin
 from kvfold.engines.sglang.backend import PackedBackend, PackedPool
+from kvfold.engines.shadow_table import shadows_needed
 from kvfold.models import embedded_folder
 from kvfold.ops.restore import Restore
 from kvfold.recipes import parse
@@ -209,10 +210,10 @@ def test_the_server_answers_and_shows_its_gauges():
 # Steps
 
 
-def backend(recipe: str, model: torch.nn.Module | None = None, shadows: int = 40) -> PackedBackend:
+def backend(recipe: str, model: torch.nn.Module | None = None, shadows: int = 40, pages: int = PAGES) -> PackedBackend:
     plan = Plan.make(Config(parse(recipe)), MODEL, PAGE, torch.bfloat16)
     pool = PackedPool(
-        *(plan, shadows, PAGES * PAGE),
+        *(plan, shadows, pages * PAGE),
         page_size=PAGE,
         layer_num=1,
         device="cpu",
@@ -220,7 +221,7 @@ def backend(recipe: str, model: torch.nn.Module | None = None, shadows: int = 40
         start_layer=0,
         end_layer=1,
     )
-    requests = SimpleNamespace(req_to_token=torch.zeros(4, 8 * PAGE, dtype=torch.int32))
+    requests = SimpleNamespace(req_to_token=torch.zeros(4, 8 * PAGE, dtype=torch.int32), free_slots=[3])
     model = model or torch.nn.Module()
     return PackedBackend(SimpleNamespace(token_to_kv_pool=pool, req_to_token_pool=requests, model=model, device="cpu"))
 
@@ -308,6 +309,32 @@ def test_a_captured_step_reads_what_the_next_ones_bring(monkeypatch):
         own.backend.req_to_token.copy_(written)
         torch.testing.assert_close(out[:2], plain.decode(*new)[:2], atol=2e-2, rtol=0)
     assert torch.equal(own.backend.pool.shadows.of, plain.backend.pool.shadows.of)
+
+
+def test_requests_that_decode_keep_their_copies_while_prompts_are_read():
+    """Of a third request, again and again, which ends with its first token."""
+    recipe = parse("int4:centre=false,sink=4,recent=20")
+    shadows = shadows_needed(recipe.windows, PAGE, requests=3, tokens=64)
+    requests = Requests(backend(str(recipe), shadows=shadows, pages=PAGES + 80), [37, 13])
+    requests.extend(*tokens(50, torch.Generator().manual_seed(0)))
+    shadows, table = requests.backend.pool.shadows, requests.backend.req_to_token
+    kept = shadows.of.clone()
+    assert (kept >= 0).any()
+    requests.backend.requests.free_slots = []
+    for first in range(PAGES + 1, PAGES + 80, 4):  # pages that were nobody's
+        slots = torch.arange(first * PAGE, (first + 4) * PAGE)
+        table[3, : len(slots)] = slots
+        batch = SimpleNamespace(
+            forward_mode=ForwardMode.EXTEND,
+            seq_lens=torch.tensor([64]),
+            extend_prefix_lens=torch.zeros(1, dtype=torch.int64),
+            extend_prefix_lens_cpu=[0],
+            extend_seq_lens_cpu=[64],
+            out_cache_loc=slots,
+            req_pool_indices=torch.tensor([3]),
+        )
+        requests.backend.init_forward_metadata(batch)
+    assert torch.equal(shadows.of[kept >= 0], kept[kept >= 0])
 
 
 def test_a_later_step_tells_what_kernels_could_not_store(monkeypatch):

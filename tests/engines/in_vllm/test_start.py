@@ -49,6 +49,7 @@ def test_memory_as_measured_with_another_recipe_is_refused(config, monkeypatch):
     [
         ("cache_config", "cache_dtype", "fp8", "--kv-cache-dtype fp8 packs the cache in another way"),
         ("cache_config", "block_size", 24, "multiple of 16 tokens, not --block-size 24"),
+        ("model_config", "enable_sleep_mode", True, "--enable-sleep-mode would lose means and rotations"),
         ("parallel_config", "pipeline_parallel_size", 2, "pipeline parallelism is not supported"),
         ("parallel_config", "decode_context_parallel_size", 2, "context parallelism is not supported"),
         (None, "kv_transfer_config", object(), "KV connectors would ship pages"),

@@ -79,12 +79,13 @@ class PackedBackend(AttentionBackend):
             if isinstance(layer, RadixAttention):
                 refuse(layer)
         self.pool = runner.token_to_kv_pool
-        self.req_to_token = runner.req_to_token_pool.req_to_token
+        self.requests = runner.req_to_token_pool
+        self.req_to_token = self.requests.req_to_token
+        self.lengths = torch.zeros(len(self.req_to_token), dtype=torch.int64, device=runner.device)  # of each request
         # the first token of each page of a request
         self.firsts = torch.arange(0, self.req_to_token.shape[1], self.pool.page_size, device=runner.device)
-        # kernels are told all in device memory, so that a step waits for nothing and can be captured in a CUDA graph
-        on_gpu = self.firsts.device.type == "cuda"
-        self.captured = on_gpu and all(layer.ops.decode.implementation != "torch" for layer in self.pool.layers)
+        # kernels of GPUs are told all in device memory: a step waits for nothing and can be captured in a CUDA graph
+        self.captured = all(layer.ops.decode.implementation in ("triton", "gluon") for layer in self.pool.layers)
         self.tables = self._table(0)
         self.table = self.tables  # of the step
         self.steps: list[tuple[slice, Step]] = []
@@ -109,9 +110,22 @@ class PackedBackend(AttentionBackend):
         self.pool.faults.check()
         if self.pool.shadows.windows:
             self.pool.gauges.step(self.pool.shadows)
-        tokens = self.req_to_token[forward_batch.req_pool_indices.unsqueeze(1), self.firsts]
-        self.table = self.tables[: len(tokens)] if len(tokens) <= len(self.tables) else self._table(len(tokens))
-        torch.div(tokens, self.pool.page_size, rounding_mode="floor", out=self.table)
+        requests = forward_batch.req_pool_indices
+        self.table = self.tables[: len(requests)] if len(requests) <= len(self.tables) else self._table(len(requests))
+        self._read_pages(requests, self.table)
+
+    def _read_pages(self, requests: Tensor, table: Tensor) -> None:
+        tokens = self.req_to_token[requests.unsqueeze(1), self.firsts]
+        torch.div(tokens, self.pool.page_size, rounding_mode="floor", out=table)
+
+    def _rest(self) -> None:
+        """While prompts are read, requests that decode are in no step: their windows are told to the shadow table."""
+        free = set(self.requests.free_slots)
+        running = [request for request in range(1, len(self.lengths)) if request not in free]  # 0 is for padding
+        rows = torch.tensor(running, dtype=torch.int64, pin_memory=self.lengths.is_cuda)
+        rows = rows.to(self.lengths.device, non_blocking=True)
+        self._read_pages(rows, table := self._table(len(rows)))
+        self.pool.shadows.rest(self.lengths[rows], table)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         """Begin a step."""
@@ -122,6 +136,9 @@ class PackedBackend(AttentionBackend):
         starts = lengths - 1 if mode.is_decode() else forward_batch.extend_prefix_lens
         slots = torch.where(slots < page_size, -1, slots)  # the first page is for padding
         if shadows.windows:
+            if not mode.is_decode():
+                self._rest()
+            self.lengths[forward_batch.req_pool_indices] = lengths.long()
             kept = torch.where(slots < 0, 0, lengths) if mode.is_decode() else lengths  # nothing of padding
             self.pool.restore(*shadows.update(slots, torch.minimum(starts, kept), kept, table))
         starts, lengths = starts.int(), lengths.int()

@@ -67,6 +67,7 @@ def refuse(config: VllmConfig) -> None:
             parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1
         ),
         "microbatching (DBO) is not supported": parallel.use_ubatching,
+        "--enable-sleep-mode would lose means and rotations": config.model_config.enable_sleep_mode,
         "VLLM_ENABLE_STARTUP_PLAN takes memory as measured with other recipes: unset it": (
             vllm.envs.VLLM_ENABLE_STARTUP_PLAN
         ),

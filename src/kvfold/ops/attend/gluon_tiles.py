@@ -9,22 +9,24 @@ UNSEEN = gl.constexpr(-1e30)
 
 @gluon.jit
 def own_tiles(split, splits, sink, recent, length):
-    """The tokens that are read packed, begin to end, this program's tiles, first to last, and the newest of all.
+    """The tokens that are read packed, begin to end, this program's tiles, first to last, and the one from which on
+    tokens may be of this step.
 
-    Of the first and the last tile, some tokens may be another's or nobody's.
+    Of the first and the last tile, some tokens may be another's or nobody's. Beside its own token, a sequence may read
+    one that another stores in the same step: the last of a page that both have, after which its own begins the next.
     """
     begin, end = sink, length - recent
     first = sink // 64
     tiles = gl.maximum((end + 63) // 64 - first, 0)
     share = (tiles + splits - 1) // splits
     first += split * share
-    return begin, end, first, gl.minimum(first + share, (end + 63) // 64) - 1, (length - 1) // 64
+    return begin, end, first, gl.minimum(first + share, (end + 63) // 64) - 1, gl.maximum(length - 2, 0) // 64
 
 
 @gluon.jit
 def wait_for_stored(tile, newest):
-    """Of all that is read, only this step's token may not be there yet: `store` may still run."""
-    if tile == newest:
+    """What this step stores may not be there yet: `store` may still run."""
+    if tile >= newest:
         control("griddepcontrol.wait")
 
 
