@@ -21,12 +21,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from sweep import model_folder
 from transformers import AutoConfig
 
 from kvfold.bench.fits import random_artifact
 from kvfold.bench.serving import TOKENS
 from kvfold.files import append_rows
-from kvfold.geometry import example_configs
 from kvfold.recipes import parse
 
 
@@ -66,11 +66,7 @@ def main() -> None:
 
 
 def run(model, recipe, cases, output, extra, scratch):
-    folder = Path(model)
-    if model in example_configs():
-        folder = scratch / model
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(example_configs()[model]))
+    folder = model_folder(model, scratch)
     if recipe:
         config = AutoConfig.from_pretrained(folder).to_dict()
         random_artifact(config, [parse(recipe)]).save(scratch / "artifact")

@@ -225,6 +225,15 @@ def test_push_uploads_what_is_valid(saved, monkeypatch):
     assert Hub.calls == []
 
 
+def test_an_id_that_neither_a_folder_nor_the_hub_has(monkeypatch):
+    def download(hub_id, allow_patterns):
+        raise OSError("no such repository")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(ValueError, match="owner/fits is neither a folder nor what the Hugging Face Hub gives: no such"):
+        Artifact.load("owner/fits")
+
+
 def test_load_by_the_id_of_the_hub(model, saved, monkeypatch, tmp_path):
     asked = []
 

@@ -3,6 +3,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -110,6 +111,13 @@ def test_config_from_folder_file_and_embedded_name(embedded):
     assert expected["num_key_value_heads"] == 3
     for name in (EMBEDDED, str(folder), str(folder / "config.json")):
         assert load_config(name) == expected
+
+
+def test_a_gguf_file_beside_an_old_transformers(monkeypatch):
+    monkeypatch.setattr(models, "_require", lambda name: SimpleNamespace(__version__="5.12.1"))
+    source = models._locate(str(models._embedded_gguf()))
+    with pytest.raises(ValueError, match=r"transformers 5\.12\.1 makes no dense weights of .*: load it once where"):
+        models._dequantized(source)
 
 
 def test_config_from_gguf_file():

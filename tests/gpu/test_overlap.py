@@ -6,26 +6,16 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip(f"kernels overlap on a GPU only, and torch {torch.__version__} sees none", allow_module_level=True)
 
+from kvfold.bench.decoding import with_layers
 from kvfold.bench.fits import random_artifact
 from kvfold.bench.graphs import capture
 from kvfold.bench.kernels import Case, fill
 from kvfold.engines.serving import Config, Layer, Plan, dense_steps
+from kvfold.geometry import example_configs
 from kvfold.recipes import parse
 
 DEVICE = torch.device("cuda")
-MODEL = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "num_hidden_layers": 1,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "hidden_size": 4096,
-    "intermediate_size": 128,
-    "vocab_size": 97,
-    "max_position_embeddings": 8192,
-    "rope_theta": 1e4,
-}
+MODEL = with_layers(example_configs()["Qwen3-8B"], 1)
 
 RECIPES = [
     "int4:centre=false",

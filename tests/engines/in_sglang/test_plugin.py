@@ -242,18 +242,22 @@ class Requests:
         )
 
     def extend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        slots = [self.backend.req_to_token[row, :length] for row, length in enumerate(self.lengths, 1)]
-        batch = SimpleNamespace(
-            forward_mode=ForwardMode.EXTEND,
-            seq_lens=torch.tensor(self.lengths),
-            extend_prefix_lens=torch.zeros(2, dtype=torch.int64),
-            extend_prefix_lens_cpu=[0, 0],
-            extend_seq_lens_cpu=self.lengths,
-            out_cache_loc=torch.cat(slots).long(),
-            req_pool_indices=torch.tensor([1, 2]),
-        )
+        batch = self.prompts([1, 2], self.lengths)
         self.backend.init_forward_metadata(batch)
         return self.backend.forward_extend(q, k, v, self.layer, batch)
+
+    def prompts(self, rows: list[int], lengths: list[int]) -> SimpleNamespace:
+        """A batch of them, from their first tokens on."""
+        slots = [self.backend.req_to_token[row, :length] for row, length in zip(rows, lengths, strict=True)]
+        return SimpleNamespace(
+            forward_mode=ForwardMode.EXTEND,
+            seq_lens=torch.tensor(lengths),
+            extend_prefix_lens=torch.zeros(len(rows), dtype=torch.int64),
+            extend_prefix_lens_cpu=[0] * len(rows),
+            extend_seq_lens_cpu=lengths,
+            out_cache_loc=torch.cat(slots).long(),
+            req_pool_indices=torch.tensor(rows),
+        )
 
     def grow(self) -> None:
         """Another token of each."""
@@ -322,18 +326,8 @@ def test_requests_that_decode_keep_their_copies_while_prompts_are_read():
     assert (kept >= 0).any()
     requests.backend.requests.free_slots = []
     for first in range(PAGES + 1, PAGES + 80, 4):  # pages that were nobody's
-        slots = torch.arange(first * PAGE, (first + 4) * PAGE)
-        table[3, : len(slots)] = slots
-        batch = SimpleNamespace(
-            forward_mode=ForwardMode.EXTEND,
-            seq_lens=torch.tensor([64]),
-            extend_prefix_lens=torch.zeros(1, dtype=torch.int64),
-            extend_prefix_lens_cpu=[0],
-            extend_seq_lens_cpu=[64],
-            out_cache_loc=slots,
-            req_pool_indices=torch.tensor([3]),
-        )
-        requests.backend.init_forward_metadata(batch)
+        table[3, : 4 * PAGE] = torch.arange(first * PAGE, (first + 4) * PAGE)
+        requests.backend.init_forward_metadata(requests.prompts([3], [4 * PAGE]))
     assert torch.equal(shadows.of[kept >= 0], kept[kept >= 0])
 
 
