@@ -81,7 +81,7 @@ class PackedBackend(AttentionBackend):
         self.pool = runner.token_to_kv_pool
         self.requests = runner.req_to_token_pool
         self.req_to_token = self.requests.req_to_token
-        self.lengths = torch.zeros(len(self.req_to_token), dtype=torch.int64, device=runner.device)  # of each request
+        self.lengths = torch.zeros(len(self.req_to_token), dtype=torch.int32, device=runner.device)  # of each request
         # the first token of each page of a request
         self.firsts = torch.arange(0, self.req_to_token.shape[1], self.pool.page_size, device=runner.device)
         # kernels of GPUs are told all in device memory: a step waits for nothing and can be captured in a CUDA graph
@@ -132,26 +132,37 @@ class PackedBackend(AttentionBackend):
         mode, page_size, shadows, table = forward_batch.forward_mode, self.pool.page_size, self.pool.shadows, self.table
         if mode.is_idle():
             return
+        if mode.is_decode() and self.captured:
+            self._begin_decode(forward_batch)
+            return
         lengths, slots = forward_batch.seq_lens, forward_batch.out_cache_loc
         starts = lengths - 1 if mode.is_decode() else forward_batch.extend_prefix_lens
         slots = torch.where(slots < page_size, -1, slots)  # the first page is for padding
         if shadows.windows:
             if not mode.is_decode():
                 self._rest()
-            self.lengths[forward_batch.req_pool_indices] = lengths.long()
+            self.lengths[forward_batch.req_pool_indices] = lengths.int()
             kept = torch.where(slots < 0, 0, lengths) if mode.is_decode() else lengths  # nothing of padding
             self.pool.restore(*shadows.update(slots, torch.minimum(starts, kept), kept, table))
         starts, lengths = starts.int(), lengths.int()
-        if mode.is_decode() and self.captured:
-            queries = torch.arange(len(lengths) + 1, dtype=torch.int32, device=table.device)
-            self.steps = [decode_step(slots, queries, starts, lengths, table, shadows.of, page_size)]
-            return
         if mode.is_decode():
             before, after = starts.tolist(), lengths.tolist()
         else:
             before = forward_batch.extend_prefix_lens_cpu
             after = [start + n for start, n in zip(before, forward_batch.extend_seq_lens_cpu, strict=True)]
         self.steps = dense_steps(before, after, table, page_size, shadows.of, (slots, starts, lengths))
+
+    def _begin_decode(self, forward_batch: ForwardBatch) -> None:
+        """The same for one token of each request, by few launches: next to those of a layer they would be many."""
+        from kvfold.engines.sglang.decode_inputs import decode_inputs
+
+        page_size, shadows, table = self.pool.page_size, self.pool.shadows, self.table
+        slots, requests = forward_batch.out_cache_loc, forward_batch.req_pool_indices
+        step = decode_inputs(slots, forward_batch.seq_lens, requests, self.lengths, page_size)
+        if shadows.windows:
+            self.pool.restore(*shadows.update(step.slots, step.kept_starts, step.kept_lengths, table))
+        described = (step.slots, step.query_starts, step.starts, step.lengths)
+        self.steps = [decode_step(*described, table, shadows.of, page_size)]
 
     def forward_extend(
         self,
