@@ -3,7 +3,7 @@
     python benchmarks/sweep.py vllm Qwen3-8B -r bf16 --own fp8 -r saw-int4 -r oscar-int2:group=128 \\
         --load 8192x32 --load 16384x64 --csv rows.csv -- --kv-cache-memory-bytes 51000000000 --max-model-len 20480
     python benchmarks/sweep.py sglang Qwen3-4B -r bf16 -r oscar-int2:group=128 --load 100000x1@100 --output 256 \\
-        --csv rows.csv -- --context-length 102400
+        --csv rows.csv -- --mem-fraction-static 0.459
 
 In an environment with the engine and kvfold. What comes after `--` goes to every server. A shape as Qwen3-8B has random
 weights, so that speed and memory are real and answers are not; fits are random too, and values folded where a recipe
@@ -73,7 +73,7 @@ def main() -> None:
     loads = [serving.Load(tokens, options.output, users, hit, 1) for tokens, users, hit in options.load]
     options.logs.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory() as scratch:
-        folder = model_folder(options.model, Path(scratch))
+        folder = model_folder(options.model, Path(scratch), max(load.input + load.output for load in loads))
         servers = [
             Server(options, sys.argv[end + 1 :], folder, cache, Path(scratch) / str(i))
             for i, cache in enumerate(options.caches)
@@ -94,10 +94,12 @@ def parse_load(text: str) -> tuple[int, int, int]:
     return int(tokens), int(users), int(hit or 0)
 
 
-def model_folder(model: str, scratch: Path) -> Path:
+def model_folder(model: str, scratch: Path, longest: int) -> Path:
+    """A folder with the shape of a model for requests of so many tokens."""
     if model not in example_configs():
         return Path(model)
     folder, config = scratch / model, example_configs()[model]
+    config["max_position_embeddings"] = max(config["max_position_embeddings"], longest)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     words = WordLevel({f"{token} ": token for token in range(config["vocab_size"])}, unk_token="0 ")
