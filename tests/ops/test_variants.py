@@ -21,6 +21,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from kvfold.bench.fits import random_artifact
 from kvfold.engines.serving import Config, Layer, Plan, dense_steps
 from kvfold.engines.shadow_table import ShadowTable
+from kvfold.ops.attend import parts
 from kvfold.ops.attend import triton as portable
 from kvfold.ops.attend import unpacked
 from kvfold.ops.dispatch import Choice, Ops
@@ -41,6 +42,7 @@ def run(kernel, *args, grid, warmup, **options):
     variants[f"{kernel.fn.__name__} {types}"].add(json.dumps({name: x[1] for name, x in found.items()}))
 
 JITFunction.run = run
+parts.processors = lambda device: 132  # of a large GPU
 model = dict(model_type="qwen3", num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2, head_dim=64,
              hidden_size=64, max_position_embeddings=8192, rope_theta=1e4, vocab_size=100, intermediate_size=64)
 recipe = parse("oscar-int2:sink=16,recent=32")
@@ -74,7 +76,8 @@ layers[0].warm_up()
 warm = set(compiled)
 batches = (
     [(0, 300)], [(0, 1), (0, 300)], [(5, 6), (7, 8), (9, 2000)], [(0, 1600), (48, 1700)], [(0, 17), (3, 90)],
-    [(4, 7), (60, 65)], [(900, 912), (31, 33)],
+    [(4, 7), (60, 65)], [(900, 912), (31, 33)], [(1600, 2408)], [(0, 256)] * 2, [(0, 256)] * 8, [(0, 256)] * 32,
+    [(0, 64)] * 5, [(0, 700)] * 3, [(0, 16)] * 120,
 )
 for requests in batches:
     served(requests, unpacked.attend)

@@ -203,6 +203,8 @@ class Layer:
 
     def warm_up(self) -> None:
         """Let kernels be compiled, by steps of which nothing is stored."""
+        from kvfold.ops.attend import parts
+
         pool, layout = self.pages.pool, self.pages.layout
         no_shadow = torch.full((1,), -1, device=pool.device)
         for start, n in product((0, WARM_UP[-1]), WARM_UP):
@@ -214,6 +216,7 @@ class Layer:
             q = k.repeat_interleave(self.ratio, dim=1)
             steps = dense_steps([start], [start + n], table, layout.page_size, no_shadow, (slots, first, last))
             self.attend(steps, q, k, k, 1.0, torch.empty_like(q))
+        parts.warm_up(q[:1], self.pages.value.transform, torch.empty_like(q[:1]))
 
     def attend(
         self, steps: Sequence[tuple[slice, Step]], q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor

@@ -13,7 +13,7 @@ from kvfold.ops.attend import gluon_codebooks as codebooks
 from kvfold.ops.attend import gluon_integers as integers
 from kvfold.ops.attend import levels, windows
 from kvfold.ops.attend.gluon_tiles import TILE
-from kvfold.ops.attend.parts import empty, merge
+from kvfold.ops.attend.parts import empty, merge, processors
 from kvfold.ops.pages import LayerPages
 from kvfold.ops.rotate import dual
 from kvfold.transforms import Hadamard
@@ -122,8 +122,7 @@ def attend(
 
 def _splits(programs: int, tiles: int, warps: int, device: torch.device) -> int:
     """Over how many programs the tokens of a sequence are split, so that all run at once."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, min(warps * processors // programs, tiles, MAX_SPLITS))
+    return max(1, min(warps * processors(device) // programs, tiles, MAX_SPLITS))
 
 
 class Kernel(NamedTuple):

@@ -17,6 +17,11 @@ from kvfold.transforms import Transform
 UNSEEN = tl.constexpr(-1e30)  # below every logit; finite, so that a row without tokens is no NaN
 MAX_ROWS = 128  # queries times heads of a block
 MAX_SPLITS = 128
+FEWEST_PARTS = 8  # for which merging is compiled where no CUDA graph has it compiled at start
+
+
+def processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 class Blocks:
@@ -36,8 +41,7 @@ class Blocks:
 
     def splits(self, tokens: int, device: torch.device) -> int:
         """Over how many programs `tokens` tokens of a sequence are split, so that every processor has work."""
-        processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-        wanted = triton.cdiv(4 * processors, self.count * self.kv_heads)
+        wanted = triton.cdiv(4 * processors(device), self.count * self.kv_heads)
         return max(1, min(wanted, triton.cdiv(tokens, self.tokens), MAX_SPLITS))
 
 
@@ -59,7 +63,7 @@ def merge(outs: Tensor, weights: Tensor, value: Transform, out: Tensor | None = 
         return inverse(value, outs[0], out, late)
     mean = value.mean if value.rotation is None else None
     merged = torch.empty_like(outs[0]) if out is None or value.rotation is not None else out
-    padded = triton.next_power_of_2(splits)
+    padded = max(1 if late else FEWEST_PARTS, triton.next_power_of_2(splits))
     width = min(triton.next_power_of_2(dims), max(32, 2048 // padded))
     _merge[(tokens * q_heads, triton.cdiv(dims, width))](
         outs,
@@ -78,6 +82,14 @@ def merge(outs: Tensor, weights: Tensor, value: Transform, out: Tensor | None = 
         **({"launch_pdl": True} if late else {}),
     )
     return merged if value.rotation is None else inverse(value, merged, out, late)
+
+
+def warm_up(q: Tensor, value: Transform, out: Tensor) -> None:
+    """Compile merging of as many parts of queries [tokens, q_heads, d] as there may be: those of pages and windows."""
+    splits = FEWEST_PARTS
+    while splits <= 2 * MAX_SPLITS:
+        merge(*empty(splits, q), value, out)
+        splits *= 2
 
 
 @triton.jit(do_not_specialize=["splits"])

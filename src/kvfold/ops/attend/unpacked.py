@@ -233,7 +233,7 @@ def _merge(
     )
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "log_sum_head", "log_sum_query"])
 def _merge_rows(
     outs, weights, part, log_sum, to, mean, rows, part_head, part_query, log_sum_head, log_sum_query,
     Q_HEADS: tl.constexpr, RATIO: tl.constexpr, DIMS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
