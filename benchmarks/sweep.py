@@ -100,6 +100,7 @@ def model_folder(model: str, scratch: Path, longest: int) -> Path:
         return Path(model)
     folder, config = scratch / model, example_configs()[model]
     config["max_position_embeddings"] = max(config["max_position_embeddings"], longest)
+    config["dtype"] = "bfloat16"  # without it SGLang would take float16
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     words = WordLevel({f"{token} ": token for token in range(config["vocab_size"])}, unk_token="0 ")
