@@ -24,6 +24,7 @@ from kvfold.windows import Windows
 
 RECIPE, ARTIFACT = "KVFOLD_RECIPE", "KVFOLD_ARTIFACT"  # environment variables
 WARM_UP = (1, 2, 4, 8, 16, 32, 64, 128, 8192)  # tokens of a request for which steps run different kernels
+MANY_SHORT = (0,) * 64, 128  # and a step of requests, from where on and how many tokens of each, that runs others
 
 
 @dataclass(frozen=True)
@@ -207,14 +208,16 @@ class Layer:
 
         pool, layout = self.pages.pool, self.pages.layout
         no_shadow = torch.full((1,), -1, device=pool.device)
-        for start, n in product((0, WARM_UP[-1]), WARM_UP):
-            table = torch.zeros(1, -(-(start + n) // layout.page_size), dtype=torch.int64, device=pool.device)
-            slots = torch.full((n,), -1, device=pool.device)
-            first, last = torch.tensor([[start], [start + n]], dtype=torch.int32, device=pool.device)
-            shape = (n, pool.shape[1], layout.key.dims)
+        alone = [((start,), n) for start, n in product((0, WARM_UP[-1]), WARM_UP)]
+        for starts, n in (*alone, MANY_SHORT):
+            lengths, tokens = [start + n for start in starts], len(starts) * n
+            table = torch.zeros(len(starts), -(-lengths[0] // layout.page_size), dtype=torch.int64, device=pool.device)
+            slots = torch.full((tokens,), -1, device=pool.device)
+            first, last = torch.tensor([starts, lengths], dtype=torch.int32, device=pool.device)
+            shape = (tokens, pool.shape[1], layout.key.dims)
             k = torch.zeros(shape, dtype=self.pages.shadows.dtype, device=pool.device)
             q = k.repeat_interleave(self.ratio, dim=1)
-            steps = dense_steps([start], [start + n], table, layout.page_size, no_shadow, (slots, first, last))
+            steps = dense_steps(starts, lengths, table, layout.page_size, no_shadow, (slots, first, last))
             self.attend(steps, q, k, k, 1.0, torch.empty_like(q))
         parts.warm_up(q[:1], self.pages.value.transform, torch.empty_like(q[:1]))
 
