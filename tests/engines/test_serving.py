@@ -6,11 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 from random_layers import fitted
+from recorded_graphs import KERNELS
 
 from kvfold.artifact import Artifact
-from kvfold.engines.serving import Config, Faults, Layer, Plan, dense_steps
+from kvfold.engines.serving import Config, Faults, Layer, Plan, dense_steps, ragged_step
 from kvfold.engines.shadow_table import ShadowTable
 from kvfold.geometry import Geometry, UnsupportedModel
+from kvfold.ops.attend import unpacked
 from kvfold.ops.dispatch import Ops
 from kvfold.ops.restore import Restore
 from kvfold.recipes import parse
@@ -115,6 +117,9 @@ def random_plan(recipe):
 class World:
     """An engine with one layer: requests of random tokens in pages of random order, and every key and value kept."""
 
+    describe, error = staticmethod(dense_steps), {"atol": 2e-5, "rtol": 1e-4}
+    dtype = torch.float32
+
     def __init__(self, recipe, requests, pages=64, seed=0):
         self.plan = random_plan(recipe)
         shadows = self.plan.shadows(requests, 256)
@@ -133,7 +138,7 @@ class World:
         self.values = [torch.empty(0, KV_HEADS, DIMS) for _ in range(requests)]
 
     def randn(self, tokens, heads):
-        return torch.randn(tokens, heads, DIMS, generator=self.generator) + 0.3
+        return (torch.randn(tokens, heads, DIMS, generator=self.generator) + 0.3).to(self.dtype)
 
     def step(self, *counts):
         """The output of each request and what it has to be."""
@@ -158,18 +163,18 @@ class World:
             exact |= set(range(start, length))
         q = self.randn(sum(counts), KV_HEADS * RATIO)
         k, v, out = self.randn(sum(counts), KV_HEADS), self.randn(sum(counts), KV_HEADS), torch.full_like(q, torch.nan)
-        steps = dense_steps(starts, lengths, table, PAGE, self.table.of, described)
-        for _, step in steps:
+        steps = self.describe(starts, lengths, table, PAGE, self.table.of, described)
+        for _, step in steps if self.describe is dense_steps else ():
             for name, derived in vars(replace(step).batch).items():  # from lists
                 assert torch.equal(torch.as_tensor(getattr(step.batch, name)), torch.as_tensor(derived))
         self.layer.attend(steps, q, k, v, DIMS**-0.5, out)
         for row, (new_k, new_v) in enumerate(zip(k.split(counts), v.split(counts), strict=True)):
-            self.keys[row] = torch.cat((self.keys[row], new_k))
-            self.values[row] = torch.cat((self.values[row], new_v))
+            self.keys[row] = torch.cat((self.keys[row], new_k.float()))
+            self.values[row] = torch.cat((self.values[row], new_v.float()))
         for row, (queries, found) in enumerate(zip(q.split(counts), out.split(counts), strict=True)):
             for i, query in enumerate(queries):
-                expected = self.defined(row, starts[row] + i, starts[row], query)
-                torch.testing.assert_close(found[i], expected, atol=2e-5, rtol=1e-4)
+                expected = self.defined(row, starts[row] + i, starts[row], query.float())
+                torch.testing.assert_close(found[i].float(), expected, **self.error)
 
     def defined(self, row, position, start, query):
         """Attention of one query in float64, with every token read as the definition says."""
@@ -202,6 +207,31 @@ def test_ragged_batches_read_what_the_definition_says(recipe):
     world = World(recipe, requests=4)
     for counts in ((33, 1, 0, 17), (1, 1, 0, 1), (1, 40, 5, 1), (2, 2, 2, 2), (1, 1, 1, 60), *[(1, 1, 1, 1)] * 3):
         world.step(*counts)
+
+
+class WorldOfKernels(World):
+    """With the kernels of GPUs, interpreted, which take a batch as one step."""
+
+    describe, error = staticmethod(ragged_step), {"atol": 2e-2, "rtol": 2e-2}
+    dtype = torch.float16
+
+    def __init__(self, recipe, requests, **options):
+        super().__init__(recipe, requests, **options)
+        self.layer.ops = KERNELS._replace(extend=KERNELS.extend._replace(run=unpacked.attend))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_kernels_take_ragged_batches_as_one_step(recipe, monkeypatch):
+    """Of which some requests are unpacked, and others beside them are not."""
+    monkeypatch.setattr(unpacked, "MIN_QUERIES", 8)
+    monkeypatch.setattr(unpacked, "MIN_TOKENS", 32)
+    world, runs = WorldOfKernels(recipe, requests=5), []
+    found = unpacked._runs
+    monkeypatch.setattr(unpacked, "_runs", lambda *given: runs.append(found(*given)) or runs[-1])
+    for counts in ((20, 1, 110, 17, 120), (1, 40, 5, 90, 0), (3, 1, 1, 12, 12), (1, 1, 1, 1, 60)):
+        world.step(*counts)
+    assert [run.pays for run in runs[0]] == [False, True, False, True]
+    assert [run.pays for run in runs[-1]] == [False, True]
 
 
 def test_the_first_step_is_stored_last_and_reads_first():

@@ -53,13 +53,13 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def chunks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, range]]:
-    """Of which sequence, and which tokens of it, are unpacked."""
+    """Of which sequence, by its first page, and which tokens of it, are unpacked."""
     seen: list[tuple[int, range]] = []
 
     def recorded(pages: LayerPages, row: int, tokens: range, workspace: Tensor) -> tuple[Tensor, Tensor]:
         assert len(tokens) * 2 * pages.pool.shape[1] * pages.layout.key.dims <= len(workspace)
         assert workspace.nbytes <= unpacked.WORKSPACE
-        seen.append((row, tokens))
+        seen.append((int(pages.step.table[row, 0]), tokens))
         return unpack(pages, row, tokens, workspace)
 
     monkeypatch.setattr(unpacked, "unpack", recorded)
@@ -414,4 +414,4 @@ def test_thresholds_count_what_is_packed_and_who_reads_it():
     for length, pays in ((10, False), (11, False), (12, True)):
         world.cache.crop(world.cache.lengths)
         world.cache.extend([length])
-        assert unpacked._split(world.cache.step, Windows(2, 6)) == (((0,), ()) if pays else ((), (0,)))
+        assert [run.pays for run in unpacked._runs(world.cache.step, Windows(2, 6))] == [pays]

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby, product
+from itertools import accumulate, groupby, product
 from typing import Any, Self
 
 import torch
@@ -217,7 +217,7 @@ class Layer:
             shape = (tokens, pool.shape[1], layout.key.dims)
             k = torch.zeros(shape, dtype=self.pages.shadows.dtype, device=pool.device)
             q = k.repeat_interleave(self.ratio, dim=1)
-            steps = dense_steps(starts, lengths, table, layout.page_size, no_shadow, (slots, first, last))
+            steps = ragged_step(starts, lengths, table, layout.page_size, no_shadow, (slots, first, last))
             self.attend(steps, q, k, k, 1.0, torch.empty_like(q))
         parts.warm_up(q[:1], self.pages.value.transform, torch.empty_like(q[:1]))
 
@@ -232,7 +232,7 @@ class Layer:
         """
         parts = []
         for tokens, step in reversed(steps):
-            shape, pages = (len(step.lengths), step.n), replace(self.pages, step=step)
+            shape, pages = step.shape, replace(self.pages, step=step)
             new = self.ops.store.run(pages, k[tokens].unflatten(0, shape), v[tokens].unflatten(0, shape))
             parts.append((tokens, shape, pages, new))
         for tokens, shape, pages, new in reversed(parts):
@@ -272,6 +272,30 @@ def decode_step(
     return slice(len(lengths)), Step(1, unknown, unknown, page_size, table, shadow_of).described(batch)
 
 
+def ragged_step(
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    table: Tensor,
+    page_size: int,
+    shadow_of: Tensor,
+    described: tuple[Tensor, Tensor, Tensor],
+) -> list[tuple[slice, Step]]:
+    """A batch of tokens that lie one request after the other, as one step for kernels of GPUs; none without tokens.
+
+    `described` are slots, starts and lengths in device memory (see `Batch`), so that kernels wait for no copy of them.
+    """
+    slots, device_starts, device_lengths = described
+    counts = [length - start for start, length in zip(starts, lengths, strict=True)]
+    *_, tokens = ends = list(accumulate(counts, initial=0))
+    if not tokens:
+        return []
+    pages = table[:, : -(-max(lengths) // page_size)].long()
+    query_starts = torch.tensor(ends, dtype=torch.int32, pin_memory=table.is_cuda).to(table.device, non_blocking=True)
+    batch = Batch(slots[:tokens], query_starts, device_starts, device_lengths, pages, shadow_of, max(counts))
+    step = Step(max(counts), starts, lengths, page_size, pages, shadow_of, ends[1:])
+    return [(slice(tokens), step.described(batch))]
+
+
 def dense_steps(
     starts: Sequence[int],
     lengths: Sequence[int],
@@ -280,11 +304,8 @@ def dense_steps(
     shadow_of: Tensor,
     described: tuple[Tensor, Tensor, Tensor],
 ) -> list[tuple[slice, Step]]:
-    """A batch of tokens that lie one request after the other, as steps without padding: requests that follow each other
-    and bring as many tokens. Each with the slice of its tokens.
-
-    `described` are slots, starts and lengths in device memory (see `Batch`), so that kernels wait for no copy of them.
-    """
+    """The same as steps for PyTorch's operators, without padding: requests that follow each other and bring as many
+    tokens. Each with the slice of its tokens."""
     steps: list[tuple[slice, Step]] = []
     token = row = 0
     slots, device_starts, device_lengths = described

@@ -50,6 +50,9 @@ class Step:
 
     They come as a left-padded batch [sequences, n, heads, d]: column i of row b is the token at position
     `lengths[b] − n + i`, and is padding where that lies before `starts[b]`.
+
+    Kernels for GPUs also take them one sequence after the other, [1, tokens, heads, d], where there are `ends`. Then n
+    is that of the longest.
     """
 
     n: int
@@ -58,6 +61,7 @@ class Step:
     page_size: int
     table: Tensor  # int64[sequences, pages of the longest]; rows are padded with page 0
     shadow_of: Tensor  # int64[pages of the pool]: the shadow of each page, -1 where it has none
+    ends: Sequence[int] = ()  # the token after the last one of each sequence
     _memory: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def once(self, make: Callable[..., T], *arguments: Hashable) -> T:
@@ -66,6 +70,15 @@ class Step:
         if key not in self._memory:
             self._memory[key] = make(self, *arguments)
         return self._memory[key]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """In which tokens come."""
+        return (1, self.ends[-1]) if self.ends else (len(self.lengths), self.n)
+
+    def end(self, row: int) -> int:
+        """Where the tokens of a sequence end, of those of `shape`."""
+        return self.ends[row] if self.ends else (row + 1) * self.n
 
     @cached_property
     def positions(self) -> Tensor:

@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from kvfold.artifact import digest_model
 from kvfold.engines.gauges import Gauges
-from kvfold.engines.serving import Config, Faults, Layer, Plan, decode_step, dense_steps, warm_up
+from kvfold.engines.serving import Config, Faults, Layer, Plan, decode_step, dense_steps, ragged_step, warm_up
 from kvfold.engines.shadow_table import ShadowTable
 from kvfold.layout import ALIGNMENT
 from kvfold.ops.pages import Step
@@ -247,7 +247,7 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         described = (step.slot_mapping[decodes:], self.starts[rows][decodes:], step.seq_lens[decodes:])
         steps = [
             (slice(decodes + tokens.start, decodes + tokens.stop), part)
-            for tokens, part in dense_steps(
+            for tokens, part in ragged_step(
                 before[decodes:], lengths[decodes:], table[decodes:], self.page_size, self.shadows.of, described
             )
         ]

@@ -8,6 +8,8 @@ where the first query reads one token.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 import triton
@@ -21,7 +23,7 @@ from kvfold.ops import tiles
 from kvfold.ops.attend import triton as portable
 from kvfold.ops.attend import windows as exact
 from kvfold.ops.attend.parts import UNSEEN
-from kvfold.ops.pages import LayerPages, Step
+from kvfold.ops.pages import Batch, LayerPages, Step
 from kvfold.ops.rotate import dual, inverse
 from kvfold.ops.unpack import unpack
 from kvfold.windows import Windows
@@ -50,24 +52,51 @@ def unsupported(layout: PageLayout) -> str | None:
 def attend(
     pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scale: float, out: Tensor | None = None
 ) -> Tensor:
-    """Queries [sequences, n, q_heads, d] (left-padded) -> outputs of the same shape, float32 or in `out`.
+    """Queries [sequences, n, q_heads, d] (left-padded, or as the step says) -> outputs of the same shape, float32 or in
+    `out`.
 
     `new` is what `store` returned for the same step. Outputs of padding are finite and meaningless.
     """
-    step = pages.step
-    many, few = step.once(_split, pages.windows)
-    if not many:
-        return portable.attend(pages, q, new, scale, out)
-    if not few:
-        return _attend(pages, q, new, scale, out)
+    runs = pages.step.once(_runs, pages.windows)
+    if len(runs) < 2:
+        return (_attend if runs and runs[0].pays else portable.attend)(pages, q, new, scale, out)
     out = torch.empty(q.shape, device=q.device) if out is None else out
-    out.zero_()
-    for rows, run in ((many, _attend), (few, portable.attend)):
-        part, index = step.once(_rows, rows)
-        columns = slice(step.n - part.n, None)
-        own = None if new is None else (new[0][index, columns], new[1][index, columns])
-        out[index, columns] = run(replace(pages, step=part), q[index, columns], own, scale)
+    for pays, tokens, step in runs:
+        queries, *own = (x.flatten(0, 1)[tokens].unflatten(0, step.shape) for x in (q, *(new or ())))
+        to = out.view(-1, *q.shape[2:])[tokens].view(queries.shape)
+        run = _attend if pays else portable.attend
+        run(replace(pages, step=step), queries, (own[0], own[1]) if new else None, scale, to)
     return out
+
+
+class _Run(NamedTuple):
+    """Sequences that follow each other, as a step of their own."""
+
+    pays: bool  # to unpack what they read
+    tokens: slice
+    step: Step
+
+
+def _runs(step: Step, windows: Windows) -> list[_Run]:
+    """Each of as many sequences as are alike."""
+    alike = [
+        (pays, len(list(rows))) for pays, rows in groupby(_pays(step, windows, r) for r in range(len(step.lengths)))
+    ]
+    if len(alike) == 1:
+        return [_Run(alike[0][0], slice(None), step)]
+    runs: list[_Run] = []
+    row = token = 0
+    for pays, count in alike:
+        rows = slice(row, row := row + count)
+        tokens = slice(token, token := step.end(row - 1))
+        runs.append(_Run(pays, tokens, _part(step, rows, tokens)))
+    return runs
+
+
+def _pays(step: Step, windows: Windows, row: int) -> bool:
+    """Whether enough queries of a sequence read enough packed tokens."""
+    queries = step.lengths[row] - _first(step, windows, row)
+    return queries >= MIN_QUERIES and windows.exact_from(step.lengths[row] - 1) - windows.sink >= MIN_TOKENS
 
 
 def _first(step: Step, windows: Windows, row: int) -> int:
@@ -75,22 +104,16 @@ def _first(step: Step, windows: Windows, row: int) -> int:
     return max(step.starts[row], windows.packed_from(windows.sink))
 
 
-def _split(step: Step, windows: Windows) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The sequences for which unpacking pays, and the others."""
-    many: list[int] = []
-    few: list[int] = []
-    for row, length in enumerate(step.lengths):
-        queries, tokens = length - _first(step, windows, row), windows.exact_from(length - 1) - windows.sink
-        (many if queries >= MIN_QUERIES and tokens >= MIN_TOKENS else few).append(row)
-    return tuple(many), tuple(few)
-
-
-def _rows(step: Step, rows: tuple[int, ...]) -> tuple[Step, Tensor]:
-    """The step of some sequences alone, and which they are."""
-    starts, lengths = [step.starts[row] for row in rows], [step.lengths[row] for row in rows]
-    n = max(length - start for start, length in zip(starts, lengths, strict=True))
-    index = torch.tensor(rows, device=step.table.device)
-    return replace(step, n=n, starts=starts, lengths=lengths, table=step.table[index]), index
+def _part(step: Step, rows: slice, tokens: slice) -> Step:
+    """The step of some sequences alone."""
+    batch, starts, lengths = step.batch, step.starts[rows], step.lengths[rows]
+    pages = max(1, -(-max(lengths) // step.page_size))
+    n = max(length - start for start, length in zip(starts, lengths, strict=True)) if step.ends else step.n
+    ends = [end - tokens.start for end in step.ends[rows]]
+    part = replace(step, n=n, starts=starts, lengths=lengths, table=step.table[rows, :pages], ends=ends)
+    query_starts = batch.query_starts[rows.start : rows.stop + 1] - tokens.start
+    described = batch.slots[tokens], query_starts, batch.starts[rows], batch.lengths[rows], batch.table[rows, :pages]
+    return part.described(Batch(*described, batch.shadow_of, n))
 
 
 def build_graphs(pages: LayerPages, ratio: int) -> None:
@@ -117,16 +140,14 @@ def _attend(
     outs = torch.empty(rotated.shape, device=q.device)
     weights = torch.full(rotated.shape[:2], UNSEEN.value, device=q.device)  # by powers of two
     direct = new is None and value.rotation is None  # then a block's last part makes its outputs
-    if (
-        sum(step.lengths) - sum(step.starts) < len(step.lengths) * step.n
-    ):  # there is padding, which nothing is written to
+    if sum(step.lengths) - sum(step.starts) < len(rotated):  # there is padding, which nothing is written to
         (final if direct else outs).zero_()
     if new is not None:
         flat = (new[0].flatten(0, 1), new[1].flatten(0, 1))
         exact.attend(pages, rotated, flat, scale, outs.unsqueeze(0), weights.unsqueeze(0))
     for row, position, n in _blocks(step, windows, room // 2):
-        column = (row + 1) * step.n - step.lengths[row] + position
-        block = slice(column, column + n)
+        first = step.end(row) - step.lengths[row] + position
+        block = slice(first, first + n)
         queries = rotated[block].to(workspace.dtype)
         if more := max(FEWEST_QUERIES, triton.next_power_of_2(n)) - n:
             queries = pad(queries, (0, 0, 0, 0, 0, more))
@@ -137,8 +158,8 @@ def _attend(
             k, v = unpack(pages, row, tokens, workspace)
             usual = len(tokens) == n >= CAUSAL_QUERIES if causal else len(tokens) in _sizes(room)
             part = _flash(queries[:, :, :n] if causal else queries, k, v, scale, causal, usual)
-            first, last = new is None and not i, direct and causal
-            _merge(outs[block], weights[block], *part, first, final[block] if last else None, value.mean)
+            only, last = new is None and not i, direct and causal
+            _merge(outs[block], weights[block], *part, only, final[block] if last else None, value.mean)
     return (final if direct else inverse(value, outs, final)).view(q.shape)
 
 
