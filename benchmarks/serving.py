@@ -78,11 +78,12 @@ def by(columns: tuple[str, ...], rows: list[Row]) -> list[tuple[tuple[str, ...],
 
 
 def lines(axes: Axes, rows: list[Row], x: str, y: str, colours: dict[str, str]) -> None:
-    """One for each recipe."""
+    """One for each recipe; of what was measured again, the latest."""
     for recipe, colour in colours.items():
-        own = sorted((row for row in rows if row["recipe"] == recipe), key=lambda row: (int(row["input"]), users(row)))
+        latest = sorted((row for row in rows if row["recipe"] == recipe), key=lambda row: row["date"])
+        own = {(int(row["input"]), users(row)): row for row in latest}
         if own:
-            places = ([float(row[column]) for row in own] for column in (x, y))
+            places = ([float(own[point][column]) for point in sorted(own)] for column in (x, y))
             axes.plot(*places, "o-", label=recipe, color=colour)
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=7)

@@ -99,7 +99,7 @@ def model_folder(model: str, scratch: Path, longest: int) -> Path:
     if model not in example_configs():
         return Path(model)
     folder, config = scratch / model, example_configs()[model]
-    config["max_position_embeddings"] = max(config["max_position_embeddings"], longest)
+    config["max_position_embeddings"] = max(config["max_position_embeddings"], longest + 2)  # which SGLang keeps back
     config["dtype"] = "bfloat16"  # without it SGLang would take float16
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))

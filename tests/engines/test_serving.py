@@ -9,7 +9,7 @@ from random_layers import fitted
 from recorded_graphs import KERNELS
 
 from kvfold.artifact import Artifact
-from kvfold.engines.serving import Config, Faults, Layer, Plan, dense_steps, ragged_step
+from kvfold.engines.serving import Config, Faults, Layer, Plan, dense_steps, ragged_steps
 from kvfold.engines.shadow_table import ShadowTable
 from kvfold.geometry import Geometry, UnsupportedModel
 from kvfold.ops.attend import unpacked
@@ -210,9 +210,9 @@ def test_ragged_batches_read_what_the_definition_says(recipe):
 
 
 class WorldOfKernels(World):
-    """With the kernels of GPUs, interpreted, which take a batch as one step."""
+    """With the kernels of GPUs, interpreted, and their steps."""
 
-    describe, error = staticmethod(ragged_step), {"atol": 2e-2, "rtol": 2e-2}
+    describe, error = staticmethod(ragged_steps), {"atol": 2e-2, "rtol": 2e-2}
     dtype = torch.float16
 
     def __init__(self, recipe, requests, **options):
@@ -221,17 +221,17 @@ class WorldOfKernels(World):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_kernels_take_ragged_batches_as_one_step(recipe, monkeypatch):
-    """Of which some requests are unpacked, and others beside them are not."""
+def test_kernels_take_ragged_batches(recipe, monkeypatch):
+    """Of which some requests are unpacked, others beside them are not, and some decode."""
     monkeypatch.setattr(unpacked, "MIN_QUERIES", 8)
     monkeypatch.setattr(unpacked, "MIN_TOKENS", 32)
-    world, runs = WorldOfKernels(recipe, requests=5), []
-    found = unpacked._runs
-    monkeypatch.setattr(unpacked, "_runs", lambda *given: runs.append(found(*given)) or runs[-1])
-    for counts in ((20, 1, 110, 17, 120), (1, 40, 5, 90, 0), (3, 1, 1, 12, 12), (1, 1, 1, 1, 60)):
+    world, kinds = WorldOfKernels(recipe, requests=5), []
+    found = unpacked._kinds
+    monkeypatch.setattr(unpacked, "_kinds", lambda *given: kinds.append(found(*given)) or kinds[-1])
+    for counts in ((20, 1, 110, 17, 120), (1, 40, 5, 90, 1), (3, 1, 1, 12, 12), (1, 1, 1, 1, 60)):
         world.step(*counts)
-    assert [run.pays for run in runs[0]] == [False, True, False, True]
-    assert [run.pays for run in runs[-1]] == [False, True]
+    assert {unpacked.Kind.LONG, unpacked.Kind.SHORT_TURN} <= set().union(*kinds)
+    assert any(len(set(some)) > 1 for some in kinds)
 
 
 def test_the_first_step_is_stored_last_and_reads_first():

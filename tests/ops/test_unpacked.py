@@ -414,4 +414,4 @@ def test_thresholds_count_what_is_packed_and_who_reads_it():
     for length, pays in ((10, False), (11, False), (12, True)):
         world.cache.crop(world.cache.lengths)
         world.cache.extend([length])
-        assert [run.pays for run in unpacked._runs(world.cache.step, Windows(2, 6))] == [pays]
+        assert (unpacked._kinds(world.cache.step, Windows(2, 6)) == [unpacked.Kind.LONG]) == pays

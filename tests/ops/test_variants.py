@@ -11,6 +11,7 @@ import pytest
 
 CODE = """
 import json
+import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
@@ -19,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 from kvfold.bench.fits import random_artifact
-from kvfold.engines.serving import Config, Layer, Plan, ragged_step
+from kvfold.engines.serving import Config, Layer, Plan, ragged_steps
 from kvfold.engines.shadow_table import ShadowTable
 from kvfold.ops.attend import parts
 from kvfold.ops.attend import triton as portable
@@ -28,6 +29,7 @@ from kvfold.ops.dispatch import Choice, Ops
 from kvfold.ops.store import triton as store
 from kvfold.recipes import parse
 
+Q_HEADS, KV_HEADS = map(int, sys.argv[1:])
 backend, variants = make_backend(GPUTarget("cuda", 90, 32)), defaultdict(set)  # by name and types
 compiled = set()  # all that a kernel is compiled for
 
@@ -46,8 +48,9 @@ JITFunction.run = run
 parts.processors = lambda device: 132
 unpacked.OPERANDS = {"cpu": torch.float16}
 unpacked._flash = lambda q, k, v, scale, causal, usual: (torch.empty_like(q), torch.empty(q.shape[:3]))
-model = dict(model_type="qwen3", num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2, head_dim=64,
-             hidden_size=64, max_position_embeddings=8192, rope_theta=1e4, vocab_size=100, intermediate_size=64)
+model = dict(model_type="qwen3", num_hidden_layers=2, num_attention_heads=Q_HEADS, num_key_value_heads=KV_HEADS,
+             head_dim=64, hidden_size=64, max_position_embeddings=8192, rope_theta=1e4, vocab_size=100,
+             intermediate_size=64)
 recipe = parse("oscar-int2:sink=16,recent=32")
 with tempfile.TemporaryDirectory() as folder:
     artifact = random_artifact(model, [recipe])
@@ -56,10 +59,9 @@ with tempfile.TemporaryDirectory() as folder:
     artifact.save(Path(folder))
     plan = Plan.make(Config(recipe, folder), model, 16, torch.bfloat16)
 table = ShadowTable(plan.windows, 16, 2048, 64, torch.device("cpu"))
-layers = [
-    Layer(plan, i, plan.layouts[i].allocate(2048, 2), plan.allocate_shadows(64), torch.zeros(1, dtype=torch.int32))
-    for i in (0, 1)
-]
+pools = [layout.allocate(2048, KV_HEADS) for layout in plan.layouts]
+faults = torch.zeros(1, dtype=torch.int32)
+layers = [Layer(plan, i, pool, plan.allocate_shadows(64), faults) for i, pool in enumerate(pools)]
 def ops(extend):
     return Ops(*(Choice("", "", run) for run in (store.store, portable.attend, extend)))
 
@@ -68,11 +70,12 @@ def served(requests, extend):
     tokens = sum(lengths) - sum(starts)
     width = max(-(-length // 16) for length in lengths)
     pages = torch.arange(1, 1 + len(requests) * width).view(-1, width)
-    k, v, q, out = (torch.zeros(tokens, heads, 64, dtype=torch.bfloat16) for heads in (2, 2, 8, 8))
+    k, v = torch.zeros(2, tokens, KV_HEADS, 64, dtype=torch.bfloat16)
+    q, out = torch.zeros(2, tokens, Q_HEADS, 64, dtype=torch.bfloat16)
     described = torch.zeros(tokens, dtype=torch.int64), *(torch.tensor(x, dtype=torch.int32) for x in (starts, lengths))
     for layer in layers:
         layer.ops = ops(extend)
-        layer.attend(ragged_step(starts, lengths, pages, 16, table.of, described), q, k, v, 0.125, out)
+        layer.attend(ragged_steps(starts, lengths, pages, 16, table.of, described), q, k, v, 0.125, out)
 
 layers[0].ops = ops(unpacked.attend)
 layers[0].warm_up()
@@ -91,10 +94,11 @@ print(json.dumps({"variants": {name: sorted(found) for name, found in variants.i
 """
 
 
-@pytest.fixture(scope="module")
-def told():
+@pytest.fixture(scope="module", params=[("8", "2"), ("9", "3")], ids=":".join)
+def told(request):
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    run = subprocess.run([sys.executable, "-W", "ignore", "-c", CODE], capture_output=True, text=True, env=environment)
+    command = [sys.executable, "-W", "ignore", "-c", CODE, *request.param]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout.splitlines()[-1])
 

@@ -217,7 +217,7 @@ class Layer:
             shape = (tokens, pool.shape[1], layout.key.dims)
             k = torch.zeros(shape, dtype=self.pages.shadows.dtype, device=pool.device)
             q = k.repeat_interleave(self.ratio, dim=1)
-            steps = ragged_step(starts, lengths, table, layout.page_size, no_shadow, (slots, first, last))
+            steps = ragged_steps(starts, lengths, table, layout.page_size, no_shadow, (slots, first, last))
             self.attend(steps, q, k, k, 1.0, torch.empty_like(q))
         parts.warm_up(q[:1], self.pages.value.transform, torch.empty_like(q[:1]))
 
@@ -272,7 +272,7 @@ def decode_step(
     return slice(len(lengths)), Step(1, unknown, unknown, page_size, table, shadow_of).described(batch)
 
 
-def ragged_step(
+def ragged_steps(
     starts: Sequence[int],
     lengths: Sequence[int],
     table: Tensor,
@@ -280,20 +280,26 @@ def ragged_step(
     shadow_of: Tensor,
     described: tuple[Tensor, Tensor, Tensor],
 ) -> list[tuple[slice, Step]]:
-    """A batch of tokens that lie one request after the other, as one step for kernels of GPUs; none without tokens.
+    """A batch of tokens that lie one request after the other, of each one at least, as steps for kernels of GPUs: of
+    requests that follow each other and bring several tokens, or one, which are decoded. Each with the slice of its
+    tokens.
 
     `described` are slots, starts and lengths in device memory (see `Batch`), so that kernels wait for no copy of them.
     """
+    steps: list[tuple[slice, Step]] = []
+    token = row = 0
     slots, device_starts, device_lengths = described
     counts = [length - start for start, length in zip(starts, lengths, strict=True)]
-    *_, tokens = ends = list(accumulate(counts, initial=0))
-    if not tokens:
-        return []
-    pages = table[:, : -(-max(lengths) // page_size)].long()
-    query_starts = torch.tensor(ends, dtype=torch.int32, pin_memory=table.is_cuda).to(table.device, non_blocking=True)
-    batch = Batch(slots[:tokens], query_starts, device_starts, device_lengths, pages, shadow_of, max(counts))
-    step = Step(max(counts), starts, lengths, page_size, pages, shadow_of, ends[1:])
-    return [(slice(tokens), step.described(batch))]
+    for single, group in groupby(counts, key=lambda count: count == 1):
+        each = list(group)
+        rows, tokens = slice(row, row := row + len(each)), slice(token, token := token + sum(each))
+        pages = table[rows, : -(-max(lengths[rows]) // page_size)].long()
+        ends = list(accumulate(each, initial=0))
+        queries = torch.tensor(ends, dtype=torch.int32, pin_memory=table.is_cuda).to(table.device, non_blocking=True)
+        device = slots[tokens], queries, device_starts[rows], device_lengths[rows]
+        step = Step(max(each), starts[rows], lengths[rows], page_size, pages, shadow_of, () if single else ends[1:])
+        steps.append((tokens, step.described(Batch(*device, pages, shadow_of, max(each)))))
+    return steps
 
 
 def dense_steps(
@@ -304,8 +310,7 @@ def dense_steps(
     shadow_of: Tensor,
     described: tuple[Tensor, Tensor, Tensor],
 ) -> list[tuple[slice, Step]]:
-    """The same as steps for PyTorch's operators, without padding: requests that follow each other and bring as many
-    tokens. Each with the slice of its tokens."""
+    """The same as steps for CPUs, of requests that follow each other and bring as many tokens; some may bring none."""
     steps: list[tuple[slice, Step]] = []
     token = row = 0
     slots, device_starts, device_lengths = described

@@ -24,14 +24,15 @@ class Choice(NamedTuple):
 
 
 class Ops(NamedTuple):
-    """`decode` is `attend` for a single query of each sequence, `extend` for several."""
+    """`decode` is `attend` for steps with a single query of each sequence, `extend` for others."""
 
     store: Choice
     decode: Choice
     extend: Choice
 
     def attend(self, pages: LayerPages, q: Tensor, new: New, scale: float, out: Tensor | None = None) -> Tensor:
-        return (self.decode if q.shape[1] == 1 else self.extend).run(pages, q, new, scale, out)
+        single = q.shape[1] == 1 and not pages.step.ends
+        return (self.decode if single else self.extend).run(pages, q, new, scale, out)
 
 
 @lru_cache

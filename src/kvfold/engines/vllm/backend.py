@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from kvfold.artifact import digest_model
 from kvfold.engines.gauges import Gauges
-from kvfold.engines.serving import Config, Faults, Layer, Plan, decode_step, dense_steps, ragged_step, warm_up
+from kvfold.engines.serving import Config, Faults, Layer, Plan, decode_step, dense_steps, ragged_steps, warm_up
 from kvfold.engines.shadow_table import ShadowTable
 from kvfold.layout import ALIGNMENT
 from kvfold.ops.pages import Step
@@ -235,8 +235,8 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         return PackedMetadata(self._device_steps(step, starts))
 
     def _device_steps(self, step: CommonAttentionMetadata, starts: Tensor) -> list[tuple[slice, Step]]:
-        """Requests that decode as one step, which lies where the last one did so that CUDA graphs see it; the others as
-        steps of their own."""
+        """Requests that decode as one step, which lies where the last one did so that CUDA graphs see it; then the
+        others."""
         rows = slice(step.num_reqs)
         self.starts[rows].copy_(starts)
         table = self.table[rows, : step.block_table_tensor.shape[1]].copy_(step.block_table_tensor)
@@ -247,7 +247,7 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         described = (step.slot_mapping[decodes:], self.starts[rows][decodes:], step.seq_lens[decodes:])
         steps = [
             (slice(decodes + tokens.start, decodes + tokens.stop), part)
-            for tokens, part in ragged_step(
+            for tokens, part in ragged_steps(
                 before[decodes:], lengths[decodes:], table[decodes:], self.page_size, self.shadows.of, described
             )
         ]

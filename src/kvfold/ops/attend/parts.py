@@ -17,7 +17,7 @@ from kvfold.transforms import Transform
 UNSEEN = tl.constexpr(-1e30)  # below every logit; finite, so that a row without tokens is no NaN
 MAX_ROWS = 128  # queries times heads of a block
 MAX_SPLITS = 128
-FEWEST_PARTS = 8  # for which merging is compiled where no CUDA graph has it compiled at start
+FEWEST_PARTS = 8  # for which merging is compiled, but for that of decoding, of which CUDA graphs know how many
 
 
 def processors(device: torch.device) -> int:
@@ -107,11 +107,10 @@ def _merge(
     split = tl.arange(0, SPLITS)
     coordinate = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     mask = (split < splits)[:, None] & (coordinate < DIMS)[None, :]
-    weight = tl.load(weights + split * rows + row, mask=split < splits, other=UNSEEN)
+    weight = tl.load(weights + split * rows + row, mask=split < splits, other=-float("inf"))
     part = tl.load(outs + (split[:, None] * rows + row) * DIMS + coordinate[None, :], mask=mask, other=0.0)
     share = tl.exp2(weight - tl.max(weight, 0))
-    share = tl.where(split < splits, share / tl.sum(share, 0), 0.0)
-    out = tl.sum(part * share[:, None], 0)
+    out = tl.sum(part * (share / tl.sum(share, 0))[:, None], 0)
     if mean is not None:
         out += tl.load(mean + row % q_heads // ratio * DIMS + coordinate, mask=coordinate < DIMS, other=0.0)
     tl.store(merged + row * DIMS + coordinate, out, mask=coordinate < DIMS)

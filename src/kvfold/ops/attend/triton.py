@@ -32,7 +32,7 @@ from kvfold.quantizers import lloyd_max
 def attend(
     pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scale: float, out: Tensor | None = None
 ) -> Tensor:
-    """Queries [sequences, n, q_heads, d] (left-padded) -> outputs of the same shape, float32 or in `out`.
+    """Queries [sequences, n, q_heads, d] (as `Step` says) -> outputs of the same shape, float32 or in `out`.
 
     `new` is what `store` returned for the same step. Outputs of padding are finite and meaningless.
     """

@@ -8,8 +8,9 @@ where the first query reads one token.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import groupby
-from typing import NamedTuple
+from enum import Enum
+from itertools import accumulate, groupby
+from operator import sub
 
 import torch
 import triton
@@ -52,51 +53,41 @@ def unsupported(layout: PageLayout) -> str | None:
 def attend(
     pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scale: float, out: Tensor | None = None
 ) -> Tensor:
-    """Queries [sequences, n, q_heads, d] (left-padded, or as the step says) -> outputs of the same shape, float32 or in
-    `out`.
+    """Queries [sequences, n, q_heads, d] (as `Step` says) -> outputs of the same shape, float32 or in `out`.
 
     `new` is what `store` returned for the same step. Outputs of padding are finite and meaningless.
     """
-    runs = pages.step.once(_runs, pages.windows)
-    if len(runs) < 2:
-        return (_attend if runs and runs[0].pays else portable.attend)(pages, q, new, scale, out)
+    step = pages.step
+    kinds = step.once(_kinds, pages.windows)
+    if len(set(kinds)) < 2:
+        return (_attend if Kind.LONG in kinds else portable.attend)(pages, q, new, scale, out)
+    if not step.ends:
+        dense = replace(pages, step=step.once(_without_padding))
+        own = None if new is None else (step.gather(new[0]).unsqueeze(0), step.gather(new[1]).unsqueeze(0))
+        attended = step.scatter(attend(dense, step.gather(q).unsqueeze(0), own, scale).squeeze(0))
+        return attended if out is None else out.copy_(attended)
     out = torch.empty(q.shape, device=q.device) if out is None else out
-    for pays, tokens, step in runs:
-        queries, *own = (x.flatten(0, 1)[tokens].unflatten(0, step.shape) for x in (q, *(new or ())))
-        to = out.view(-1, *q.shape[2:])[tokens].view(queries.shape)
-        run = _attend if pays else portable.attend
-        run(replace(pages, step=step), queries, (own[0], own[1]) if new else None, scale, to)
+    for kind, tokens, part in step.once(_runs, pages.windows):
+        own = None if new is None else (new[0][:, tokens], new[1][:, tokens])
+        run = _attend if kind == Kind.LONG else portable.attend
+        run(replace(pages, step=part), q[:, tokens], own, scale, out[:, tokens])
     return out
 
 
-class _Run(NamedTuple):
-    """Sequences that follow each other, as a step of their own."""
+class Kind(Enum):
+    """Of a sequence: for which unpacking pays, or one launch does better; if that is so since its queries are few, or
+    the tokens that they read."""
 
-    pays: bool  # to unpack what they read
-    tokens: slice
-    step: Step
-
-
-def _runs(step: Step, windows: Windows) -> list[_Run]:
-    """Each of as many sequences as are alike."""
-    alike = [
-        (pays, len(list(rows))) for pays, rows in groupby(_pays(step, windows, r) for r in range(len(step.lengths)))
-    ]
-    if len(alike) == 1:
-        return [_Run(alike[0][0], slice(None), step)]
-    runs: list[_Run] = []
-    row = token = 0
-    for pays, count in alike:
-        rows = slice(row, row := row + count)
-        tokens = slice(token, token := step.end(row - 1))
-        runs.append(_Run(pays, tokens, _part(step, rows, tokens)))
-    return runs
+    LONG, SHORT_TURN, SHORT_PROMPT = range(3)
 
 
-def _pays(step: Step, windows: Windows, row: int) -> bool:
-    """Whether enough queries of a sequence read enough packed tokens."""
-    queries = step.lengths[row] - _first(step, windows, row)
-    return queries >= MIN_QUERIES and windows.exact_from(step.lengths[row] - 1) - windows.sink >= MIN_TOKENS
+def _kinds(step: Step, windows: Windows) -> list[Kind]:
+    kinds = []
+    for row, length in enumerate(step.lengths):
+        queries, tokens = length - _first(step, windows, row), windows.exact_from(length - 1) - windows.sink
+        kind = Kind.LONG if tokens >= MIN_TOKENS else Kind.SHORT_PROMPT
+        kinds.append(kind if queries >= MIN_QUERIES else Kind.SHORT_TURN)
+    return kinds
 
 
 def _first(step: Step, windows: Windows, row: int) -> int:
@@ -104,16 +95,36 @@ def _first(step: Step, windows: Windows, row: int) -> int:
     return max(step.starts[row], windows.packed_from(windows.sink))
 
 
+def _without_padding(step: Step) -> Step:
+    """The same tokens one sequence after the other."""
+    batch = step.batch
+    ends = list(accumulate(map(sub, step.lengths, step.starts), initial=0))
+    query_starts = torch.tensor(ends, dtype=torch.int32).to(step.table.device)
+    slots = step.gather(batch.slots.view(step.shape))
+    described = Batch(slots, query_starts, batch.starts, batch.lengths, batch.table, batch.shadow_of, step.n)
+    return replace(step, ends=ends[1:]).described(described)
+
+
+def _runs(step: Step, windows: Windows) -> list[tuple[Kind, slice, Step]]:
+    """Sequences that follow each other and are alike, as steps of their own, and their tokens."""
+    runs = []
+    row = token = 0
+    for kind, group in groupby(step.once(_kinds, windows)):
+        rows = slice(row, row := row + len(list(group)))
+        tokens = slice(token, token := step.end(row - 1))
+        runs.append((kind, tokens, _part(step, rows, tokens)))
+    return runs
+
+
 def _part(step: Step, rows: slice, tokens: slice) -> Step:
     """The step of some sequences alone."""
     batch, starts, lengths = step.batch, step.starts[rows], step.lengths[rows]
-    pages = max(1, -(-max(lengths) // step.page_size))
-    n = max(length - start for start, length in zip(starts, lengths, strict=True)) if step.ends else step.n
-    ends = [end - tokens.start for end in step.ends[rows]]
-    part = replace(step, n=n, starts=starts, lengths=lengths, table=step.table[rows, :pages], ends=ends)
+    table = batch.table[rows, : max(1, -(-max(lengths) // step.page_size))]
+    n, ends = max(map(sub, lengths, starts)), [end - tokens.start for end in step.ends[rows]]
     query_starts = batch.query_starts[rows.start : rows.stop + 1] - tokens.start
-    described = batch.slots[tokens], query_starts, batch.starts[rows], batch.lengths[rows], batch.table[rows, :pages]
-    return part.described(Batch(*described, batch.shadow_of, n))
+    described = batch.slots[tokens], query_starts, batch.starts[rows], batch.lengths[rows], table, batch.shadow_of, n
+    part = replace(step, n=n, starts=starts, lengths=lengths, table=table, ends=ends)
+    return part.described(Batch(*described))
 
 
 def build_graphs(pages: LayerPages, ratio: int) -> None:
@@ -254,7 +265,7 @@ def _merge(
     )
 
 
-@triton.jit(do_not_specialize=["rows", "log_sum_head", "log_sum_query"])
+@triton.jit(do_not_specialize=["rows", "log_sum_head", "log_sum_query"], do_not_specialize_on_alignment=["weights"])
 def _merge_rows(
     outs, weights, part, log_sum, to, mean, rows, part_head, part_query, log_sum_head, log_sum_query,
     Q_HEADS: tl.constexpr, RATIO: tl.constexpr, DIMS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,

@@ -76,7 +76,7 @@ def attend(
 
 @triton.jit(
     do_not_specialize=["sink", "recent", "group", "blocks", "tokens", "table_stride"],
-    do_not_specialize_on_alignment=["query_starts", "starts", "lengths", "table", "shadow_of"],
+    do_not_specialize_on_alignment=["weights", "query_starts", "starts", "lengths", "table", "shadow_of"],
 )
 def _windows(
     q,
