@@ -295,10 +295,10 @@ def ragged_steps(
         rows, tokens = slice(row, row := row + len(each)), slice(token, token := token + sum(each))
         pages = table[rows, : -(-max(lengths[rows]) // page_size)].long()
         ends = list(accumulate(each, initial=0))
-        queries = torch.tensor(ends, dtype=torch.int32, pin_memory=table.is_cuda).to(table.device, non_blocking=True)
-        device = slots[tokens], queries, device_starts[rows], device_lengths[rows]
+        query_starts = torch.tensor(ends, dtype=torch.int32, device="cpu", pin_memory=table.is_cuda)
+        on_device = query_starts.to(table.device, non_blocking=True), device_starts[rows], device_lengths[rows]
         step = Step(max(each), starts[rows], lengths[rows], page_size, pages, shadow_of, () if single else ends[1:])
-        steps.append((tokens, step.described(Batch(*device, pages, shadow_of, max(each)))))
+        steps.append((tokens, step.described(Batch(slots[tokens], *on_device, pages, shadow_of, max(each)))))
     return steps
 
 
