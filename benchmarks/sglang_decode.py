@@ -66,14 +66,14 @@ def main() -> None:
 
 
 def run(model, recipe, cases, output, extra, scratch):
-    folder = model_folder(model, scratch)
+    longest = max(tokens for _, tokens in cases) + output
+    folder = model_folder(model, scratch, longest)
     if recipe:
         config = AutoConfig.from_pretrained(folder).to_dict()
         random_artifact(config, [parse(recipe)]).save(scratch / "artifact")
         os.environ |= {"KVFOLD_RECIPE": recipe, "KVFOLD_ARTIFACT": str(scratch / "artifact")}
     import sglang
 
-    longest = max(tokens for _, tokens in cases) + output
     arguments: dict[str, Any] = {
         "model_path": str(folder),
         "load_format": "dummy",

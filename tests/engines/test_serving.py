@@ -9,7 +9,7 @@ from random_layers import fitted
 from recorded_graphs import KERNELS
 
 from kvfold.artifact import Artifact
-from kvfold.engines.serving import Config, Faults, Layer, Plan, dense_steps, ragged_steps
+from kvfold.engines.serving import Config, Faults, Layer, Plan, steps_of
 from kvfold.engines.shadow_table import ShadowTable
 from kvfold.geometry import Geometry, UnsupportedModel
 from kvfold.ops.attend import unpacked
@@ -117,8 +117,7 @@ def random_plan(recipe):
 class World:
     """An engine with one layer: requests of random tokens in pages of random order, and every key and value kept."""
 
-    describe, error = staticmethod(dense_steps), {"atol": 2e-5, "rtol": 1e-4}
-    dtype = torch.float32
+    ragged, dtype, error = False, torch.float32, {"atol": 2e-5, "rtol": 1e-4}
 
     def __init__(self, recipe, requests, pages=64, seed=0):
         self.plan = random_plan(recipe)
@@ -163,8 +162,8 @@ class World:
             exact |= set(range(start, length))
         q = self.randn(sum(counts), KV_HEADS * RATIO)
         k, v, out = self.randn(sum(counts), KV_HEADS), self.randn(sum(counts), KV_HEADS), torch.full_like(q, torch.nan)
-        steps = self.describe(starts, lengths, table, PAGE, self.table.of, described)
-        for _, step in steps if self.describe is dense_steps else ():
+        steps = steps_of(starts, lengths, table, PAGE, self.table.of, described, self.ragged)
+        for _, step in () if self.ragged else steps:
             for name, derived in vars(replace(step).batch).items():  # from lists
                 assert torch.equal(torch.as_tensor(getattr(step.batch, name)), torch.as_tensor(derived))
         self.layer.attend(steps, q, k, v, DIMS**-0.5, out)
@@ -212,8 +211,7 @@ def test_ragged_batches_read_what_the_definition_says(recipe):
 class WorldOfKernels(World):
     """With the kernels of GPUs, interpreted, and their steps."""
 
-    describe, error = staticmethod(ragged_steps), {"atol": 2e-2, "rtol": 2e-2}
-    dtype = torch.float16
+    ragged, dtype, error = True, torch.float16, {"atol": 2e-2, "rtol": 2e-2}
 
     def __init__(self, recipe, requests, **options):
         super().__init__(recipe, requests, **options)

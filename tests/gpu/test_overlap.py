@@ -10,7 +10,7 @@ from kvfold.bench.decoding import with_layers
 from kvfold.bench.fits import random_artifact
 from kvfold.bench.graphs import capture
 from kvfold.bench.kernels import Case, fill
-from kvfold.engines.serving import Config, Layer, Plan, ragged_steps
+from kvfold.engines.serving import Config, Layer, Plan, steps_of
 from kvfold.geometry import example_configs
 from kvfold.recipes import parse
 
@@ -74,7 +74,7 @@ def test_a_query_reads_what_another_request_stores_in_the_same_step(recipe, tmp_
     slots = torch.cat((torch.tensor([pages * size]), torch.arange(pages * size))).to(DEVICE)
     described = slots, *(torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (starts, lengths))
     no_shadow = torch.full((pages + 1,), -1, device=DEVICE)
-    steps = ragged_steps(starts, lengths, table, size, no_shadow, described)
+    steps = steps_of(starts, lengths, table, size, no_shadow, described, ragged=True)
     k, v, q = (torch.randn(len(slots), heads, 128, device=DEVICE).bfloat16() for heads in (8, 8, 32))
     for _ in range(20):
         outs = []

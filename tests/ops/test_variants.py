@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 from kvfold.bench.fits import random_artifact
-from kvfold.engines.serving import Config, Layer, Plan, ragged_steps
+from kvfold.engines.serving import Config, Layer, Plan, steps_of
 from kvfold.engines.shadow_table import ShadowTable
 from kvfold.ops.attend import parts
 from kvfold.ops.attend import triton as portable
@@ -75,7 +75,7 @@ def served(requests, extend):
     described = torch.zeros(tokens, dtype=torch.int64), *(torch.tensor(x, dtype=torch.int32) for x in (starts, lengths))
     for layer in layers:
         layer.ops = ops(extend)
-        layer.attend(ragged_steps(starts, lengths, pages, 16, table.of, described), q, k, v, 0.125, out)
+        layer.attend(steps_of(starts, lengths, pages, 16, table.of, described, True), q, k, v, 0.125, out)
 
 layers[0].ops = ops(unpacked.attend)
 layers[0].warm_up()

@@ -217,7 +217,8 @@ class Layer:
             shape = (tokens, pool.shape[1], layout.key.dims)
             k = torch.zeros(shape, dtype=self.pages.shadows.dtype, device=pool.device)
             q = k.repeat_interleave(self.ratio, dim=1)
-            steps = ragged_steps(starts, lengths, table, layout.page_size, no_shadow, (slots, first, last))
+            described = (slots, first, last)
+            steps = steps_of(starts, lengths, table, layout.page_size, no_shadow, described, ragged=True)
             self.attend(steps, q, k, k, 1.0, torch.empty_like(q))
         parts.warm_up(q[:1], self.pages.value.transform, torch.empty_like(q[:1]))
 
@@ -272,56 +273,36 @@ def decode_step(
     return slice(len(lengths)), Step(1, unknown, unknown, page_size, table, shadow_of).described(batch)
 
 
-def ragged_steps(
+def steps_of(
     starts: Sequence[int],
     lengths: Sequence[int],
     table: Tensor,
     page_size: int,
     shadow_of: Tensor,
     described: tuple[Tensor, Tensor, Tensor],
+    ragged: bool,
 ) -> list[tuple[slice, Step]]:
-    """A batch of tokens that lie one request after the other, of each one at least, as steps for kernels of GPUs: of
-    requests that follow each other and bring several tokens, or one, which are decoded. Each with the slice of its
-    tokens.
+    """A batch of tokens that lie one request after the other, as steps without padding, of requests that follow each
+    other. Each with the slice of its tokens.
 
-    `described` are slots, starts and lengths in device memory (see `Batch`), so that kernels wait for no copy of them.
+    For kernels of GPUs, which take `ragged` ones, of those that bring several tokens, or one, which are decoded; else
+    of those that bring as many. `described` are slots, starts and lengths in device memory (see `Batch`), so that
+    kernels wait for no copy of them.
     """
     steps: list[tuple[slice, Step]] = []
     token = row = 0
     slots, device_starts, device_lengths = described
     counts = [length - start for start, length in zip(starts, lengths, strict=True)]
-    for single, group in groupby(counts, key=lambda count: count == 1):
+    for _, group in groupby(counts, key=(lambda count: count == 1) if ragged else None):
         each = list(group)
         rows, tokens = slice(row, row := row + len(each)), slice(token, token := token + sum(each))
-        pages = table[rows, : -(-max(lengths[rows]) // page_size)].long()
-        ends = list(accumulate(each, initial=0))
-        query_starts = torch.tensor(ends, dtype=torch.int32, device="cpu", pin_memory=table.is_cuda)
-        on_device = query_starts.to(table.device, non_blocking=True), device_starts[rows], device_lengths[rows]
-        step = Step(max(each), starts[rows], lengths[rows], page_size, pages, shadow_of, () if single else ends[1:])
-        steps.append((tokens, step.described(Batch(slots[tokens], *on_device, pages, shadow_of, max(each)))))
-    return steps
-
-
-def dense_steps(
-    starts: Sequence[int],
-    lengths: Sequence[int],
-    table: Tensor,
-    page_size: int,
-    shadow_of: Tensor,
-    described: tuple[Tensor, Tensor, Tensor],
-) -> list[tuple[slice, Step]]:
-    """The same as steps for CPUs, of requests that follow each other and bring as many tokens; some may bring none."""
-    steps: list[tuple[slice, Step]] = []
-    token = row = 0
-    slots, device_starts, device_lengths = described
-    counts = [length - start for start, length in zip(starts, lengths, strict=True)]
-    for n, group in groupby(counts):
-        rows = slice(row, row := row + len(list(group)))
-        tokens = slice(token, token := token + n * (rows.stop - rows.start))
-        if n:
+        if n := max(each):
             pages = table[rows, : -(-max(lengths[rows]) // page_size)].long()
-            queries = torch.arange(0, tokens.stop - tokens.start + 1, n, dtype=torch.int32, device=table.device)
-            batch = Batch(slots[tokens], queries, device_starts[rows], device_lengths[rows], pages, shadow_of, n)
-            step = Step(n, starts[rows], lengths[rows], page_size, pages, shadow_of).described(batch)
-            steps.append((tokens, step))
+            ends = list(accumulate(each, initial=0))
+            query_starts = torch.tensor(ends, dtype=torch.int32, device="cpu", pin_memory=table.is_cuda)
+            on_device = query_starts.to(table.device, non_blocking=True), device_starts[rows], device_lengths[rows]
+            batch = Batch(slots[tokens], *on_device, pages, shadow_of, n)
+            own_ends = ends[1:] if ragged and n > 1 else ()
+            step = Step(n, starts[rows], lengths[rows], page_size, pages, shadow_of, own_ends)
+            steps.append((tokens, step.described(batch)))
     return steps

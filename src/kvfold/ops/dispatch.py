@@ -31,8 +31,7 @@ class Ops(NamedTuple):
     extend: Choice
 
     def attend(self, pages: LayerPages, q: Tensor, new: New, scale: float, out: Tensor | None = None) -> Tensor:
-        single = q.shape[1] == 1 and not pages.step.ends
-        return (self.decode if single else self.extend).run(pages, q, new, scale, out)
+        return (self.decode if pages.step.n == 1 else self.extend).run(pages, q, new, scale, out)
 
 
 @lru_cache

@@ -11,7 +11,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 from torch import Tensor
 
-from kvfold.engines.serving import Faults, Layer, Plan, decode_step, dense_steps, ragged_steps, warm_up
+from kvfold.engines.serving import Faults, Layer, Plan, decode_step, steps_of, warm_up
 from kvfold.engines.shadow_table import ShadowTable
 from kvfold.ops.pages import Step
 from kvfold.ops.restore import Restore
@@ -150,8 +150,8 @@ class PackedBackend(AttentionBackend):
         else:
             before = forward_batch.extend_prefix_lens_cpu
             after = [start + n for start, n in zip(before, forward_batch.extend_seq_lens_cpu, strict=True)]
-        describe = ragged_steps if table.is_cuda else dense_steps
-        self.steps = describe(before, after, table, page_size, shadows.of, (slots, starts, lengths))
+        described = (slots, starts, lengths)
+        self.steps = steps_of(before, after, table, page_size, shadows.of, described, ragged=table.is_cuda)
 
     def _begin_decode(self, forward_batch: ForwardBatch) -> None:
         """The same for one token of each request, by few launches: next to those of a layer they would be many."""

@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from kvfold.artifact import digest_model
 from kvfold.engines.gauges import Gauges
-from kvfold.engines.serving import Config, Faults, Layer, Plan, decode_step, dense_steps, ragged_steps, warm_up
+from kvfold.engines.serving import Config, Faults, Layer, Plan, decode_step, steps_of, warm_up
 from kvfold.engines.shadow_table import ShadowTable
 from kvfold.layout import ALIGNMENT
 from kvfold.ops.pages import Step
@@ -231,7 +231,7 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         if self.device.type == "cpu":
             lists = starts.tolist(), step.seq_lens.tolist()
             described = (slots, starts, step.seq_lens)
-            return PackedMetadata(dense_steps(*lists, table, self.page_size, self.shadows.of, described))
+            return PackedMetadata(steps_of(*lists, table, self.page_size, self.shadows.of, described, ragged=False))
         return PackedMetadata(self._device_steps(step, starts))
 
     def _device_steps(self, step: CommonAttentionMetadata, starts: Tensor) -> list[tuple[slice, Step]]:
@@ -247,8 +247,8 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         described = (step.slot_mapping[decodes:], self.starts[rows][decodes:], step.seq_lens[decodes:])
         steps = [
             (slice(decodes + tokens.start, decodes + tokens.stop), part)
-            for tokens, part in ragged_steps(
-                before[decodes:], lengths[decodes:], table[decodes:], self.page_size, self.shadows.of, described
+            for tokens, part in steps_of(
+                before[decodes:], lengths[decodes:], table[decodes:], self.page_size, self.shadows.of, described, True
             )
         ]
         if decodes:
