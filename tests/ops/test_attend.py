@@ -16,13 +16,23 @@ from random_layers import fitted
 from torch import Tensor
 
 from kvfold.codec import Codec
-from kvfold.layout import Segment, SlotLayout, affine_slot, channel_slot, codebook_slot, mixed_slot, raw_slot
+from kvfold.layout import (
+    PageLayout,
+    Segment,
+    SlotLayout,
+    affine_slot,
+    channel_slot,
+    codebook_slot,
+    mixed_slot,
+    raw_slot,
+)
 from kvfold.ops.attend import naive
 from kvfold.ops.attend import triton as kernels
 from kvfold.ops.attend import windows as window_kernel
 from kvfold.ops.attend.parts import MAX_SPLITS, Blocks, merge
 from kvfold.ops.pages import LayerPages
 from kvfold.ops.store.naive import store
+from kvfold.ops.tiles import attended_sides
 from kvfold.paged import PagedCache
 from kvfold.recipes import parse
 from kvfold.transforms import Transform
@@ -615,3 +625,14 @@ def test_pages_that_are_quantized_are_refused_by_size(page_size):
     world.cache.extend([3])
     with pytest.raises(ValueError, match=f"keys: {page_size} tokens of a page .* are no multiple of 16"):
         kernels.attend(world.cache.pages(LAYER), world.queries(3), None, world.scale)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("dims", [8, 16, 24, 64])
+def test_products_are_wide_enough_to_be_compiled_well(bits, dims):
+    """Triton 3.6 compiles products of fewer than 32 columns wrongly where several of these come out of one byte, which
+    only a GPU shows."""
+    (side, _), *_ = attended_sides(PageLayout(affine_slot(dims, bits), affine_slot(dims, bits), 16))
+    columns = side.parts[0] * side.width[0]
+    assert columns >= (32 if side.parts[0] > 1 else 16)
+    assert columns & (columns - 1) == 0

@@ -114,7 +114,9 @@ def _numbers(slot: SlotLayout, codes: int, meta: int) -> Side:
     for segment, place in zip(slot.segments, slot.places, strict=True):
         count = max(1, 8 // (segment.bits & -segment.bits))
         run = segment.padded_dims // count
-        width = max(16 // count, triton.next_power_of_2(run))  # tensor cores take 16 columns at least
+        # tensor cores take 16 columns at least; those of several parts, which share bytes, Triton (3.6) multiplies
+        # wrongly where they are fewer than 32
+        width = max((32 if count > 1 else 16) // count, power_of_two(run))
         of_codes = (segment.start, segment.dims, segment.padded_dims // 8, count, run, width, segment.bits)
         rows.append((*of_codes, _RULES[segment.rule], segment.boosted, *place))
     start, dims, eighths, parts, runs, widths, bits, rule, boosted, at_byte, at_entry = zip(*rows, strict=True)

@@ -92,7 +92,8 @@ def _attend_packed(pages: LayerPages, q: Tensor, scale: float, outs: Tensor, wei
             RATIO=blocks.ratio,
             QUERIES=blocks.queries,
             ROWS=blocks.rows,
-            TOKENS=tokens,
+            STEP=tokens,
+            TOKENS=max(32, tokens),  # as many as columns, see `tiles`: of values they are what is summed over
             num_warps=blocks.num_warps,
             num_stages=1 if looked_up else 3,
             # four programs on a multiprocessor, where what they read needs no more
@@ -138,7 +139,8 @@ def _attend(
     RATIO: tl.constexpr,  # query heads of a KV head, up to a power of two
     QUERIES: tl.constexpr,
     ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
+    STEP: tl.constexpr,  # tokens of a tile
+    TOKENS: tl.constexpr,  # and room for them
 ):
     DIMS: tl.constexpr = KEY.head_dim
     head, split = HEAD + tl.program_id(1), tl.program_id(2)
@@ -159,14 +161,14 @@ def _attend(
     highest = tl.full([ROWS], UNSEEN, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
 
-    packed_from, packed_end = sink // TOKENS * TOKENS, exact_from(last, recent, group)
-    tiles = tl.cdiv(tl.maximum(packed_end - packed_from, 0), TOKENS)
+    packed_from, packed_end = sink // STEP * STEP, exact_from(last, recent, group)
+    tiles = tl.cdiv(tl.maximum(packed_end - packed_from, 0), STEP)
     share = tl.cdiv(tiles, tl.num_programs(2))
     for tile in range(split * share, tl.minimum((split + 1) * share, tiles)):
-        tile_from = packed_from + tile * TOKENS
+        tile_from = packed_from + tile * STEP
         token = tile_from + tl.arange(0, TOKENS)
-        exists = (token >= sink) & (token < packed_end)
-        if PAGE % TOKENS == 0:  # the tile lies in one page
+        exists = (token >= sink) & (token < tl.minimum(packed_end, tile_from + STEP))
+        if PAGE % STEP == 0:  # the tile lies in one page
             page = tl.load(table + tile_from // PAGE)
         else:
             page = tl.load(table + token // PAGE, mask=exists, other=0)
