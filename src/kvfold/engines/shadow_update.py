@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvfold.ops.sizes import power_of_two
+
 BLOCK = 1024  # slots or pages at a time
 
 
@@ -47,7 +49,7 @@ def update(
         SINK_PAGES=columns[0],
         RECENT_PAGES=columns[1],
         PAGE=page_size,
-        ROOM=triton.next_power_of_2(max(1, room)),
+        ROOM=power_of_two(max(1, room)),
         BLOCK=BLOCK,
         num_warps=8,
     )

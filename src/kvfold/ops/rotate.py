@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kvfold.ops.sizes import ceil_div, power_of_two
 from kvfold.transforms import Transform
 
 
@@ -54,8 +55,8 @@ def inverse(transform: Transform, x: Tensor, out: Tensor | None = None, late: bo
     if transform.rotation is None:
         return transform.inverse(x) if out is None else out.copy_(transform.inverse(x))
     out = torch.empty(x.shape, device=x.device) if out is None else out
-    # 11 bits of each factor are more than 16-bit outputs keep; three products give what they leave out of float32
-    precision = "tf32x3" if out.dtype == torch.float32 else "tf32"
+    # 11 bits of each factor are more than bfloat16 keeps; three products give what they leave out of other outputs
+    precision = "tf32" if out.dtype == torch.bfloat16 else "tf32x3"
     matrices = _Matrices((transform.rotation.dense(x.shape[-1], x.device),), 1.0, True, precision)
     return _rotate_to(out, x, matrices, transform.mean, late=late)
 
@@ -83,8 +84,8 @@ def _rotate_to(
     ratio = q_heads // heads
     blocks = MANY if tokens * q_heads >= MANY_VECTORS and dims <= MANY.columns else FEW
     row, column = first.stride()[-2:]
-    width = min(blocks.columns, triton.next_power_of_2(dims))
-    _rotate[(triton.cdiv(tokens * ratio, blocks.vectors), heads, triton.cdiv(dims, width))](
+    width = min(blocks.columns, power_of_two(dims))
+    _rotate[(ceil_div(tokens * ratio, blocks.vectors), heads, ceil_div(dims, width))](
         x,
         matrices.terms,
         mean,
@@ -97,7 +98,7 @@ def _rotate_to(
         PRECISION=matrices.precision,
         RATIO=ratio,
         DIMS=dims,
-        PADDED=triton.next_power_of_2(dims),
+        PADDED=power_of_two(dims),
         WIDTH=width,
         ROWS=blocks.vectors,
         LATE=late,

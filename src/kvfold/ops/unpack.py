@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvfold.ops.pages import LayerPages
+from kvfold.ops.sizes import ceil_div, power_of_two
 from kvfold.ops.tiles import AFFINE, RAW, key_side, pick, value_side
 from kvfold.quantizers import lloyd_max
 
@@ -20,8 +21,8 @@ def unpack(pages: LayerPages, row: int, tokens: range, workspace: Tensor) -> tup
     layout, (kv_heads, dims) = pages.layout, (pages.pool.shape[1], pages.layout.key.dims)
     count = len(tokens)
     k, v = workspace[: 2 * kv_heads * count * dims].view(2, 1, kv_heads, count, dims)
-    block = max(1, 4096 // triton.next_power_of_2(dims))
-    _unpack[(triton.cdiv(count, block), kv_heads)](
+    block = max(1, 4096 // power_of_two(dims))
+    _unpack[(ceil_div(count, block), kv_heads)](
         k,
         v,
         pages.pool,
@@ -58,7 +59,7 @@ def restore(addresses: Tensor, first: LayerPages, pages: Tensor, shadows: Tensor
         PAGE=layout.page_size,
         PAGE_BYTES=layout.page_bytes,
         KV_HEADS=kv_heads,
-        TOKENS=triton.next_power_of_2(layout.page_size),
+        TOKENS=power_of_two(layout.page_size),
         enable_fp_fusion=False,
     )
 

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvfold.ops.sizes import power_of_two
+
 
 class DecodeInputs(NamedTuple):
     """A row for each request, and for padding up to the size of a CUDA graph."""
@@ -26,7 +28,7 @@ def decode_inputs(slots: Tensor, lengths: Tensor, requests: Tensor, known: Tenso
     places = torch.empty(rows, dtype=torch.int64, device=lengths.device)
     stride = rows // 4 * 4 + 4  # kernels are compiled anew where numbers begin at another part of 16 bytes
     numbers = torch.empty(5, stride, dtype=torch.int32, device=lengths.device)
-    block = triton.next_power_of_2(rows + 1)
+    block = power_of_two(rows + 1)
     _decode_inputs[(1,)](slots, lengths, requests, known, places, numbers, rows, stride, PAGE=page_size, BLOCK=block)
     return DecodeInputs(places, numbers[0, : rows + 1], *numbers[1:, :rows])
 

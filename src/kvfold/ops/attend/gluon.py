@@ -5,7 +5,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from kvfold.layout import PageLayout, SlotLayout
@@ -16,6 +15,7 @@ from kvfold.ops.attend.gluon_tiles import TILE
 from kvfold.ops.attend.parts import empty, merge, processors
 from kvfold.ops.pages import LayerPages
 from kvfold.ops.rotate import dual
+from kvfold.ops.sizes import ceil_div
 from kvfold.transforms import Hadamard
 
 MAX_SPLITS = 256
@@ -82,7 +82,7 @@ def attend(
         rotated = dual(pages.key.transform, rotated, beside=not copied)
     kv_heads = pages.pool.shape[1]
     ratio = q_heads // kv_heads
-    tiles = triton.cdiv(batch.table.shape[1] * layout.page_size, TILE)
+    tiles = ceil_div(batch.table.shape[1] * layout.page_size, TILE)
     splits = _splits(sequences * kv_heads, tiles, kernel.warps, q.device)
     outs, weights = empty(splits + (0 if new is None else windows.splits(pages, rotated)), rotated)
     heads = 4 if ratio <= 4 else 8

@@ -134,13 +134,19 @@ def decode(
     if WINDOWS:
         control("griddepcontrol.launch_dependents")
     row = (sequence * kv_heads + head) * RATIO
+    place = (split.to(gl.int64) * sequences * kv_heads * RATIO) + row
+    highest = gl.full([HEADS], UNSEEN, gl.float32, HEAD)
+    if (first > last) & (splits > 1):  # nothing to read: windows want its place, and `merge` its weights alone
+        control("griddepcontrol.wait")
+        control("griddepcontrol.launch_dependents")
+        store_weights(weights + place, highest, gl.zeros_like(highest), RATIO, HEADS)
+        return
     q += sequence.to(gl.int64) * q_stride + head * (RATIO * DIMS)
     query0, unit0, sum0 = _queries(q, 0, scale, KEY, DIMS, RATIO, HEADS, ORDER, MMA)
     query1, unit1, sum1 = query0, unit0, sum0
     if KEY.segments == 2:
         query1, unit1, sum1 = _queries(q, 1, scale, KEY, DIMS, RATIO, HEADS, ORDER, MMA)
 
-    highest = gl.full([HEADS], UNSEEN, gl.float32, HEAD)
     total = gl.zeros([8, HEADS], gl.float32, gl.SliceLayout(0, LOGITS))
     shift0 = gl.zeros([8, HEADS], gl.float32, gl.SliceLayout(0, LOGITS))
     shift1 = gl.zeros([8, HEADS], gl.float32, gl.SliceLayout(0, LOGITS))
@@ -170,7 +176,6 @@ def decode(
     control("griddepcontrol.wait")
     control("griddepcontrol.launch_dependents")
     total, shift0, shift1 = gl.sum(total, 0), gl.sum(shift0, 0), gl.sum(shift1, 0)
-    place = (split.to(gl.int64) * sequences * kv_heads * RATIO) + row
     _store_part(outs + place * DIMS, out, total, shift0, shift1, VALUE, DIMS, RATIO, HEADS, COLUMNS)
     store_weights(weights + place, highest, total, RATIO, HEADS)
 

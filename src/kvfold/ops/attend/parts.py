@@ -12,6 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvfold.ops.pages import LayerPages
 from kvfold.ops.rotate import inverse
+from kvfold.ops.sizes import ceil_div, power_of_two
 from kvfold.transforms import Transform
 
 UNSEEN = tl.constexpr(-1e30)  # below every logit; finite, so that a row without tokens is no NaN
@@ -31,18 +32,18 @@ class Blocks:
     def __init__(self, pages: LayerPages, q: Tensor, max_rows: int = MAX_ROWS) -> None:
         batch = pages.step.batch
         self.kv_heads = pages.pool.shape[1]
-        self.ratio = triton.next_power_of_2(q.shape[1] // self.kv_heads)
-        self.queries = max(1, min(triton.next_power_of_2(batch.max_queries), max_rows // self.ratio))
+        self.ratio = power_of_two(q.shape[1] // self.kv_heads)
+        self.queries = max(1, min(power_of_two(batch.max_queries), max_rows // self.ratio))
         self.rows = max(16, self.queries * self.ratio)  # tensor cores take 16 at least
-        self.each = triton.cdiv(batch.max_queries, self.queries)  # of a sequence
+        self.each = ceil_div(batch.max_queries, self.queries)  # of a sequence
         self.count = self.each * len(batch.lengths)
         self.tokens = 64 if q.shape[-1] <= 128 else 32  # of a tile
         self.num_warps = 8 if self.rows > 64 else 4
 
     def splits(self, tokens: int, device: torch.device) -> int:
         """Over how many programs `tokens` tokens of a sequence are split, so that every processor has work."""
-        wanted = triton.cdiv(4 * processors(device), self.count * self.kv_heads)
-        return max(1, min(wanted, triton.cdiv(tokens, self.tokens), MAX_SPLITS))
+        wanted = ceil_div(4 * processors(device), self.count * self.kv_heads)
+        return max(1, min(wanted, ceil_div(tokens, self.tokens), MAX_SPLITS))
 
 
 def empty(splits: int, q: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,9 +64,9 @@ def merge(outs: Tensor, weights: Tensor, value: Transform, out: Tensor | None = 
         return inverse(value, outs[0], out, late)
     mean = value.mean if value.rotation is None else None
     merged = torch.empty_like(outs[0]) if out is None or value.rotation is not None else out
-    padded = max(1 if late else FEWEST_PARTS, triton.next_power_of_2(splits))
-    width = min(triton.next_power_of_2(dims), max(32, 2048 // padded))
-    _merge[(tokens * q_heads, triton.cdiv(dims, width))](
+    padded = max(1 if late else FEWEST_PARTS, power_of_two(splits))
+    width = min(power_of_two(dims), max(32, 2048 // padded))
+    _merge[(tokens * q_heads, ceil_div(dims, width))](
         outs,
         weights,
         mean,
@@ -109,6 +110,7 @@ def _merge(
     mask = (split < splits)[:, None] & (coordinate < DIMS)[None, :]
     weight = tl.load(weights + split * rows + row, mask=split < splits, other=-float("inf"))
     part = tl.load(outs + (split[:, None] * rows + row) * DIMS + coordinate[None, :], mask=mask, other=0.0)
+    part = tl.where((weight > UNSEEN)[:, None], part, 0.0)  # without tokens it may be anything
     share = tl.exp2(weight - tl.max(weight, 0))
     out = tl.sum(part * (share / tl.sum(share, 0))[:, None], 0)
     if mean is not None:

@@ -26,6 +26,7 @@ from kvfold.ops.attend import windows as exact
 from kvfold.ops.attend.parts import UNSEEN
 from kvfold.ops.pages import Batch, LayerPages, Step
 from kvfold.ops.rotate import dual, inverse
+from kvfold.ops.sizes import ceil_div, power_of_two
 from kvfold.ops.unpack import unpack
 from kvfold.windows import Windows
 
@@ -160,7 +161,7 @@ def _attend(
         first = step.end(row) - step.lengths[row] + position
         block = slice(first, first + n)
         queries = rotated[block].to(workspace.dtype)
-        if more := max(FEWEST_QUERIES, triton.next_power_of_2(n)) - n:
+        if more := max(FEWEST_QUERIES, power_of_two(n)) - n:
             queries = pad(queries, (0, 0, 0, 0, 0, more))
         queries = queries.transpose(0, 1).unsqueeze(0)
         end = windows.exact_from(position + n - 1)
@@ -246,7 +247,7 @@ def _merge(
     `first`: in place, or the sum and the mean of each KV head go to `to`."""
     n, q_heads, dims = outs.shape
     rows = 16
-    _merge_rows[(triton.cdiv(n * q_heads, rows),)](
+    _merge_rows[(ceil_div(n * q_heads, rows),)](
         outs,
         weights,
         part,
@@ -259,7 +260,7 @@ def _merge(
         Q_HEADS=q_heads,
         RATIO=1 if mean is None else q_heads // len(mean),
         DIMS=dims,
-        WIDTH=triton.next_power_of_2(dims),
+        WIDTH=power_of_two(dims),
         ROWS=rows,
         FIRST=first,
     )

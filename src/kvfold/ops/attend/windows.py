@@ -9,8 +9,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvfold.ops.attend.parts import UNSEEN, Blocks, block_rows, exact_from, softmax
 from kvfold.ops.pages import LayerPages
+from kvfold.ops.sizes import power_of_two
 
 MAX_ROWS = 64  # of a block: of two on a processor, one computes while the other waits
+REGISTERS = 128  # of a thread, where queries are few: four programs on a processor, or two beside decoding
 
 
 def splits(pages: LayerPages, q: Tensor) -> int:
@@ -61,7 +63,7 @@ def attend(
         KV_HEADS=blocks.kv_heads,
         Q_HEADS=q_heads,
         DIMS=dims,
-        PADDED=triton.next_power_of_2(dims),
+        PADDED=power_of_two(dims),
         RATIO=blocks.ratio,
         QUERIES=blocks.queries,
         ROWS=blocks.rows,
@@ -70,6 +72,7 @@ def attend(
         LATE=late,
         num_warps=blocks.num_warps,
         num_stages=1,  # of tiles with older tokens, few of a program: what it does not take, programs beside it do
+        maxnreg=REGISTERS if blocks.rows == 16 else None,
         **({"launch_pdl": True} if late else {}),
     )
 

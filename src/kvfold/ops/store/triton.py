@@ -18,6 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from kvfold.codec import Codec
 from kvfold.ops import tiles
 from kvfold.ops.pages import LayerPages
+from kvfold.ops.sizes import ceil_div, power_of_two
 from kvfold.ops.tiles import AFFINE, CODEBOOK, RAW, Side, bits_below
 from kvfold.quantizers import lloyd_max
 from kvfold.quantizers.affine import SMALLEST_SCALE
@@ -125,7 +126,7 @@ def store(pages: LayerPages, k: Tensor, v: Tensor, early: bool = False) -> tuple
         blocks = FEW if max(len(key.matrices), len(value.matrices)) < 2 else FEW_TERMS
     else:
         blocks = MANY if dims <= 128 else MANY_WIDE
-    _store[triton.cdiv(sequences * n, blocks.tokens), kv_heads, 2](
+    _store[ceil_div(sequences * n, blocks.tokens), kv_heads, 2](
         _source(k), key, KEY, _source(v), value, VALUE, *ranks, batch.slots, memory, sequences * n,
         wide == torch.bfloat16, pages.layout.page_size, pages.layout.page_bytes, blocks.tokens, blocks.rows, early,
         num_warps=blocks.warps, num_stages=blocks.stages, maxnreg=blocks.registers,
@@ -155,7 +156,7 @@ def _prepare(
     rotated = transform.rotation is not None
     parts, runs = side.parts, side.run
     least = NARROWEST if rotated else 1
-    widths = tuple(max(least // count, triton.next_power_of_2(run)) for count, run in zip(parts, runs, strict=True))
+    widths = tuple(max(least // count, power_of_two(run)) for count, run in zip(parts, runs, strict=True))
     order = [  # the coordinate of every column, -1 where it has none
         start + part * run + column if column < coded(stored, run, part) else -1
         for start, stored, count, run, width in zip(side.start, side.dims, parts, runs, widths, strict=True)
