@@ -39,10 +39,12 @@ def attend(
     if not q.numel():
         return q.float()
     rotated = dual(pages.key.transform, q.flatten(0, 1))
-    capacity = pages.step.batch.table.shape[1] * pages.layout.page_size
-    packed = Blocks(pages, rotated).splits(capacity, q.device)
+    last = pages.step.batch.table.shape[1] * pages.layout.page_size - 1  # that a page table has room for
+    tokens = pages.windows.exact_from(last) - pages.windows.sink  # and that a query reads packed, at most
+    packed = Blocks(pages, rotated).splits(tokens, q.device) if tokens > 0 else 0
     outs, weights = empty(packed + (0 if new is None else windows.splits(pages, rotated)), rotated)
-    _attend_packed(pages, rotated, scale, outs[:packed], weights[:packed])
+    if packed:
+        _attend_packed(pages, rotated, scale, outs[:packed], weights[:packed])
     if new is not None:
         flat = (new[0].flatten(0, 1), new[1].flatten(0, 1))
         windows.attend(pages, rotated, flat, scale, outs[packed:], weights[packed:])
