@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from kvfold.layout import META_BYTES, ODD_BYTES, PageLayout, Rule, SlotLayout
+from kvfold.ops import sizes
 
 AFFINE = tl.constexpr(0)
 CODEBOOK = tl.constexpr(1)
@@ -116,7 +117,7 @@ def _numbers(slot: SlotLayout, codes: int, meta: int) -> Side:
         run = segment.padded_dims // count
         # tensor cores take 16 columns at least; those of several parts, which share bytes, Triton (3.6) multiplies
         # wrongly where they are fewer than 32
-        width = max((32 if count > 1 else 16) // count, power_of_two(run))
+        width = max((32 if count > 1 else 16) // count, sizes.power_of_two(run))
         of_codes = (segment.start, segment.dims, segment.padded_dims // 8, count, run, width, segment.bits)
         rows.append((*of_codes, _RULES[segment.rule], segment.boosted, *place))
     start, dims, eighths, parts, runs, widths, bits, rule, boosted, at_byte, at_entry = zip(*rows, strict=True)
@@ -215,8 +216,5 @@ def bits_below(bits, width):
     return bits // (2 * width) * (2 * width)
 
 
-@triton.constexpr_function
-def power_of_two(count):
-    """The one from `count` up. Triton's own cannot be called in kernels where another package has replaced it, as
-    SGLang does."""
-    return 1 << (count - 1).bit_length()
+# Triton's own cannot be called in kernels where another package has replaced it, as SGLang does
+power_of_two = triton.constexpr_function(sizes.power_of_two)

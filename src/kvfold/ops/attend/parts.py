@@ -39,6 +39,7 @@ class Blocks:
         self.count = self.each * len(batch.lengths)
         self.tokens = 64 if q.shape[-1] <= 128 else 32  # of a tile
         self.num_warps = 8 if self.rows > 64 else 4
+        self.registers = 128 if self.rows == 16 else None  # of a thread: four programs on a processor
 
     def splits(self, tokens: int, device: torch.device) -> int:
         """Over how many programs `tokens` tokens of a sequence are split, so that every processor has work."""

@@ -98,8 +98,7 @@ def _attend_packed(pages: LayerPages, q: Tensor, scale: float, outs: Tensor, wei
             TOKENS=max(32, tokens),  # as many as columns, see `tiles`: of values they are what is summed over
             num_warps=blocks.num_warps,
             num_stages=1 if looked_up else 3,
-            # four programs on a multiprocessor, where what they read needs no more
-            maxnreg=None if blocks.rows > 16 or looked_up or layout.per_page else 128,
+            maxnreg=None if looked_up or layout.per_page else blocks.registers,  # what these read needs more
         )
 
 

@@ -12,7 +12,6 @@ from kvfold.ops.pages import LayerPages
 from kvfold.ops.sizes import power_of_two
 
 MAX_ROWS = 64  # of a block: of two on a processor, one computes while the other waits
-REGISTERS = 128  # of a thread, where queries are few: four programs on a processor, or two beside decoding
 
 
 def splits(pages: LayerPages, q: Tensor) -> int:
@@ -72,7 +71,7 @@ def attend(
         LATE=late,
         num_warps=blocks.num_warps,
         num_stages=1,  # of tiles with older tokens, few of a program: what it does not take, programs beside it do
-        maxnreg=REGISTERS if blocks.rows == 16 else None,
+        maxnreg=blocks.registers,  # so that there is room beside decoding
         **({"launch_pdl": True} if late else {}),
     )
 
