@@ -73,7 +73,7 @@ def run(text: str, name: str, folded: bool, longest: int) -> list[Row]:
 
     def steps() -> None:
         for layer in layers:
-            ops.decode.run(layer, q, ops.store.run(layer, k, v), case.scale, out)
+            ops.step(layer, q, k, v, case.scale, out)
 
     graph, _ = capture(lambda: None, steps)
     with profile(activities=[ProfilerActivity.CUDA]) as trace:

@@ -39,7 +39,7 @@ def test_a_step_in_a_row_is_one_that_waits_after_every_op(recipe, text):
     given, outs = torch.empty(2, *k.shape, dtype=k.dtype, device=DEVICE), []
 
     def step():
-        return ops.decode.run(pages, q, ops.store.run(pages, *given), case.scale)
+        return ops.step(pages, q, *given, case.scale)
 
     def misplace(x):
         ops.store.run(pages, *(100 * x))
@@ -54,10 +54,10 @@ def test_a_step_in_a_row_is_one_that_waits_after_every_op(recipe, text):
     graph, replayed = capture(lambda: None, step)
     for x, expected in zip(new, outs, strict=True):
         misplace(x)
-        assert torch.equal(step(), expected)
+        torch.testing.assert_close(step(), expected, rtol=0, atol=2e-3)
         misplace(x)
         graph.replay()
-        assert torch.equal(replayed, expected)
+        torch.testing.assert_close(replayed, expected, rtol=0, atol=2e-3)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -234,10 +234,15 @@ class Layer:
         parts = []
         for tokens, step in reversed(steps):
             shape, pages = step.shape, replace(self.pages, step=step)
-            new = self.ops.store.run(pages, k[tokens].unflatten(0, shape), v[tokens].unflatten(0, shape))
-            parts.append((tokens, shape, pages, new))
-        for tokens, shape, pages, new in reversed(parts):
-            self.ops.attend(pages, q[tokens].unflatten(0, shape), new, scale, out[tokens].unflatten(0, shape))
+            states = [x[tokens].unflatten(0, shape) for x in (q, k, v, out)]
+            parts.append((pages, *states))
+        if len(parts) == 1:
+            pages, q, k, v, out = parts[0]
+            self.ops.step(pages, q, k, v, scale, out)
+            return
+        new = [self.ops.store.run(pages, k, v) for pages, _, k, v, _ in parts]
+        for (pages, q, _, _, out), stored in zip(reversed(parts), reversed(new), strict=True):
+            self.ops.attend(pages, q, stored, scale, out)
 
 
 def warm_up(layers: Iterable[Layer]) -> None:

@@ -21,6 +21,7 @@ class Choice(NamedTuple):
     implementation: str
     reason: str
     run: Callable[..., Any]
+    step: Callable[..., Tensor] | None = None  # `store` and this, of the implementations that share work between them
 
 
 class Ops(NamedTuple):
@@ -30,8 +31,20 @@ class Ops(NamedTuple):
     decode: Choice
     extend: Choice
 
+    def step(
+        self, pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor | None = None
+    ) -> Tensor:
+        """`store`, then `attend`."""
+        step = self._attention(pages).step
+        if step is not None:
+            return step(pages, q, k, v, scale, out)
+        return self.attend(pages, q, self.store.run(pages, k, v), scale, out)
+
     def attend(self, pages: LayerPages, q: Tensor, new: New, scale: float, out: Tensor | None = None) -> Tensor:
-        return (self.decode if pages.step.n == 1 else self.extend).run(pages, q, new, scale, out)
+        return self._attention(pages).run(pages, q, new, scale, out)
+
+    def _attention(self, pages: LayerPages) -> Choice:
+        return self.decode if pages.step.n == 1 else self.extend
 
 
 @lru_cache
@@ -51,7 +64,7 @@ def choose(layout: PageLayout, ratio: int, device: torch.device, capability: tup
         warn(f"{reason}; PyTorch's operators do its work on the GPU, many times slower", stacklevel=2)
         return _torch(reason)
     capability = capability or torch.cuda.get_device_capability(device)
-    store_here = partial(store.store, early=capability >= HOPPER)
+    store_here = partial(store.store, overlaps=capability >= HOPPER)
     stored = Choice("triton", "segments are affine, codebooks or raw", store_here)
     if unstored := tiles.unsupported_side(layout):
         reason = "there is no kernel that stores these {}: {}".format(*unstored)
@@ -63,7 +76,8 @@ def choose(layout: PageLayout, ratio: int, device: torch.device, capability: tup
         warn(f"the portable kernel decodes, several times slower than the one for Hopper: {reason}", stacklevel=2)
         decode = Choice("triton", reason, attend.attend)
     else:
-        decode = Choice("gluon", "affine integers or codebooks on Hopper or later", gluon.attend)
+        step = gluon.step if stored.implementation == "triton" else None
+        decode = Choice("gluon", "affine integers or codebooks on Hopper or later", gluon.attend, step)
     if capability < AMPERE:
         extend = Choice("triton", f"the GPU is older than Ampere: {capability}", attend.attend)
     elif reason := unpacked.unsupported(layout):

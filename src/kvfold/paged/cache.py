@@ -138,7 +138,7 @@ class PagedCache:
         All are [sequences, n, heads, d] with n the largest of the step's counts, left-padded where a count is smaller.
         """
         pages, ops = self.pages(layer), choose(self.layouts[layer], q.shape[2] // self.kv_heads, self.device)
-        out = ops.attend(pages, q, ops.store.run(pages, k, v), scale, out)
+        out = ops.step(pages, q, k, v, scale, out)
         if layer == len(self.layouts) - 1 and self.device.type == "cuda":
             self.check_faults()
         return out

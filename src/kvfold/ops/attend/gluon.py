@@ -16,6 +16,8 @@ from kvfold.ops.attend.parts import empty, merge, processors
 from kvfold.ops.pages import LayerPages
 from kvfold.ops.rotate import dual
 from kvfold.ops.sizes import ceil_div
+from kvfold.ops.store.triton import pack, store
+from kvfold.ops.turn import turn
 from kvfold.transforms import Hadamard
 
 MAX_SPLITS = 256
@@ -64,6 +66,18 @@ def _no_codebooks(slot: SlotLayout, side: str) -> str | None:
     return None
 
 
+def step(pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
+    """`store` of k and v [sequences, 1, kv_heads, d], and `attend`.
+
+    Where keys are rotated, and queries read what the step stores in 16 bits alone, that is packed beside decoding. With
+    fewer than two recent tokens they may read packed ones that other requests store in this step.
+    """
+    if pages.key.transform.rotation is None or pages.windows.recent < 2 or q.dtype != k.dtype:
+        return attend(pages, q, store(pages, k, v, overlaps=True), scale, out)
+    turned = turn(pages, q, k, v)
+    return _attend(pages, turned.q, 1, True, turned.new, turned.kv, scale, out).view(q.shape)
+
+
 def attend(
     pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scale: float, out: Tensor | None = None
 ) -> Tensor:
@@ -71,23 +85,40 @@ def attend(
 
     `new` is what `store` returned for the same step.
     """
-    batch, layout, kernel = pages.step.batch, pages.layout, _kernel(pages.layout)
     rotation, rotated = pages.key.transform.rotation, q.squeeze(1)
-    order = rotation.order if kernel.rotates and new is None and isinstance(rotation, Hadamard) else 1
-    sequences, q_heads, dims = rotated.shape
+    in_kernel = _kernel(pages.layout).rotates and new is None
+    order = rotation.order if in_kernel and isinstance(rotation, Hadamard) else 1
     # Queries are older than what `store` writes, so what reads them need not wait for it; a copy of them is not
-    if copied := rotated.stride()[1:] != (dims, 1):
+    if copied := rotated.stride()[1:] != (q.shape[-1], 1):
         rotated = rotated.contiguous()
     if order == 1:
         rotated = dual(pages.key.transform, rotated, beside=not copied)
+    fresh = copied or (order == 1 and rotation is not None)
+    return _attend(pages, rotated, order, fresh, new, None, scale, out).view(q.shape)
+
+
+def _attend(
+    pages: LayerPages,
+    q: Tensor,
+    order: int,
+    fresh: bool,
+    new: tuple[Tensor, Tensor] | None,
+    unpacked: Tensor | None,
+    scale: float,
+    out: Tensor | None,
+) -> Tensor:
+    """Queries [sequences, q_heads, d], rotated but for Hadamard matrices of this order, and `fresh` where the kernel
+    before writes them. What is `unpacked` is packed beside decoding."""
+    batch, layout, kernel = pages.step.batch, pages.layout, _kernel(pages.layout)
+    sequences, q_heads, dims = q.shape
     kv_heads = pages.pool.shape[1]
     ratio = q_heads // kv_heads
     tiles = ceil_div(batch.table.shape[1] * layout.page_size, TILE)
     splits = _splits(sequences * kv_heads, tiles, kernel.warps, q.device)
-    outs, weights = empty(splits + (0 if new is None else windows.splits(pages, rotated)), rotated)
+    outs, weights = empty(splits + (0 if new is None else windows.splits(pages, q)), q)
     heads = 4 if ratio <= 4 else 8
     kernel.decode[(splits, kv_heads, sequences)](
-        rotated,
+        q,
         outs,
         weights,
         pages.pool.view(torch.int32),
@@ -96,7 +127,7 @@ def attend(
         scale * math.log2(math.e),
         pages.windows.sink,
         pages.windows.recent,
-        rotated.stride(0),
+        q.stride(0),
         batch.table.stride(0),
         batch.table.shape[1],
         KEY=kernel.key,
@@ -108,16 +139,18 @@ def attend(
         HEADS=heads,
         COLUMNS=max(8, heads * kernel.value.segments),
         ORDER=order,
-        FRESH=copied or (order == 1 and rotation is not None),
+        FRESH=fresh,
         WINDOWS=new is not None,
         num_warps=1,
         maxnreg=kernel.registers,
         launch_pdl=True,
     )
+    if unpacked is not None:
+        pack(pages, unpacked)
     if new is not None:  # beside decoding, in what that leaves of the processors
         flat = (new[0].flatten(0, 1), new[1].flatten(0, 1))
-        windows.attend(pages, rotated, flat, scale, outs[splits:], weights[splits:], late=True)
-    return merge(outs, weights, pages.value.transform, out, late=True).view(q.shape)
+        windows.attend(pages, q, flat, scale, outs[splits:], weights[splits:], late=True)
+    return merge(outs, weights, pages.value.transform, out, late=True)
 
 
 def _splits(programs: int, tiles: int, warps: int, device: torch.device) -> int:

@@ -13,11 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvfold.codec import Codec
 from kvfold.ops import tiles
 from kvfold.ops.pages import LayerPages
+from kvfold.ops.rotate import terms_and_shift
 from kvfold.ops.sizes import ceil_div, power_of_two
 from kvfold.ops.tiles import AFFINE, CODEBOOK, RAW, Side, bits_below
 from kvfold.quantizers import lloyd_max
@@ -50,6 +51,7 @@ FEW_TERMS = Blocks(16, 64, 4, 3, None)  # for matrices of several terms
 MANY = Blocks(64, 128, 4, 1, 128)  # four programs on a multiprocessor
 MANY_WIDE = Blocks(64, 32, 8, 3, None)  # of more than 128 coordinates
 MANY_VECTORS = 1 << 13  # from which on larger blocks, which read matrices less often, leave little of a GPU idle
+AS_IT_IS = Transform()
 
 
 class _Source(NamedTuple):
@@ -93,22 +95,48 @@ class _Memory(NamedTuple):
     boundaries: Tensor
 
 
-def store(pages: LayerPages, k: Tensor, v: Tensor, early: bool = False) -> tuple[Tensor, Tensor] | None:
-    """As `naive.store`, for 16-bit k and v. With `early`, the next kernel may begin before this one ends.
+def store(pages: LayerPages, k: Tensor, v: Tensor, overlaps: bool = False) -> tuple[Tensor, Tensor] | None:
+    """As `naive.store`, for 16-bit k and v. With `overlaps`, it is launched before the kernel before it ends, and waits
+    for that; and the next may begin beside it.
 
     Nothing waits for the device, so what cannot be stored raises no error: no byte of that token's key (or value) of
     that KV head is written, and `pages.faults` becomes 1.
     """
-    sequences, n, kv_heads, dims = k.shape
-    batch = pages.step.batch
-    expected = (len(batch.slots), pages.pool.shape[1], pages.layout.key.dims)
+    check(pages, k, v)
+    new = torch.empty(2, *k.shape, dtype=pages.shadows.dtype, device=k.device) if pages.windows else None
+    _launch(pages, pages.key.transform, k, pages.value.transform, v, new, overlaps)
+    return None if new is None else (new[0], new[1])
+
+
+def pack(pages: LayerPages, kv: Tensor) -> None:
+    """`store` of what is transformed already, and copied (see turn.py): float32[2, sequences, n, kv_heads, d].
+
+    On a GPU it runs beside the kernel before it, which must have waited for these numbers, and does not end before
+    that; and the next may begin beside it.
+    """
+    _launch(pages, AS_IT_IS, kv[0], AS_IT_IS, kv[1], None, kv.is_cuda, late=kv.is_cuda)
+
+
+def check(pages: LayerPages, k: Tensor, v: Tensor) -> None:
+    expected = (len(pages.step.batch.slots), pages.pool.shape[1], pages.layout.key.dims)
     for x in (k, v):
         if x.dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(f"the kernel stores bfloat16 and float16, not {x.dtype}")
         if (x.shape[:2].numel(), *x.shape[2:]) != expected:
             raise ValueError(f"{tuple(x.shape)} are not the {expected} [tokens, kv_heads, d] of the step")
-    wide, device = pages.shadows.dtype, k.device
-    new = torch.empty(2, sequences, n, kv_heads, dims, dtype=wide, device=device) if pages.windows else None
+
+
+def _launch(
+    pages: LayerPages,
+    of_keys: Transform,
+    k: Tensor,
+    of_values: Transform,
+    v: Tensor,
+    new: Tensor | None,
+    overlaps: bool,
+    late: bool = False,
+) -> None:
+    (sequences, n, kv_heads, dims), batch = k.shape, pages.step.batch
     memory = _Memory(
         batch.shadow_of,
         pages.pool,
@@ -116,22 +144,22 @@ def store(pages: LayerPages, k: Tensor, v: Tensor, early: bool = False) -> tuple
         pages.shadows.view(torch.int16),
         None if new is None else new.view(torch.int16),
         pages.faults,
-        lloyd_max.level_table(device),
-        lloyd_max.boundary_table(device),
+        lloyd_max.level_table(k.device),
+        lloyd_max.boundary_table(k.device),
     )
-    key, KEY = _prepared(pages.key, tiles.key_side(pages.layout), k)
-    value, VALUE = _prepared(pages.value, tiles.value_side(pages.layout), v)
+    key, KEY = _prepared(pages.key, of_keys, tiles.key_side(pages.layout), k)
+    value, VALUE = _prepared(pages.value, of_values, tiles.value_side(pages.layout), v)
     ranks = _clip_rank(pages.key), _clip_rank(pages.value)
     if k.shape[:3].numel() < MANY_VECTORS:
         blocks = FEW if max(len(key.matrices), len(value.matrices)) < 2 else FEW_TERMS
     else:
         blocks = MANY if dims <= 128 else MANY_WIDE
     _store[ceil_div(sequences * n, blocks.tokens), kv_heads, 2](
-        _source(k), key, KEY, _source(v), value, VALUE, *ranks, batch.slots, memory, sequences * n,
-        wide == torch.bfloat16, pages.layout.page_size, pages.layout.page_bytes, blocks.tokens, blocks.rows, early,
-        num_warps=blocks.warps, num_stages=blocks.stages, maxnreg=blocks.registers,
+        _source(k), key, KEY, _source(v), value, VALUE, *ranks, batch.slots, memory, sequences * n, bool(pages.windows),
+        pages.shadows.dtype == torch.bfloat16, pages.layout.page_size, pages.layout.page_bytes, blocks.tokens,
+        blocks.rows, overlaps, late, num_warps=blocks.warps, num_stages=blocks.stages, maxnreg=blocks.registers,
+        **({"launch_pdl": True} if overlaps else {}),
     )  # fmt: skip
-    return None if new is None else (new[0], new[1])
 
 
 def _source(x: Tensor) -> _Source:
@@ -144,9 +172,9 @@ def _clip_rank(codec: Codec) -> int:
     return 0 if codec.clip is None else codec.layout.dims - codec.kept + 1
 
 
-def _prepared(codec: Codec, side: Side, x: Tensor) -> tuple[_Operands, _Plan]:
+def _prepared(codec: Codec, transform: Transform, side: Side, x: Tensor) -> tuple[_Operands, _Plan]:
     clipped, bfloat = codec.clip is not None, codec.wide == torch.bfloat16
-    return codec.transform.once(_prepare, side, clipped, bfloat, x.dtype, x.device)
+    return transform.once(_prepare, side, clipped, bfloat, x.dtype, x.device)
 
 
 def _prepare(
@@ -164,16 +192,9 @@ def _prepare(
         for column in range(width)
     ]
     first = accumulate((count * width for count, width in zip(parts, widths, strict=True)), initial=0)
-    matrices: tuple[Tensor, ...] = ()
-    factor, shift = 1.0, None if transform.mean is None else -transform.mean
-    if transform.rotation is not None:
-        terms, factor = transform.rotation.terms(side.head_dim, dtype, device)
-        if shift is not None:  # by the terms too, so that what they leave out of A meets x − mean and not x
-            matrix = factor * torch.stack(terms).double().sum(dim=0)
-            shift = (shift.double().unsqueeze(-2) @ matrix).squeeze(-2).float()
-        kept = torch.float32 if device.type == "cpu" else dtype  # Triton's interpreter cannot multiply bfloat16
-        rows = -side.head_dim % 128
-        matrices = tuple(pad(term, (0, 1, 0, rows))[..., order].to(kept).contiguous() for term in terms)
+    terms, factor, shift = terms_and_shift(transform, side.head_dim, dtype, device)
+    rows = -side.head_dim % 128
+    matrices = tuple(pad(term, (0, 1, 0, rows))[..., order].contiguous() for term in terms)
     stride = matrices[0].stride(0) if matrices and len(matrices[0]) > 1 else 0
     shift = None if shift is None else pad(shift, (0, 1))[..., order].contiguous()  # column -1 is zero
     numbers = (tuple(first)[:-1], len(order), len(set(widths)) == 1, factor, rotated, clipped, bfloat)
@@ -189,23 +210,29 @@ def coded(dims, run, part):
 @triton.jit(do_not_specialize=["key_rank", "value_rank", "tokens"], do_not_specialize_on_alignment=["slots"])
 def _store(
     k, key, KEY: tl.constexpr, v, value, VALUE: tl.constexpr, key_rank, value_rank, slots, memory, tokens,
-    NEW_BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, EARLY: tl.constexpr,
+    WINDOWS: tl.constexpr, BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, OVERLAPS: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
-    if EARLY:
+    if OVERLAPS:
+        if not LATE:
+            gdc_wait()
         gdc_launch_dependents()
     if tl.program_id(2) == 0:
-        _store_side(k, key, key_rank, slots, memory, tokens, 0, KEY, NEW_BFLOAT, PAGE_SIZE, PAGE_BYTES, BLOCK, ROWS)
+        _store_side(
+            k, key, key_rank, slots, memory, tokens, 0, KEY, WINDOWS, BFLOAT, PAGE_SIZE, PAGE_BYTES, BLOCK, ROWS
+        )
     else:
         _store_side(
-            v, value, value_rank, slots, memory, tokens, 1, VALUE, NEW_BFLOAT, PAGE_SIZE, PAGE_BYTES, BLOCK, ROWS
+            v, value, value_rank, slots, memory, tokens, 1, VALUE, WINDOWS, BFLOAT, PAGE_SIZE, PAGE_BYTES, BLOCK, ROWS
         )
+    if LATE:
+        gdc_wait()
 
 
 @triton.jit
 def _store_side(
-    source, operands, rank, slots, memory, tokens, WHICH: tl.constexpr, PLAN: tl.constexpr, NEW_BFLOAT: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    source, operands, rank, slots, memory, tokens, WHICH: tl.constexpr, PLAN: tl.constexpr, WINDOWS: tl.constexpr,
+    BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     SEGMENTS: tl.constexpr = len(PLAN.side.parts)
     head = tl.program_id(1).to(tl.int64)
@@ -225,9 +252,9 @@ def _store_side(
 
     sound = stored
     clipped = ys
-    if memory.new is not None:
+    if WINDOWS:
         for i in tl.static_range(SEGMENTS):
-            sound = sound & _below(ys[i], BFLOAT_BITS if NEW_BFLOAT else HALF_BITS)
+            sound = sound & below(ys[i], BFLOAT_BITS if BFLOAT else HALF_BITS)
     if PLAN.clipped:
         limit = _largest((_joined(ys),) if PLAN.alike else ys, stored, rank)[:, None]
         clipped = ()
@@ -258,7 +285,7 @@ def _store_side(
         in_shadow = memory.shadows + (((shadow * heads + head) * 2 + WHICH) * PAGE_SIZE + place) * PLAN.side.head_dim
         in_new = memory.new + ((WHICH * tokens + token.to(tl.int64)) * heads + head) * PLAN.side.head_dim
         for i in tl.static_range(SEGMENTS):
-            wide = _sixteen_bits(ys[i], sound, NEW_BFLOAT)
+            wide = sixteen_bits(ys[i], sound, BFLOAT)
             _store_parts(wide, in_new + PLAN.side.start[i], exists, PLAN, i)
             _store_parts(wide, in_shadow + PLAN.side.start[i], shadow >= 0, PLAN, i)
 
@@ -419,8 +446,8 @@ def _quantized(ys, levels, boundaries, PLAN: tl.constexpr, SEGMENT: tl.constexpr
     elif PLAN.side.rule[SEGMENT] == CODEBOOK:
         segment = _codebook(ys, levels, boundaries, PLAN, SEGMENT)
     else:
-        sound = _below(ys, BFLOAT_BITS if PLAN.bfloat else HALF_BITS)
-        segment = (_sixteen_bits(ys, sound, PLAN.bfloat), sound)
+        sound = below(ys, BFLOAT_BITS if PLAN.bfloat else HALF_BITS)
+        segment = (sixteen_bits(ys, sound, PLAN.bfloat), sound)
     return segment
 
 
@@ -529,7 +556,7 @@ def _store_parts(ys, pointers, rows, PLAN: tl.constexpr, SEGMENT: tl.constexpr):
 
 
 @triton.jit
-def _below(ys, BITS: tl.constexpr):
+def below(ys, BITS: tl.constexpr):
     """Whether all magnitudes of each vector are below that of these bits; NaN is above all."""
     most = _magnitude(ys[0])
     for part in tl.static_range(1, len(ys)):
@@ -538,7 +565,7 @@ def _below(ys, BITS: tl.constexpr):
 
 
 @triton.jit
-def _sixteen_bits(ys, rows, BFLOAT: tl.constexpr):
+def sixteen_bits(ys, rows, BFLOAT: tl.constexpr):
     """float32 -> the bits of bfloat16, rounded by hand since Triton's interpreter truncates, or of float16; 0 in other
     rows."""
     rounded = ()
