@@ -27,6 +27,7 @@ from kvfold.ops.unpack import unpack
 from kvfold.windows import Windows
 
 ROOM = 16  # tokens
+ROUNDING = 2.0**-11  # of outputs of chunks, which torch gives in 16 bits on a GPU
 
 
 pytestmark = pytest.mark.usefixtures("_poisoned_memory")
@@ -77,7 +78,7 @@ def check(pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scale
     assert out.dtype == torch.float32
     assert out.shape == q.shape
     assert out.isfinite().all()
-    compare(out, pages, q, new, scale)
+    compare(out, pages, q, new, scale, ROUNDING)
 
 
 # --- unpacking
@@ -193,7 +194,7 @@ def test_batches(before, counts, many, windows, chunks):
     for x in (q, *(new or ())):
         x[~live(pages)] = torch.nan
     out = unpacked.attend(pages, q, new, world.scale)
-    compare(out, pages, q, new, world.scale)
+    compare(out, pages, q, new, world.scale, ROUNDING)
     assert len({row for row, _ in chunks}) == len(many)
 
 
