@@ -109,7 +109,7 @@ class Codec:
         x = _joined(parts)
         if self.centroids is None:
             return x
-        numbers = meta[..., -1:].contiguous().view(torch.int16).long()
+        numbers = meta[..., -1:].view(torch.int16).long()
         return x.add_(self._centroid(numbers.clamp_(0, self.centroids.shape[1] - 1), heads))  # unwritten slots: any
 
     def _quantize_heads(self, y: Tensor) -> tuple[Tensor, Tensor]:
