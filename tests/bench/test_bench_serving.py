@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvfold.bench import serving
-from kvfold.bench.serving import WARM_UP, Answer, Load, Row, Server, ServerError, row
+from kvfold.bench.serving import WARM_UP, WARM_UP_INPUT, WARM_UP_OUTPUT, Answer, Load, Row, Server, ServerError, row
 from kvfold.cli import app
 
 FIRST, NEXT = 0.1, 0.02  # seconds to the first token, and from one to the next
@@ -189,7 +189,16 @@ def test_as_many_requests_run_as_there_are_users_and_never_more(users: int):
     with running() as fake:
         measure(fake, Load(input=4, output=4, concurrency=users, prefix_hit=0, rounds=3))
     assert fake.most == users
-    assert len(fake.prompts) == WARM_UP + 3 * users
+    assert len(fake.prompts) == users + WARM_UP + 3 * users
+
+
+def test_users_come_together_before_they_are_timed():
+    with running() as fake:
+        measure(fake, Load(input=40, output=9, concurrency=3, prefix_hit=100, rounds=1))
+    short, others = fake.prompts[:3], fake.prompts[3:]
+    assert [len(body["prompt"]) for body in short] == [WARM_UP_INPUT] * 3
+    assert common_prefix([body["prompt"] for body in (*short, others[0])]) == []
+    assert [body["max_tokens"] for body in fake.prompts] == [WARM_UP_OUTPUT] * (3 + WARM_UP) + [9] * 3
 
 
 @pytest.mark.parametrize("hit", [0, 50, 100])
@@ -198,12 +207,12 @@ def test_so_much_of_every_prompt_is_shared(hit: int):
         measure(fake, *[Load(input=40, output=2, concurrency=2, prefix_hit=hit, rounds=2)] * 2)
     prompts = [body["prompt"] for body in fake.prompts]
     half = len(prompts) // 2
-    for own in (prompts[:half], prompts[half:]):  # of one load each, warm-up included
+    for own in (prompts[2:half], prompts[half + 2 :]):  # of one load each, without the short ones before it
         common = common_prefix(own)
         assert len(common) == 40 * hit // 100
         assert all(len(prompt) == 40 for prompt in own)
         assert len({tuple(prompt[len(common) :]) for prompt in own}) == (1 if hit == 100 else len(own))
-    assert common_prefix([prompts[0], prompts[-1]]) == []  # the second load finds nothing of the first
+    assert common_prefix([prompts[2], prompts[-1]]) == []  # the second load finds nothing of the first
 
 
 def test_answers_do_not_end_before_their_length():
