@@ -38,7 +38,7 @@ class FakeServer:
     breaks: bool = False  # the connection, in the middle of an answer
     prompts: list[dict[str, Any]] = field(default_factory=list)
     running: int = 0
-    most: int = 0
+    together: list[int] = field(default_factory=list)  # requests that ran when each came
     url: str = ""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -49,7 +49,6 @@ class FakeServer:
                 length = int(line.split(b":")[1])
         body = json.loads(await reader.readexactly(length)) if method == "POST" else None
         self.running += body is not None
-        self.most = max(self.most, self.running)
         try:
             await (self.complete(body, writer) if body else self.get(path, writer))
         finally:
@@ -70,6 +69,7 @@ class FakeServer:
 
     async def complete(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         self.prompts.append(body)
+        self.together.append(self.running)
         if self.status != 200:
             writer.write(f"HTTP/1.1 {self.status} Bad Request\r\n\r\n".encode() + b'{"message": "context too long"}')
             return
@@ -188,8 +188,8 @@ def common_prefix(prompts: list[list[int]]) -> list[int]:
 def test_as_many_requests_run_as_there_are_users_and_never_more(users: int):
     with running() as fake:
         measure(fake, Load(input=4, output=4, concurrency=users, prefix_hit=0, rounds=3))
-    assert fake.most == users
     assert len(fake.prompts) == users + WARM_UP + 3 * users
+    assert max(fake.together[users + WARM_UP :]) == users
 
 
 def test_users_come_together_before_they_are_timed():
@@ -197,6 +197,7 @@ def test_users_come_together_before_they_are_timed():
         measure(fake, Load(input=40, output=9, concurrency=3, prefix_hit=100, rounds=1))
     short, others = fake.prompts[:3], fake.prompts[3:]
     assert [len(body["prompt"]) for body in short] == [WARM_UP_INPUT] * 3
+    assert fake.together[: 3 + WARM_UP] == [1, 2, 3] + [1] * WARM_UP
     assert common_prefix([body["prompt"] for body in (*short, others[0])]) == []
     assert [body["max_tokens"] for body in fake.prompts] == [WARM_UP_OUTPUT] * (3 + WARM_UP) + [9] * 3
 

@@ -29,6 +29,7 @@ RECIPES = [
     "oscar-int2:group=128,sink=4,recent=8",
     "oscar-int2:sink=3,recent=40",
     "gtq-k3v3",
+    "gtq-k3v3:sink=4,recent=8",
     "int8",
     "bf16",
 ]

@@ -1,10 +1,14 @@
 """Kernels of a step that begin before those before them have ended: they read what they would if each waited."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
 if not torch.cuda.is_available():
     pytest.skip(f"kernels overlap on a GPU only, and torch {torch.__version__} sees none", allow_module_level=True)
+
+from triton.runtime.jit import JITFunction
 
 from kvfold.bench.decoding import with_layers
 from kvfold.bench.fits import random_artifact
@@ -21,43 +25,106 @@ RECIPES = [
     "int4:centre=false",
     "saw-int4",
     "saw-int4:sink=4",
+    "saw-int4:sink=4,recent=8",
     "oscar-int2:group=128",
     "oscar-int2:sink=0,recent=0",
     "oscar-int2:sink=4,recent=0",
     "gtq-k3v3",
+    "gtq-k3v3:sink=4,recent=8",
 ]
+
+
+@contextmanager
+def waiting():
+    """Let every kernel end before the next one is launched."""
+    run = JITFunction.run
+
+    def run_and_wait(*args, **options):
+        run(*args, **options)
+        torch.cuda.synchronize()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JITFunction, "run", run_and_wait)
+        yield
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("text", ["1x1", "1x30000", "8x64", "64x700"])
 @torch.no_grad()
-def test_a_step_in_a_row_is_one_that_waits_after_every_op(recipe, text):
-    """Other tokens lie where the step's own go: whoever reads before `store` has written gives another output."""
+def test_a_step_in_a_row_is_one_that_waits_after_every_kernel(recipe, text):
+    """Other tokens lie where the step's own go, and every step has other queries: whoever reads before another has
+    written gives another output, or packs other tokens."""
     case = Case.parse("decode", text)
     ops, pages, q, k, *_ = fill(case, parse(recipe), DEVICE)
-    new = [torch.randn(2, *k.shape, device=DEVICE).to(k.dtype) for _ in range(20)]
-    given, outs = torch.empty(2, *k.shape, dtype=k.dtype, device=DEVICE), []
+    states = [[torch.randn(x.shape, device=DEVICE).to(k.dtype) for x in (q, k, k)] for _ in range(20)]
+    source, given = ([torch.empty_like(x) for x in states[0]] for _ in range(2))
 
     def step():
-        return ops.step(pages, q, *given, case.scale)
+        for to, x in zip(given, source, strict=True):
+            to.copy_(x)  # as after somebody else's kernels
+        return ops.step(pages, *given, case.scale)
 
-    def misplace(x):
-        ops.store.run(pages, *(100 * x))
+    def begin(queries, keys, values):
+        ops.store.run(pages, 100 * keys, 100 * values)
+        for to, x in zip(source, (queries, keys, values), strict=True):
+            to.copy_(x)
         torch.cuda.synchronize()
-        given.copy_(x)
 
-    for x in new:
-        misplace(x)
-        stored = ops.store.run(pages, *given)
-        torch.cuda.synchronize()
-        outs.append(ops.decode.run(pages, q, stored, case.scale).clone())
+    expected = []
+    for each in states:
+        begin(*each)
+        with waiting():
+            expected.append((step().clone(), pages.pool.clone()))
     graph, replayed = capture(lambda: None, step)
-    for x, expected in zip(new, outs, strict=True):
-        misplace(x)
-        torch.testing.assert_close(step(), expected, rtol=0, atol=2e-3)
-        misplace(x)
+    for each, (out, pool) in zip(states, expected, strict=True):
+        begin(*each)
+        assert torch.equal(step(), out)
+        assert torch.equal(pages.pool, pool)
+        begin(*each)
         graph.replay()
-        torch.testing.assert_close(replayed, expected, rtol=0, atol=2e-3)
+        assert torch.equal(replayed, out)
+        assert torch.equal(pages.pool, pool)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    ["saw-int4", *(f"{name}:sink=0,recent={n}" for name in ("saw-int4", "oscar-int2", "gtq-k3v3") for n in (1, 2))],
+)
+@torch.no_grad()
+def test_requests_that_decode_share_a_page(recipe, tmp_path):
+    """One stores the last token of a page that the other has too, whose own token begins the next one."""
+    recipe, pages, size = parse(recipe), 4, 64
+    random_artifact(MODEL, [recipe]).save(tmp_path)
+    plan = Plan.make(Config(recipe, str(tmp_path)), MODEL, size, torch.bfloat16, DEVICE)
+    pool = plan.layouts[0].allocate(pages + 1, plan.kv_heads).to(DEVICE)
+    shadows = plan.allocate_shadows(2)
+    layer = Layer(plan, 0, pool, shadows, torch.zeros(1, dtype=torch.int32, device=DEVICE))
+    shadow_of = torch.tensor([-1] * (pages - 1) + [0, 1], device=DEVICE)
+    table = torch.arange(pages + 1, device=DEVICE).repeat(2, 1)
+
+    def attended(starts, lengths, slots, q, k, v):
+        described = (
+            torch.tensor(slots, device=DEVICE),
+            *(torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (starts, lengths)),
+        )
+        steps = steps_of(starts, lengths, table[: len(starts)], size, shadow_of, described, ragged=True)
+        layer.attend(steps, q, k, v, 128**-0.5, out := torch.empty_like(q))
+        return out
+
+    def drawn(n):
+        return [torch.randn(n, heads, 128, device=DEVICE).bfloat16() for heads in (32, 8, 8)]
+
+    last = pages * size - 1
+    attended([0], [last], list(range(last)), *drawn(last))
+    for _ in range(20):
+        pair, other, outs = drawn(2), drawn(2), []
+        for states in (other, pair):
+            with waiting():
+                outs.append(attended([last, last + 1], [last + 1, last + 2], [last, last + 1], *states))
+        with waiting():
+            attended([last, last + 1], [last + 1, last + 2], [last, last + 1], *other)
+        assert torch.equal(attended([last, last + 1], [last + 1, last + 2], [last, last + 1], *pair), outs[1])
+        assert not torch.equal(*outs)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -227,22 +227,19 @@ class Layer:
     ) -> None:
         """Pack k and v [tokens, kv_heads, d], then let queries [tokens, q_heads, d] read, into `out`.
 
-        Each of `steps` comes with the slice of its tokens, which are without padding. All are packed before the first
-        query reads: requests may share pages with others of the same batch. The first step is packed last, since
-        decoding begins while its own step is still being stored, and waits for no other.
+        Each of `steps` comes with the slice of its tokens, which are without padding. Requests may share pages with
+        others of the same batch: all are packed before the first query reads, but for those of the first step, which
+        `Ops.step` packs as its queries need them.
         """
-        parts = []
-        for tokens, step in reversed(steps):
-            shape, pages = step.shape, replace(self.pages, step=step)
-            states = [x[tokens].unflatten(0, shape) for x in (q, k, v, out)]
-            parts.append((pages, *states))
-        if len(parts) == 1:
-            pages, q, k, v, out = parts[0]
-            self.ops.step(pages, q, k, v, scale, out)
-            return
-        new = [self.ops.store.run(pages, k, v) for pages, _, k, v, _ in parts]
-        for (pages, q, _, _, out), stored in zip(reversed(parts), reversed(new), strict=True):
-            self.ops.attend(pages, q, stored, scale, out)
+        first, *others = (
+            (replace(self.pages, step=step), *(x[tokens].unflatten(0, step.shape) for x in (q, k, v, out)))
+            for tokens, step in steps
+        )
+        stored = [self.ops.store.run(pages, k, v) for pages, _, k, v, _ in others]
+        pages, q, k, v, out = first
+        self.ops.step(pages, q, k, v, scale, out)
+        for (pages, q, _, _, out), new in zip(others, stored, strict=True):
+            self.ops.attend(pages, q, new, scale, out)
 
 
 def warm_up(layers: Iterable[Layer]) -> None:

@@ -41,11 +41,13 @@ class _Memory(NamedTuple):
     faults: Tensor
 
 
-def turn(pages: LayerPages, q: Tensor, k: Tensor, v: Tensor) -> Turned:
-    """Transform q, k and v [sequences, 1, heads, d] of one 16-bit type, and write copies of keys and values to shadows.
+def turn(pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, overlaps: bool = False) -> Turned:
+    """Transform q, k and v [sequences, 1, heads, d], of 16 bits, queries of the type of keys, and write copies of keys
+    and values to shadows. With `overlaps`, it is launched before the kernel before it ends, and waits for that; and the
+    next may begin beside it.
 
-    On a GPU it is launched before the kernel before it ends, and waits for that; and the next may begin beside it.
-    Coordinates among which 16 bits cannot hold one become 0 in copies, and `pages.faults` 1.
+    Where 16 bits cannot hold one of a program's coordinates of a vector, these become 0, shadows stay as they are, and
+    `pages.faults` becomes 1.
     """
     check(pages, k, v)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
@@ -61,8 +63,8 @@ def turn(pages: LayerPages, q: Tensor, k: Tensor, v: Tensor) -> Turned:
         q, k, v, key, value, turned, kv, batch.slots, memory, sequences,
         *(stride for x in (q, k, v) for stride in (x.stride(0), x.stride(2))),
         KEY_FACTOR=KEY_FACTOR, VALUE_FACTOR=VALUE_FACTOR, RATIO=ratio, DIMS=dims, WIDTH=width, ROWS=ROWS,
-        PAGE=pages.layout.page_size, BFLOAT=new.dtype == torch.bfloat16, OVERLAPS=q.is_cuda,
-        **({"launch_pdl": True} if q.is_cuda else {}),
+        PAGE=pages.layout.page_size, BFLOAT=new.dtype == torch.bfloat16, OVERLAPS=overlaps,
+        **({"launch_pdl": True} if overlaps else {}),
     )  # fmt: skip
     return Turned(turned, kv, (new[0], new[1]))
 
@@ -82,6 +84,8 @@ def _turn(
     ROWS: tl.constexpr, PAGE: tl.constexpr, BFLOAT: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     COLUMNS: tl.constexpr = DIMS // WIDTH
+    if (tl.program_id(2) >= COLUMNS) & (tl.program_id(0) * ROWS >= sequences):  # values have fewer rows
+        return
     head, kv_heads = tl.program_id(1), tl.num_programs(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
     if tl.program_id(2) < COLUMNS:

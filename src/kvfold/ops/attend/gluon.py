@@ -74,7 +74,7 @@ def step(pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, scale: float, out: 
     """
     if pages.key.transform.rotation is None or pages.windows.recent < 2 or q.dtype != k.dtype:
         return attend(pages, q, store(pages, k, v, overlaps=True), scale, out)
-    turned = turn(pages, q, k, v)
+    turned = turn(pages, q, k, v, overlaps=True)
     return _attend(pages, turned.q, 1, True, turned.new, turned.kv, scale, out).view(q.shape)
 
 
@@ -146,7 +146,7 @@ def _attend(
         launch_pdl=True,
     )
     if unpacked is not None:
-        pack(pages, unpacked)
+        pack(pages, unpacked, overlaps=True)
     if new is not None:  # beside decoding, in what that leaves of the processors
         flat = (new[0].flatten(0, 1), new[1].flatten(0, 1))
         windows.attend(pages, q, flat, scale, outs[splits:], weights[splits:], late=True)

@@ -108,13 +108,13 @@ def store(pages: LayerPages, k: Tensor, v: Tensor, overlaps: bool = False) -> tu
     return None if new is None else (new[0], new[1])
 
 
-def pack(pages: LayerPages, kv: Tensor) -> None:
+def pack(pages: LayerPages, kv: Tensor, overlaps: bool = False) -> None:
     """`store` of what is transformed already, and copied (see turn.py): float32[2, sequences, n, kv_heads, d].
 
-    On a GPU it runs beside the kernel before it, which must have waited for these numbers, and does not end before
-    that; and the next may begin beside it.
+    With `overlaps`, it runs beside the kernel before it, which must have waited for these numbers, and does not end
+    before that; and the next may begin beside it.
     """
-    _launch(pages, AS_IT_IS, kv[0], AS_IT_IS, kv[1], None, kv.is_cuda, late=kv.is_cuda)
+    _launch(pages, AS_IT_IS, kv[0], AS_IT_IS, kv[1], None, overlaps, late=overlaps)
 
 
 def check(pages: LayerPages, k: Tensor, v: Tensor) -> None:
