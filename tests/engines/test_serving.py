@@ -13,7 +13,7 @@ from kvfold.engines.serving import Config, Faults, Layer, Plan, steps_of
 from kvfold.engines.shadow_table import ShadowTable
 from kvfold.geometry import Geometry, UnsupportedModel
 from kvfold.ops.attend import unpacked
-from kvfold.ops.dispatch import Ops
+from kvfold.ops.dispatch import Ops, choose
 from kvfold.ops.restore import Restore
 from kvfold.recipes import parse
 
@@ -75,6 +75,16 @@ def test_bytes_of_a_token():
 def test_the_report_says_what_is_served():
     report = plan("int4:centre=false,skip=1,sink=4").report(pages=100, shadows=8)
     for part in ("int4:sink=4,centre=false,skip=1", "1 packed, 1 in 16 bits", "1,600 tokens fit", "8 shadow pages"):
+        assert part in report
+
+
+def test_the_report_names_the_kernels_of_a_gpu():
+    pytest.importorskip("triton")
+    served = plan("int4:centre=false,sink=4")
+    hopper = [choose(layout, served.ratio, torch.device("cuda"), (9, 0)) for layout in served.layouts]
+    served.__dict__["ops"] = hopper  # the property is computed once
+    report = served.report(pages=100, shadows=8)
+    for part in ("store: triton (", "decode: gluon (", "extend: unpacked ("):
         assert part in report
 
 
