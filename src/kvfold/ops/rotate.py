@@ -67,8 +67,6 @@ def _of_queries(transform: Transform, dims: int, dtype: torch.dtype, device: tor
     if dtype == torch.float32:
         return _Matrices((transform.rotation.dense(dims, device),), 1.0, False, "tf32x3")
     terms, factor, _ = terms_and_shift(transform, dims, dtype, device)
-    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-        torch.cuda.current_stream(device).synchronize()  # they are read before a kernel waits for those before it
     return _Matrices(terms, factor, False, "ieee")
 
 
@@ -76,16 +74,25 @@ def terms_and_shift(
     transform: Transform, dims: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[tuple[Tensor, ...], float, Tensor | None]:
     """(x − mean)·A, for 16-bit x, as factor·Σ x·term + shift: matrices of as many bits [kv_heads or 1, d, d], none
-    where nothing is rotated, and float32[kv_heads, d], None where nothing is centred."""
-    shift = None if transform.mean is None else -transform.mean
-    if transform.rotation is None:
-        return (), 1.0, shift
-    terms, factor = transform.rotation.terms(dims, dtype, device)
-    if shift is not None:  # by the terms too, so that what they leave out of A meets x − mean and not x
-        matrix = factor * torch.stack(terms).double().sum(dim=0)
-        shift = (shift.double().unsqueeze(-2) @ matrix).squeeze(-2).float()
-    kept = torch.float32 if device.type == "cpu" else dtype  # Triton's interpreter cannot multiply bfloat16
-    return tuple(term.to(kept).contiguous() for term in terms), factor, shift
+    where nothing is rotated, and float32[kv_heads, d], None where nothing is centred. All is there when it returns:
+    kernels may read it before they wait for those before them."""
+    terms: tuple[Tensor, ...] = ()
+    factor, shift = 1.0, None if transform.mean is None else -transform.mean
+    if transform.rotation is not None:
+        terms, factor = transform.rotation.terms(dims, dtype, device)
+        if shift is not None:  # by the terms too, so that what they leave out of A meets x − mean and not x
+            matrix = factor * torch.stack(terms).double().sum(dim=0)
+            shift = (shift.double().unsqueeze(-2) @ matrix).squeeze(-2).float()
+        kept = torch.float32 if device.type == "cpu" else dtype  # Triton's interpreter cannot multiply bfloat16
+        terms = tuple(term.to(kept).contiguous() for term in terms)
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.current_stream(device).synchronize()
+    return terms, factor, shift
+
+
+def head_stride(matrices: tuple[Tensor, ...]) -> int:
+    """From the matrices [kv_heads or 1, ...] of one KV head to those of the next."""
+    return matrices[0].stride(0) if matrices and len(matrices[0]) > 1 else 0
 
 
 def _rotate_to(
@@ -106,7 +113,7 @@ def _rotate_to(
         out,
         tokens,
         *x.stride()[:2],
-        first.stride(0) if len(first) > 1 else 0,
+        head_stride(matrices.terms),
         *((column, row) if matrices.transposed else (row, column)),
         FACTOR=matrices.factor,
         PRECISION=matrices.precision,

@@ -13,9 +13,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvfold.ops.pages import LayerPages
-from kvfold.ops.rotate import terms_and_shift
+from kvfold.ops.rotate import head_stride, terms_and_shift
 from kvfold.ops.sizes import ceil_div
-from kvfold.ops.store.triton import BFLOAT_BITS, HALF_BITS, below, check, sixteen_bits
+from kvfold.ops.store.triton import BFLOAT_BITS, HALF_BITS, Operands, below, check, sixteen_bits
 from kvfold.transforms import Transform
 
 ROWS = 16  # as many as tensor cores take
@@ -26,12 +26,6 @@ class Turned(NamedTuple):
     q: Tensor  # float32[sequences, q_heads, d]
     kv: Tensor  # keys and values, float32[2, sequences, 1, kv_heads, d]
     new: tuple[Tensor, Tensor]  # these in 16 bits
-
-
-class _Operands(NamedTuple):
-    terms: tuple[Tensor, ...]  # 16-bit [kv_heads or 1, d, d], whose sum times factor is A; none: A = 1
-    head: int  # stride of terms
-    shift: Tensor | None  # float32[kv_heads, d]: −mean·A
 
 
 class _Memory(NamedTuple):
@@ -69,11 +63,9 @@ def turn(pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, overlaps: bool = Fa
     return Turned(turned, kv, (new[0], new[1]))
 
 
-def _operands(transform: Transform, dims: int, dtype: torch.dtype, device: torch.device) -> tuple[_Operands, float]:
+def _operands(transform: Transform, dims: int, dtype: torch.dtype, device: torch.device) -> tuple[Operands, float]:
     terms, factor, shift = terms_and_shift(transform, dims, dtype, device)
-    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-        torch.cuda.current_stream(device).synchronize()  # they are read before the kernel waits for those before it
-    return _Operands(terms, terms[0].stride(0) if terms and len(terms[0]) > 1 else 0, shift), factor
+    return Operands(terms, head_stride(terms), shift), factor
 
 
 @triton.jit(do_not_specialize=["sequences"], do_not_specialize_on_alignment=["slots"])
@@ -115,9 +107,9 @@ def _turn_side(
     coordinate = tl.arange(0, DIMS)
     column = tl.program_id(2) % (DIMS // WIDTH) * WIDTH + tl.arange(0, WIDTH)
     terms = ()
-    for i in tl.static_range(len(operands.terms)):
+    for i in tl.static_range(len(operands.matrices)):
         entry = head * operands.head + coordinate[:, None] * DIMS + column[None, :]
-        terms += (tl.load(operands.terms[i] + entry),)
+        terms += (tl.load(operands.matrices[i] + entry),)
     if operands.shift is not None:
         shift = tl.load(operands.shift + head * DIMS + column)[None, :]
     if OVERLAPS:
@@ -127,7 +119,7 @@ def _turn_side(
     kept = kept & exists
     slot = tl.load(slots + sequence, mask=kept, other=-1)
     shadow = tl.load(memory.shadow_of + slot // PAGE, mask=slot >= 0, other=-1)
-    if len(operands.terms) > 0:
+    if len(operands.matrices) > 0:
         states = tl.load(x[:, None] + coordinate[None, :], mask=exists[:, None], other=0.0)
         y = tl.zeros([x.shape[0], WIDTH], tl.float32)
         for i in tl.static_range(len(terms)):

@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kvfold.codec import Codec
 from kvfold.ops import tiles
 from kvfold.ops.pages import LayerPages
-from kvfold.ops.rotate import terms_and_shift
+from kvfold.ops.rotate import head_stride, terms_and_shift
 from kvfold.ops.sizes import ceil_div, power_of_two
 from kvfold.ops.tiles import AFFINE, CODEBOOK, RAW, Side, bits_below
 from kvfold.quantizers import lloyd_max
@@ -62,8 +62,8 @@ class _Source(NamedTuple):
     head: int
 
 
-class _Operands(NamedTuple):
-    """A transform, whose columns are those of all parts."""
+class Operands(NamedTuple):
+    """A transform. Its columns are those of all parts here, and coordinates in turn.py."""
 
     matrices: tuple[Tensor, ...]  # 16-bit [kv_heads or 1, rows, columns], whose sum times factor is A; none: A = 1
     head: int  # stride of matrices
@@ -172,14 +172,14 @@ def _clip_rank(codec: Codec) -> int:
     return 0 if codec.clip is None else codec.layout.dims - codec.kept + 1
 
 
-def _prepared(codec: Codec, transform: Transform, side: Side, x: Tensor) -> tuple[_Operands, _Plan]:
+def _prepared(codec: Codec, transform: Transform, side: Side, x: Tensor) -> tuple[Operands, _Plan]:
     clipped, bfloat = codec.clip is not None, codec.wide == torch.bfloat16
     return transform.once(_prepare, side, clipped, bfloat, x.dtype, x.device)
 
 
 def _prepare(
     transform: Transform, side: Side, clipped: bool, bfloat: bool, dtype: torch.dtype, device: torch.device
-) -> tuple[_Operands, _Plan]:
+) -> tuple[Operands, _Plan]:
     """Of the keys or values of a layer, for x of this type."""
     rotated = transform.rotation is not None
     parts, runs = side.parts, side.run
@@ -195,10 +195,9 @@ def _prepare(
     terms, factor, shift = terms_and_shift(transform, side.head_dim, dtype, device)
     rows = -side.head_dim % 128
     matrices = tuple(pad(term, (0, 1, 0, rows))[..., order].contiguous() for term in terms)
-    stride = matrices[0].stride(0) if matrices and len(matrices[0]) > 1 else 0
     shift = None if shift is None else pad(shift, (0, 1))[..., order].contiguous()  # column -1 is zero
     numbers = (tuple(first)[:-1], len(order), len(set(widths)) == 1, factor, rotated, clipped, bfloat)
-    return _Operands(matrices, stride, shift), _Plan(side, widths, *numbers)
+    return Operands(matrices, head_stride(matrices), shift), _Plan(side, widths, *numbers)
 
 
 @triton.constexpr_function
