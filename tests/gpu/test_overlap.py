@@ -20,6 +20,7 @@ from kvfold.recipes import parse
 
 DEVICE = torch.device("cuda")
 MODEL = with_layers(example_configs()["Qwen3-8B"], 1)
+PAGE = 64
 
 RECIPES = [
     "int4:centre=false",
@@ -46,6 +47,28 @@ def waiting():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", run_and_wait)
         yield
+
+
+def a_layer(recipe, pages, folder):
+    """With two shadow pages."""
+    recipe = parse(recipe)
+    random_artifact(MODEL, [recipe]).save(folder)
+    plan = Plan.make(Config(recipe, str(folder)), MODEL, PAGE, torch.bfloat16, DEVICE)
+    pool = plan.layouts[0].allocate(pages, plan.kv_heads).to(DEVICE)
+    return Layer(plan, 0, pool, plan.allocate_shadows(2), torch.zeros(1, dtype=torch.int32, device=DEVICE))
+
+
+def steps(starts, lengths, shadow_of):
+    """Of requests that have the same pages, which come in order."""
+    table = torch.arange(len(shadow_of), device=DEVICE).repeat(len(starts), 1)
+    slots = torch.cat([torch.arange(*tokens) for tokens in zip(starts, lengths, strict=True)]).to(DEVICE)
+    described = slots, *(torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (starts, lengths))
+    return steps_of(starts, lengths, table, PAGE, shadow_of, described, ragged=True)
+
+
+def drawn(tokens):
+    """q, k and v."""
+    return [torch.randn(tokens, heads, 128, device=DEVICE).bfloat16() for heads in (32, 8, 8)]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -93,62 +116,42 @@ def test_a_step_in_a_row_is_one_that_waits_after_every_kernel(recipe, text):
 @torch.no_grad()
 def test_requests_that_decode_share_a_page(recipe, tmp_path):
     """One stores the last token of a page that the other has too, whose own token begins the next one."""
-    recipe, pages, size = parse(recipe), 4, 64
-    random_artifact(MODEL, [recipe]).save(tmp_path)
-    plan = Plan.make(Config(recipe, str(tmp_path)), MODEL, size, torch.bfloat16, DEVICE)
-    pool = plan.layouts[0].allocate(pages + 1, plan.kv_heads).to(DEVICE)
-    shadows = plan.allocate_shadows(2)
-    layer = Layer(plan, 0, pool, shadows, torch.zeros(1, dtype=torch.int32, device=DEVICE))
+    pages = 4
+    layer = a_layer(recipe, pages + 1, tmp_path)
     shadow_of = torch.tensor([-1] * (pages - 1) + [0, 1], device=DEVICE)
-    table = torch.arange(pages + 1, device=DEVICE).repeat(2, 1)
+    last = pages * PAGE - 1
 
-    def attended(starts, lengths, slots, q, k, v):
-        described = (
-            torch.tensor(slots, device=DEVICE),
-            *(torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (starts, lengths)),
-        )
-        steps = steps_of(starts, lengths, table[: len(starts)], size, shadow_of, described, ragged=True)
-        layer.attend(steps, q, k, v, 128**-0.5, out := torch.empty_like(q))
+    def attended(starts, lengths, states):
+        layer.attend(steps(starts, lengths, shadow_of), *states, 128**-0.5, out := torch.empty_like(states[0]))
         return out
 
-    def drawn(n):
-        return [torch.randn(n, heads, 128, device=DEVICE).bfloat16() for heads in (32, 8, 8)]
+    def both(states):
+        return attended([last, last + 1], [last + 1, last + 2], states)
 
-    last = pages * size - 1
-    attended([0], [last], list(range(last)), *drawn(last))
+    attended([0], [last], drawn(last))
     for _ in range(20):
-        pair, other, outs = drawn(2), drawn(2), []
-        for states in (other, pair):
-            with waiting():
-                outs.append(attended([last, last + 1], [last + 1, last + 2], [last, last + 1], *states))
+        pair, other = drawn(2), drawn(2)
         with waiting():
-            attended([last, last + 1], [last + 1, last + 2], [last, last + 1], *other)
-        assert torch.equal(attended([last, last + 1], [last + 1, last + 2], [last, last + 1], *pair), outs[1])
-        assert not torch.equal(*outs)
+            expected = both(pair)
+            assert not torch.equal(both(other), expected)
+        assert torch.equal(both(pair), expected)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @torch.no_grad()
 def test_a_query_reads_what_another_request_stores_in_the_same_step(recipe, tmp_path):
     """As where a prompt is the same as one that comes with it: all its pages but the last are those of the other."""
-    recipe, pages, size = parse(recipe), 40, 64
-    random_artifact(MODEL, [recipe]).save(tmp_path)
-    plan = Plan.make(Config(recipe, str(tmp_path)), MODEL, size, torch.bfloat16, DEVICE)
-    pool = plan.layouts[0].allocate(pages + 1, plan.kv_heads).to(DEVICE)
-    layer = Layer(plan, 0, pool, plan.allocate_shadows(1), torch.zeros(1, dtype=torch.int32, device=DEVICE))
-    starts, lengths = [pages * size, 0], [pages * size + 1, pages * size]
-    table = torch.arange(pages + 1, device=DEVICE).repeat(2, 1)
-    slots = torch.cat((torch.tensor([pages * size]), torch.arange(pages * size))).to(DEVICE)
-    described = slots, *(torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (starts, lengths))
+    pages = 40
+    layer = a_layer(recipe, pages + 1, tmp_path)
     no_shadow = torch.full((pages + 1,), -1, device=DEVICE)
-    steps = steps_of(starts, lengths, table, size, no_shadow, described, ragged=True)
-    k, v, q = (torch.randn(len(slots), heads, 128, device=DEVICE).bfloat16() for heads in (8, 8, 32))
+    both = steps([pages * PAGE, 0], [pages * PAGE + 1, pages * PAGE], no_shadow)
+    q, k, v = drawn(pages * PAGE + 1)
     for _ in range(20):
         outs = []
-        pool.fill_(0xFF)  # NaN, where it is metadata; then all is there before it is stored again
+        layer.pages.pool.fill_(0xFF)  # NaN, where it is metadata; then all is there before it is stored again
         for _ in range(2):
             torch.cuda.synchronize()
-            layer.attend(steps, q, k, v, 128**-0.5, out := torch.empty_like(q))
+            layer.attend(both, q, k, v, 128**-0.5, out := torch.empty_like(q))
             outs.append(out)
         assert outs[1].isfinite().all()
         assert torch.equal(*outs)

@@ -189,7 +189,7 @@ def check_slots(slot, expected, got) -> None:
         ulps = (meta.contiguous().view(torch.int16).int() - got_meta.contiguous().view(torch.int16).int()).abs()
         assert ulps.max() <= 1
         same = (ulps == 0).all(dim=-1)
-        assert (~same).sum() <= 2 + 0.01 * same.numel()
+        assert (~same).sum() <= 1 + 0.01 * same.numel()
         steps = (unpack(codes, segment.bits).int() - unpack(got_codes, segment.bits).int()).abs()
         assert steps.max() <= 1
         assert (steps[same] > 0).sum() <= 1e-3 * steps.numel()
@@ -259,23 +259,23 @@ TURNED = [
 @pytest.mark.parametrize("case", TURNED, ids=str)
 @pytest.mark.parametrize("ratio", [1, 4, 5])
 def test_a_token_of_each_sequence_is_turned_then_packed(case, ratio):
-    """Two steps of 23 sequences, of which one has no token in the second."""
-    twins = Twins(case, 23)
-    for counts in ([1] * 23, [1] * 21 + [0, 1]):
-        x = twins.extend(counts).nan_to_num()
-        expected = naive.store(twins.expected.pages(0), *x)
-        wider = torch.randn(23, 1, ratio * case.kv_heads + 3, case.dims, generator=twins.generator).to(case.dtype)
-        q = wider[:, :, 2:-1].to(DEVICE)
-        turned = turn(twins.got.pages(0), q, *x.to(DEVICE))
-        transform, heads = case.codecs[0].transform, torch.arange(ratio * case.kv_heads) // ratio
-        matrix = transform.rotation.dense(case.dims, torch.device("cpu")).double().expand(case.kv_heads, -1, -1)[heads]
-        queries = torch.einsum("shd,hde->she", q.squeeze(1).cpu().double(), matrix)
-        torch.testing.assert_close(turned.q.cpu().double(), queries, rtol=0, atol=1e-4)
-        pool = twins.got.pools[0].clone()
-        triton.pack(twins.got.pages(0), turned.kv)
-        assert twins.got.faults.item() == 0
-        assert not torch.equal(twins.got.pools[0], pool)
-        twins.check([(a, b.cpu()) for a, b in zip(expected, turned.new, strict=True)])
+    """Of 17 sequences, of which the first has older ones and another has none."""
+    twins = Twins(case, 17)
+    twins.store(twins.extend([3] + [0] * 16))
+    pool = twins.got.pools[0].clone()
+    x = twins.extend([1] * 15 + [0, 1]).nan_to_num()
+    expected = naive.store(twins.expected.pages(0), *x)
+    wider = torch.randn(17, 1, ratio * case.kv_heads + 3, case.dims, generator=twins.generator).to(case.dtype)
+    q = wider[:, :, 2:-1].to(DEVICE)
+    turned = turn(twins.got.pages(0), q, *x.to(DEVICE))
+    transform, heads = case.codecs[0].transform, torch.arange(ratio * case.kv_heads) // ratio
+    matrix = transform.rotation.dense(case.dims, torch.device("cpu")).double().expand(case.kv_heads, -1, -1)[heads]
+    queries = torch.einsum("shd,hde->she", q.squeeze(1).cpu().double(), matrix)
+    torch.testing.assert_close(turned.q.cpu().double(), queries, rtol=0, atol=1e-4)
+    triton.pack(twins.got.pages(0), turned.kv)
+    assert twins.got.faults.item() == 0
+    assert not torch.equal(twins.got.pools[0], pool)
+    twins.check([(a, b.cpu()) for a, b in zip(expected, turned.new, strict=True)])
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
