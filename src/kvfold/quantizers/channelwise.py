@@ -46,8 +46,6 @@ def dequantize(packed: Tensor, meta: Tensor, dims: int, bits: int, boosted: int)
     scale, offset, channels = meta.split([dims, dims, meta.shape[-1] - 2 * dims], dim=-1)
     if boosted:
         high = unpack(packed[..., low_bytes:], bits) << bits
-        # as floats some names are NaN, whose bits a copy may change
-        names = channels.view(torch.int16).contiguous().view(torch.uint8)
-        index = names.long().clamp_(max=dims - 1).expand(high.shape)  # unwritten: any
+        index = channels.contiguous().view(torch.uint8).long().clamp_(max=dims - 1).expand(high.shape)  # unwritten: any
         codes = codes.scatter_add(-1, index, high)
     return codes.float().mul_(scale.float()).add_(offset.float())

@@ -31,9 +31,10 @@ def store(pages: LayerPages, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | No
         else:
             packed.append((views, (page, offset), codec.quantize(y[:, :, sides])))
 
-    for views, index, arrays in packed:
-        for view, array in zip(views, arrays, strict=True):
-            view[index] = array
+    for (codes, meta), index, (new_codes, new_meta) in packed:
+        codes[index] = new_codes
+        # as integers: names in metadata may be NaN, whose bits deterministic algorithms change on GPUs
+        meta.view(torch.int16)[index] = new_meta.view(torch.int16)
     if wide is None:
         return None
     kept = shadow >= 0
