@@ -24,7 +24,6 @@ from kvfold.files import append_rows
 from kvfold.recipes import parse
 
 STEPS, REPLAYS = 6, 5
-FIRST = "_store"  # kernel of a step
 
 
 @dataclass(frozen=True)
@@ -90,9 +89,10 @@ def run(text: str, name: str, folded: bool, longest: int) -> list[Row]:
 
 
 def timeline(events: Sequence[tuple[str, float, float]]) -> list[tuple[str, float, float]]:
-    """The median step of kernels (name, start, duration): each with its start in the step, and its duration."""
+    """The median step of kernels (name, start, duration): each with its start in the step, and its duration. Every step
+    begins with the kernel that all of them begin with."""
     events = sorted(events, key=lambda event: event[1])
-    firsts = [i for i, (name, *_) in enumerate(events) if name == FIRST]
+    firsts = [i for i, (name, *_) in enumerate(events) if name == events[0][0]]
     steps = [events[i:j] for i, j in zip(firsts, [*firsts[1:], len(events)], strict=True)]
     usual = [step for step in steps if [name for name, *_ in step] == [name for name, *_ in steps[0]]]
     return [
