@@ -257,9 +257,9 @@ def _butterfly(x, BIT: gl.constexpr, COUNT: gl.constexpr, COLUMNS: gl.constexpr,
 @gluon.jit
 def _fixed(x, place, low):
     """Columns, each twice -> x / place as 16-bit integers, the high or the low byte; their unit, and the sum of x."""
-    x = x / place
+    x = x * (1.0 / place)
     unit = gl.max(gl.abs(x), 0) / 32639.0 + 1e-30
-    fixed = gl.floor(x / unit[None, :] + 0.5).to(gl.int32)
+    fixed = gl.floor(x * (1.0 / unit)[None, :] + 0.5).to(gl.int32)
     high = (fixed + 128) >> 8
     total = gl.sum(fixed.to(gl.float32) * place, 0) * unit
     return gl.where(low == 0, high, fixed - high * 256).to(gl.int8), unit, total

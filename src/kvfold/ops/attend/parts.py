@@ -80,6 +80,7 @@ def merge(outs: Tensor, weights: Tensor, value: Transform, out: Tensor | None = 
         SPLITS=padded,
         EARLY=late and value.rotation is not None,
         LATE=late,
+        maxnreg=64,  # of a thread, which takes 32 if it may, and then loads one part after the other
         num_warps=2 if padded <= 8 else 4 if padded <= 128 else 8,
         **({"launch_pdl": True} if late else {}),
     )
@@ -109,13 +110,15 @@ def _merge(
     split = tl.arange(0, SPLITS)
     coordinate = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     mask = (split < splits)[:, None] & (coordinate < DIMS)[None, :]
-    weight = tl.load(weights + split * rows + row, mask=split < splits, other=-float("inf"))
     part = tl.load(outs + (split[:, None] * rows + row) * DIMS + coordinate[None, :], mask=mask, other=0.0)
+    weight = tl.load(weights + split * rows + row, mask=split < splits, other=-float("inf"))
+    if mean is not None:
+        added = tl.load(mean + row % q_heads // ratio * DIMS + coordinate, mask=coordinate < DIMS, other=0.0)
     part = tl.where((weight > UNSEEN)[:, None], part, 0.0)  # without tokens it may be anything
     share = tl.exp2(weight - tl.max(weight, 0))
     out = tl.sum(part * (share / tl.sum(share, 0))[:, None], 0)
     if mean is not None:
-        out += tl.load(mean + row % q_heads // ratio * DIMS + coordinate, mask=coordinate < DIMS, other=0.0)
+        out += added
     tl.store(merged + row * DIMS + coordinate, out, mask=coordinate < DIMS)
 
 
