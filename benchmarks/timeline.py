@@ -89,8 +89,8 @@ def run(text: str, name: str, folded: bool, longest: int) -> list[Row]:
 
 
 def timeline(events: Sequence[tuple[str, float, float]]) -> list[tuple[str, float, float]]:
-    """The median step of kernels (name, start, duration): each with its start in the step, and its duration. Every step
-    begins with the kernel that all of them begin with."""
+    """The median step of kernels (name, start, duration): each with its start in the step, and its duration. A step
+    begins wherever the first kernel comes again."""
     events = sorted(events, key=lambda event: event[1])
     firsts = [i for i, (name, *_) in enumerate(events) if name == events[0][0]]
     steps = [events[i:j] for i, j in zip(firsts, [*firsts[1:], len(events)], strict=True)]
