@@ -58,6 +58,7 @@ def turn(pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, overlaps: bool = Fa
         *(stride for x in (q, k, v) for stride in (x.stride(0), x.stride(2))),
         KEY_FACTOR=KEY_FACTOR, VALUE_FACTOR=VALUE_FACTOR, RATIO=ratio, DIMS=dims, WIDTH=width, ROWS=ROWS,
         PAGE=pages.layout.page_size, BFLOAT=new.dtype == torch.bfloat16, OVERLAPS=overlaps,
+        maxnreg=128,  # of a thread, which takes fewer if it may, and then loads matrices one part after the other
         **({"launch_pdl": True} if overlaps else {}),
     )  # fmt: skip
     return Turned(turned, kv, (new[0], new[1]))
@@ -106,21 +107,23 @@ def _turn_side(
     head, kv_heads = tl.program_id(1).to(tl.int64), tl.num_programs(1)
     coordinate = tl.arange(0, DIMS)
     column = tl.program_id(2) % (DIMS // WIDTH) * WIDTH + tl.arange(0, WIDTH)
+    exists = sequence < sequences
+    kept = kept & exists
+    if OVERLAPS:
+        gdc_wait()
+        gdc_launch_dependents()
+    # all that is loaded, at once: a launch lasts little longer than it waits for that
+    slot = tl.load(slots + sequence, mask=kept, other=-1)
     terms = ()
     for i in tl.static_range(len(operands.matrices)):
         entry = head * operands.head + coordinate[:, None] * DIMS + column[None, :]
         terms += (tl.load(operands.matrices[i] + entry),)
-    if operands.shift is not None:
-        shift = tl.load(operands.shift + head * DIMS + column)[None, :]
-    if OVERLAPS:
-        gdc_wait()
-        gdc_launch_dependents()
-    exists = sequence < sequences
-    kept = kept & exists
-    slot = tl.load(slots + sequence, mask=kept, other=-1)
-    shadow = tl.load(memory.shadow_of + slot // PAGE, mask=slot >= 0, other=-1)
     if len(operands.matrices) > 0:
         states = tl.load(x[:, None] + coordinate[None, :], mask=exists[:, None], other=0.0)
+    if operands.shift is not None:
+        shift = tl.load(operands.shift + head * DIMS + column)[None, :]
+    shadow = tl.load(memory.shadow_of + slot // PAGE, mask=slot >= 0, other=-1)
+    if len(operands.matrices) > 0:
         y = tl.zeros([x.shape[0], WIDTH], tl.float32)
         for i in tl.static_range(len(terms)):
             y = tl.dot(states.to(terms[i].dtype), terms[i], y)
