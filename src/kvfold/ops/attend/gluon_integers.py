@@ -7,10 +7,11 @@ next tiles are copied to shared memory meanwhile, as they lie in their pages.
 
 Codes become operands by a single AND. Those of keys are bytes, four to a register; queries are 16-bit integers in units
 of their own, the high byte in one column and the low byte in the next. Those of values, wherever their bits lie in a
-16-bit half, are subnormal float16 numbers c·2^(place − 24), which tensor cores multiply exactly. The epilogue takes
-these powers of two away, as queries do where the code of a key is not in a byte's lowest bits. Scales and offsets, of
-which each segment of a token has its own, go into logits and weights: segments of keys are products of their own, and
-two of values take two columns for each head.
+16-bit half, are subnormal float16 numbers c·2^(place − 24), which tensor cores multiply exactly; instead of a byte's
+highest code, which would take one AND more, they multiply the whole byte. The epilogue takes these powers of two and
+the other codes away, as queries do where the code of a key is not in a byte's lowest bits. Scales and offsets, of which
+each segment of a token has its own, go into logits and weights: segments of keys are products of their own, and two of
+values take two columns for each head.
 
 A Hadamard rotation of queries is done in the registers where they are needed. Its matrix has entries (−1)^(bits that
 row and column share), so it does not see that the bits of coordinates lie in another order there.
@@ -45,6 +46,7 @@ WARPS = 8  # programs that a processor runs at once, at most
 STAGES = gl.constexpr(2)  # tiles of a program in shared memory: one is read while the other is copied
 SHARED = 228 * 1024  # bytes of a processor; a program takes 1024 beside its own
 UNIT = gl.constexpr(2.0**24)  # of subnormal float16 numbers
+ROUNDER = gl.constexpr(1.5 * 2**23)  # added to numbers below 2^22 it rounds them, half to even, into its low bits
 
 
 class Side(NamedTuple):
@@ -116,7 +118,7 @@ def decode(
     pool += head.to(gl.int64) * PAGE_WORDS
 
     KEYS: gl.constexpr = gl.SwizzledSharedLayout(KEY.per_token, 1, 8, [1, 0])
-    VALUES: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
+    VALUES: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
     META: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     OTHERS: gl.constexpr = KEY.per_token + VALUE.per_token + VALUE.segments
     keys = gl.allocate_shared_memory(gl.int32, [STAGES, 8, 8 * KEY.per_token], KEYS)
@@ -259,16 +261,17 @@ def _fixed(x, place, low):
     """Columns, each twice -> x / place as 16-bit integers, the high or the low byte; their unit, and the sum of x."""
     x = x * (1.0 / place)
     unit = gl.max(gl.abs(x), 0) / 32639.0 + 1e-30
-    fixed = gl.floor(x * (1.0 / unit)[None, :] + 0.5).to(gl.int32)
-    high = (fixed + 128) >> 8
-    total = gl.sum(fixed.to(gl.float32) * place, 0) * unit
-    return gl.where(low == 0, high, fixed - high * 256).to(gl.int8), unit, total
+    rounded = x * (1.0 / unit)[None, :] + ROUNDER
+    total = gl.sum((rounded - ROUNDER) * place, 0) * unit
+    fixed = rounded.to(gl.int32, bitcast=True)  # in the low 16 bits, ROUNDER's own are 0
+    return gl.where(low == 0, (fixed + 128) >> 8, fixed).to(gl.int8), unit, total
 
 
 @gluon.jit
 def _store_part(part, out, total, shift0, shift1, VALUE: gl.constexpr, DIMS: gl.constexpr, RATIO: gl.constexpr,
                 HEADS: gl.constexpr, COLUMNS: gl.constexpr):  # fmt: skip
     """Outputs [coordinate, column] as means over this program's tokens, float32[RATIO, DIMS]."""
+    out = _codes_alone(out, VALUE, DIMS, COLUMNS)
     if COLUMNS == 2 * HEADS:
         first, second = gl.split(gl.reshape(out, [DIMS, HEADS, 2]))
     else:
@@ -281,12 +284,12 @@ def _store_part(part, out, total, shift0, shift1, VALUE: gl.constexpr, DIMS: gl.
     head = gl.arange(0, HEADS, gl.SliceLayout(0, LAYOUT))
     if COLUMNS == HEADS:
         head = head // 2 + head % 2 * 4
-    # which code `_values` puts at this index: from the low bits up lane, word of the lane, code of the byte, byte
-    WORDS: gl.constexpr = VALUE.per_token // 8
+    # which code `_values` puts at this index: from the low bits up the half of a row, row, code of the byte, byte
+    ROWS: gl.constexpr = VALUE.per_token // 4
     CODES: gl.constexpr = 8 // VALUE.bits
     BYTES: gl.constexpr = 4 * VALUE.per_token // VALUE.segments
-    code, word = (index >> 3) // WORDS % CODES, (index & 7) * WORDS + (index >> 3) % WORDS
-    byte = 4 * word + (index >> 3) // (WORDS * CODES)
+    code, half = (index >> 3) // ROWS % CODES, (index >> 3) % ROWS * 8 + (index & 7)
+    byte = 2 * half + (index >> 3) // (ROWS * CODES)
     segment = byte // BYTES
     coordinate = segment * (DIMS // VALUE.segments) + byte % BYTES + code * BYTES
     back = (UNIT / (1 << (code * VALUE.bits)).to(gl.float32))[:, None]
@@ -296,6 +299,21 @@ def _store_part(part, out, total, shift0, shift1, VALUE: gl.constexpr, DIMS: gl.
         mean = gl.where((segment == 0)[:, None], mean, second * back + shift1[None, :])
     mean = mean * gl.where(total > 0.0, 1.0 / total, 0.0)[None, :]
     gl.store(part + head[None, :] * DIMS + coordinate[:, None], mean, mask=(head < RATIO)[None, :])
+
+
+@gluon.jit
+def _codes_alone(out, VALUE: gl.constexpr, DIMS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Outputs with the highest code of each byte where `_values` has the whole."""
+    CODES: gl.constexpr = 8 // VALUE.bits
+    if CODES > 1:
+        LAYOUT: gl.constexpr = out.type.layout
+        out = gl.reshape(out, [2, CODES, DIMS // (2 * CODES), COLUMNS])
+        IN_CODES: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, out.type.layout)))
+        whole = (gl.arange(0, CODES, IN_CODES) == CODES - 1)[None, :, None, None]
+        lower = gl.sum(gl.where(whole, 0.0, out), 1)
+        out = gl.where(whole, out - lower[:, None, :, :], out)
+        out = gl.convert_layout(gl.reshape(out, [DIMS, COLUMNS]), LAYOUT, assert_trivial=True)
+    return out
 
 
 @gluon.constexpr_function
@@ -330,14 +348,13 @@ def _keys(k, KEY: gl.constexpr, DIMS: gl.constexpr, MMA: gl.constexpr):
 
 @gluon.jit
 def _values(v, VALUE: gl.constexpr, DIMS: gl.constexpr, MMA: gl.constexpr):
-    """Words [lane, place, word, parity of the run] -> the first operand of the outputs, [coordinate, token]."""
-    OUT: gl.constexpr = 4 * (8 // VALUE.bits)
+    """Halves [run, place, row, half of the row] -> the first operand of the outputs, [coordinate, token]."""
+    OUT: gl.constexpr = 2 * (8 // VALUE.bits)
     codes = gl.inline_asm_elementwise(
-        unpack_halves(VALUE.bits), registers(OUT, 2), [v], dtype=repeated(gl.float16, OUT),
-        is_pure=True, pack=2,
-    )  # fmt: skip
-    codes = gl.reshape(joined(codes), with_bits((4, 8, 8, VALUE.per_token // 8, 2), OUT).value)
-    codes = gl.permute(codes, around_bits((), 5, OUT, (3, 2, 1, 0, 4)).value)
+        unpack_halves(VALUE.bits), registers(OUT, 1), [v], dtype=repeated(gl.float16, OUT), is_pure=True, pack=2
+    )
+    codes = gl.reshape(joined(codes), with_bits((8, 8, VALUE.per_token // 4, 8), OUT).value)
+    codes = gl.permute(codes, around_bits((), 4, OUT, (2, 3, 1, 0)).value)
     return gl.convert_layout(gl.reshape(codes, [DIMS, 64]), gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
 
 
@@ -426,9 +443,12 @@ def _read_keys(shared, KEY: gl.constexpr):
 
 @gluon.jit
 def _read_values(shared, VALUE: gl.constexpr):
-    """The words of a tile's values, [lane, place, word, parity], of run 2·lane + parity."""
-    words = gl.reshape(shared.load(value_words(VALUE.per_token)), [4, 2, 8, VALUE.per_token])
-    return gl.convert_layout(gl.permute(words, [0, 2, 3, 1]), value_layout(VALUE.per_token), assert_trivial=True)
+    """A tile's values in halves of words, [run, place, row of 16 bytes, half of the row]: by `ldmatrix`, which gives
+    lanes the same half of two runs in one register."""
+    COUNT: gl.constexpr = 2 * VALUE.per_token
+    HALVES: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    halves = shared._reinterpret(gl.int16, [8, 8 * COUNT], HALVES).load(value_layout(COUNT))
+    return gl.reshape(halves, [8, 8, COUNT // 8, 8])
 
 
 @gluon.jit
@@ -469,19 +489,11 @@ def word_lanes(count):
 
 @gluon.constexpr_function
 def value_layout(count):
-    """[lane, place, word, parity]: words over runs."""
-    words = [[0, 0, 1 << i, 0] for i in range(log2(count) - 3)]
-    places = [[0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]]
-    lanes = [[1, 0, 0, 0], [2, 0, 0, 0], [0, 0, count // 8, 0], [0, 0, count // 4, 0], [0, 0, count // 2, 0]]
-    return gl.DistributedLinearLayout([[0, 0, 0, 1], *words, *places], lanes, [], [], [4, 8, count, 2])
-
-
-@gluon.constexpr_function
-def value_words(count):
-    """The same, [run, word of its tokens]."""
-    words = [[0, 1 << i] for i in range(log2(count) - 3)] + [[0, count], [0, 2 * count], [0, 4 * count], [1, 0]]
-    lanes = [[2, 0], [4, 0], [0, count // 8], [0, count // 4], [0, count // 2]]
-    return gl.DistributedLinearLayout(words, lanes, [], [], [8, 8 * count])
+    """[run, half of a word of its tokens], `count` of a token."""
+    rows = [[0, 8 << i] for i in range(log2(count) - 3)]
+    places = [[0, count], [0, 2 * count], [0, 4 * count]]
+    lanes = [[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]]
+    return gl.DistributedLinearLayout([[1, 0], *rows, *places], lanes, [], [], [8, 8 * count])
 
 
 @gluon.constexpr_function
@@ -540,22 +552,18 @@ def unpack_bytes(bits):
 
 @gluon.constexpr_function
 def unpack_halves(bits):
-    """A word of each of two tokens -> for each byte the pair (first token, second token), under every mask."""
-    first, second = (f"${4 * (8 // bits) + i}" for i in range(2))
-    lines = [
-        "{ .reg .b32 a, b, c, d;",
-        f"prmt.b32 a, {first}, {second}, 0x5410;",  # bytes 0 and 1 of both
-        f"prmt.b32 c, {first}, {second}, 0x7632;",  # bytes 2 and 3
-        "shr.u32 b, a, 8;",
-        "shr.u32 d, c, 8;",
-    ]
-    masks = [((2**bits - 1) << bits * i) * 0x00010001 for i in range(8 // bits)]
-    return "\n".join([*lines, *masked([(source, mask) for source in "abcd" for mask in masks]), "}"])
+    """Half a word of each of two tokens -> for both bytes the pair (first token, second token): each code but the
+    highest under its mask, then the whole byte."""
+    codes = 8 // bits
+    masks = [((2**bits - 1) << bits * i) * 0x00010001 for i in range(codes - 1)]
+    low = masked([(f"${2 * codes}", mask) for mask in [*masks, 0x00FF00FF]])
+    high = f"prmt.b32 ${2 * codes - 1}, ${2 * codes}, 0, 0x4341;"  # bytes 1 and 3
+    return "\n".join([*low, high, *masked([(f"${2 * codes - 1}", mask) for mask in masks], codes)])
 
 
 @gluon.constexpr_function
-def masked(pairs):
-    return [f"and.b32 ${i}, {source}, {mask:#x};" for i, (source, mask) in enumerate(pairs)]
+def masked(pairs, first=0):
+    return [f"and.b32 ${i}, {source}, {mask:#x};" for i, (source, mask) in enumerate(pairs, first)]
 
 
 @gluon.constexpr_function
