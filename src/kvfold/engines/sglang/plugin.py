@@ -9,6 +9,7 @@ import math
 import pkgutil
 from collections.abc import Callable
 from functools import cache, partial, wraps
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -79,8 +80,20 @@ def register() -> None:
         (f"{pools}._build_mha_kv_pool", HookType.AROUND, build_pool),
         (f"{pools}.configure", HookType.AFTER, verify),
     ):
-        pkgutil.resolve_name(target)  # SGLang would leave out a hook on what is not there
+        require(target)
         HookRegistry.register(target, hook, kind)
+
+
+def require(target: str) -> None:
+    """SGLang would leave out a hook on what is not there. Before 0.5.16 pools are built by one function for all models,
+    which leaves no place for one."""
+    try:
+        pkgutil.resolve_name(target)
+    except (AttributeError, ImportError) as error:
+        raise ValueError(
+            f"SGLang {version('sglang')} has no {target}; kvfold is made for 0.5.17 to 0.5.21: "
+            "pip install 'kvfold[sglang]'"
+        ) from error
 
 
 @aborting
