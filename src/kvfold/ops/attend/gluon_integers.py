@@ -42,6 +42,10 @@ from kvfold.ops.attend.gluon_tiles import (
     weights_operand,
 )
 
+# names that Triton 3.9 has changed
+async_load = getattr(async_copy, "async_load", async_copy.async_copy_global_to_shared)
+REINTERPRETS = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
 WARPS = 8  # programs that a processor runs at once, at most
 STAGES = gl.constexpr(2)  # tiles of a program in shared memory: one is read while the other is copied
 SHARED = 228 * 1024  # bytes of a processor; a program takes 1024 beside its own
@@ -430,7 +434,7 @@ def _copy(to, pool, page, tile, COUNT: gl.constexpr, PAGE: gl.constexpr, PAGE_WO
     else:
         at = page.to(gl.int64) * PAGE_WORDS + (tile * 64 + run * 8) % PAGE * COUNT
         pointers = pool + gl.multiple_of(at, 4)[:, None] + word[None, :]
-    async_copy.async_copy_global_to_shared(to, pointers)
+    async_load(to, pointers)
 
 
 @gluon.jit
@@ -447,8 +451,11 @@ def _read_values(shared, VALUE: gl.constexpr):
     lanes the same half of two runs in one register."""
     COUNT: gl.constexpr = 2 * VALUE.per_token
     HALVES: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    halves = shared._reinterpret(gl.int16, [8, 8 * COUNT], HALVES).load(value_layout(COUNT))
-    return gl.reshape(halves, [8, 8, COUNT // 8, 8])
+    if REINTERPRETS:
+        halves = shared.reinterpret(gl.int16, [8, 8 * COUNT], HALVES)
+    else:
+        halves = shared._reinterpret(gl.int16, [8, 8 * COUNT], HALVES)
+    return gl.reshape(halves.load(value_layout(COUNT)), [8, 8, COUNT // 8, 8])
 
 
 @gluon.jit
