@@ -45,10 +45,10 @@ def test_keys_are_unpacked_to_signed_bytes(bits: int) -> None:
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_values_are_unpacked_to_subnormal_halves(bits: int) -> None:
     """Of both bytes of a half, for two tokens: each code but the highest, then the whole byte."""
-    word = np.random.default_rng(0).integers(2**32, dtype=np.uint32)
+    words = np.random.default_rng(0).integers(2**32, size=1, dtype=np.uint32)
     codes = 8 // bits
-    operands = np.array(registers(kernel.unpack_halves(bits), [int(word)], 2 * codes), dtype="<u4").view(np.float16)
-    stored = np.array(word, dtype="<u4").reshape(1).view(np.uint8).reshape(2, 2)  # [token, byte]
+    operands = np.array(registers(kernel.unpack_halves(bits), words.tolist(), 2 * codes), dtype="<u4").view(np.float16)
+    stored = words.astype("<u4").view(np.uint8).reshape(2, 2)  # [token, byte]
     for byte, operand in enumerate(operands.reshape(2, codes, 2).astype(float) * 2.0**24):
         for code in range(codes - 1):
             expected = (stored[:, byte] >> code * bits & 2**bits - 1).astype(float)

@@ -118,8 +118,8 @@ def _turn_side(
     for i in tl.static_range(len(operands.matrices)):
         entry = head * operands.head + coordinate[:, None] * DIMS + column[None, :]
         terms += (tl.load(operands.matrices[i] + entry),)
-    if len(operands.matrices) > 0:
-        states = tl.load(x[:, None] + coordinate[None, :], mask=exists[:, None], other=0.0)
+    read = coordinate if len(operands.matrices) > 0 else column
+    states = tl.load(x[:, None] + read[None, :], mask=exists[:, None], other=0.0)
     if operands.shift is not None:
         shift = tl.load(operands.shift + head * DIMS + column)[None, :]
     shadow = tl.load(memory.shadow_of + slot // PAGE, mask=slot >= 0, other=-1)
@@ -129,7 +129,7 @@ def _turn_side(
             y = tl.dot(states.to(terms[i].dtype), terms[i], y)
         y *= FACTOR
     else:
-        y = tl.load(x[:, None] + column[None, :], mask=exists[:, None], other=0.0).to(tl.float32)
+        y = states.to(tl.float32)
     if operands.shift is not None:
         y += tl.where(kept[:, None], shift, 0.0)
     tl.store(to[:, None] + column[None, :], y, mask=exists[:, None])

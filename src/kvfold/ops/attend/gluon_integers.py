@@ -41,6 +41,7 @@ from kvfold.ops.attend.gluon_tiles import (
     wait_for_stored,
     weights_operand,
 )
+from kvfold.ops.store.triton import ROUNDER
 
 # names that Triton 3.9 has changed
 async_load = getattr(async_copy, "async_load", async_copy.async_copy_global_to_shared)
@@ -50,7 +51,6 @@ WARPS = 8  # programs that a processor runs at once, at most
 STAGES = gl.constexpr(2)  # tiles of a program in shared memory: one is read while the other is copied
 SHARED = 228 * 1024  # bytes of a processor; a program takes 1024 beside its own
 UNIT = gl.constexpr(2.0**24)  # of subnormal float16 numbers
-ROUNDER = gl.constexpr(1.5 * 2**23)  # added to numbers below 2^22 it rounds them, half to even, into its low bits
 
 
 class Side(NamedTuple):
@@ -450,7 +450,7 @@ def _read_values(shared, VALUE: gl.constexpr):
     """A tile's values in halves of words, [run, place, row of 16 bytes, half of the row]: by `ldmatrix`, which gives
     lanes the same half of two runs in one register."""
     COUNT: gl.constexpr = 2 * VALUE.per_token
-    HALVES: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    HALVES: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])  # the same places as words have in VALUES
     if REINTERPRETS:
         halves = shared.reinterpret(gl.int16, [8, 8 * COUNT], HALVES)
     else:
