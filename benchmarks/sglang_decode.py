@@ -5,7 +5,8 @@
     python benchmarks/sglang_decode.py Qwen3-8B -r saw-int4 --case 32x8192 --case 32x16384 --csv rows.csv    # packed
 
 In an environment with SGLang and kvfold. Speed and memory are those of real weights, answers are not. Every case is
-timed from the moment when its last request has the first token until one of them has its last.
+timed from the moment when its last request has the first token until one of them has its last. A case in which the
+scheduler did not decode all requests together has no row.
 """
 
 import argparse
@@ -82,7 +83,9 @@ def run(model, recipe, cases, output, extra, scratch):
         "context_length": longest + 64,
         "json_model_override_args": json.dumps({"max_position_embeddings": longest + 64}),
         "cuda_graph_max_bs_decode": max(batch for batch, _ in cases),
-        "max_running_requests": max(batch for batch, _ in cases),
+        # One more than a batch: SGLang counts a prompt twice while it is read in chunks. Without it the last prompt
+        # would wait until the first answer has ended.
+        "max_running_requests": 1 + max(batch for batch, _ in cases),
         "grammar_backend": "none",
         **extra,
     }
@@ -118,10 +121,23 @@ async def answer(engine, prompts: list[list[int]], output: int) -> tuple[float, 
     """Seconds until all have their first token, from then until one has its last, and how many tokens came between."""
     start = time.perf_counter()
     counts = await asyncio.gather(*(stream(engine, prompt, output) for prompt in prompts))
+    begin, seconds, decoded = together(counts, output)
+    return begin - start, seconds, decoded
+
+
+def together(counts: list[list[tuple[float, int]]], output: int) -> tuple[float, float, int]:
+    """When all requests had their first token, the seconds from then until one had its last, and how many tokens came
+    between. `counts` says of each request when so many tokens were there."""
     begin = max(count[0][0] for count in counts)
     end = min(count[-1][0] for count in counts)
-    decoded = sum(so_far(count, end) - so_far(count, begin) for count in counts)
-    return begin - start, end - begin, decoded
+    decoded = [so_far(count, end) - so_far(count, begin) for count in counts]
+    if end <= begin or min(decoded) < output / 2:
+        early = max(so_far(count, begin) for count in counts)
+        raise ValueError(
+            f"the {len(counts)} requests were not decoded together: when the last one had its first token, another had "
+            f"{early} of {output} tokens. Do all fit into the cache? If so, ask for longer answers with --output"
+        )
+    return begin, end - begin, sum(decoded)
 
 
 async def stream(engine, prompt: list[int], output: int) -> list[tuple[float, int]]:
