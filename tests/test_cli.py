@@ -254,6 +254,11 @@ def test_memory_that_is_none(error_of, memory: str):
     assert f"{memory!r} is no amount of memory" in error_of("plan", "Qwen3-8B", "--memory", memory)
 
 
+@pytest.mark.parametrize("memory", ["1e400GiB", "1e400", "9" * 400 + "GB", "1e9TiB"])
+def test_memory_that_no_machine_has(error_of, memory: str):
+    assert f"'{memory}' is more memory than any machine has" in error_of("plan", "Qwen3-8B", "--memory", memory)
+
+
 def test_memory_without_a_unit(error_of):
     assert "'40' is less than a megabyte: write a unit" in error_of("plan", "Qwen3-8B", "--memory", 40)
 
@@ -311,6 +316,38 @@ def test_plan_refuses_what_cannot_be_packed(error_of, config_file, changes: dict
     line = error_of("plan", config_file(**changes), "--memory", "1GB")
     assert line.startswith("error: SomeForCausalLM: ")
     assert reason in line
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"num_hidden_layers": -4}, "num_hidden_layers is -4"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000, which is beyond any model"),
+        ({"head_dim": 2**40}, "head_dim is 1099511627776, which is beyond any model"),
+        ({"head_dim": 64.5}, "head_dim is 64.5"),
+        ({"num_attention_heads": -8}, "num_attention_heads is -8"),
+        ({"num_attention_heads": "eight"}, "num_attention_heads is 'eight'"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads is 3"),
+        ({"layer_types": "full"}, "layer_types is 'full'"),
+        ({"layer_types": ["full_attention"] * 3}, "layer_types has 3 entries, and num_hidden_layers is 10"),
+    ],
+)
+def test_plan_names_the_field_that_no_model_can_have(error_of, config_file, changes: dict, field: str):
+    line = error_of("plan", config_file(**changes), "--memory", "1GB")
+    assert line.startswith(f"error: SomeForCausalLM: {field}")
+
+
+def test_a_head_dimension_that_no_model_has(error_of):
+    assert "head_dim is 1099511627776, which is beyond any model" in error_of("recipes", "--head-dim", 2**40)
+
+
+def test_a_configuration_that_is_missing(error_of, tmp_path: Path):
+    assert f"there is no file {tmp_path}/config.json" in error_of("plan", tmp_path / "config.json", "--memory", "1GB")
+    (tmp_path / "notes.txt").touch()
+    line = error_of("plan", tmp_path / "notes.txt", "--memory", "1GB")
+    assert f"{tmp_path}/notes.txt is neither a config.json nor a .gguf file" in line
 
 
 def test_a_configuration_that_is_none(error_of, config_file):

@@ -102,14 +102,17 @@ def test_nested_text_config():
         # Mistral 7B v0.1
         ({"sliding_window": 4096, "num_hidden_layers": 3}, "sliding attention in layers 0, 1, 2 is not supported"),
         (
-            {"layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]},
+            {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4},
             "sliding attention in layers 0, 2 is not supported",
         ),
         (
-            {"layer_types": ["full_attention", "linear_attention", "full_attention", "linear_attention"]},
+            {"layer_types": ["full_attention", "linear_attention"] * 2, "num_hidden_layers": 4},
             "linear attention in layers 1, 3 is not supported",
         ),
-        ({"layer_types": ["chunked_attention", "full_attention"]}, "chunked attention in layers 0 is not supported"),
+        (
+            {"layer_types": ["chunked_attention", "full_attention"], "num_hidden_layers": 2},
+            "chunked attention in layers 0 is not supported",
+        ),
     ],
 )
 def test_what_cannot_be_packed_is_refused_by_name(changes, message):
@@ -121,6 +124,83 @@ def test_what_cannot_be_packed_is_refused_by_name(changes, message):
 @pytest.mark.parametrize("changes", [{"sliding_window": None}, {"sliding_window": 0}, {"kv_lora_rank": None}])
 def test_fields_that_say_nothing_refuse_nothing(changes):
     assert Geometry.from_config(config(**changes)) == Geometry.from_config(LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0: it must be a whole number, 1 or more"),
+        ({"num_hidden_layers": -4}, "num_hidden_layers is -4: it must be a whole number, 1 or more"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000, which is beyond any model"),
+        ({"num_hidden_layers": 10**12, "sliding_window": 4096}, "num_hidden_layers is 1000000000000, which is beyond"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True: it must be a whole number"),
+        ({"num_attention_heads": -8}, "num_attention_heads is -8: it must be a whole number, 1 or more"),
+        ({"num_attention_heads": "eight"}, "num_attention_heads is 'eight': it must be a whole number, 1 or more"),
+        ({"num_attention_heads": [32, 32]}, "num_attention_heads is [32, 32]: it must be a whole number"),
+        ({"num_attention_heads": 10**12}, "num_attention_heads is 1000000000000, which is beyond any model"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0: it must be a whole number, 1 or more"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads is 3, which does not divide num_attention_heads, 32"),
+        ({"num_key_value_heads": 64}, "num_key_value_heads is 64, which does not divide num_attention_heads, 32"),
+        ({"head_dim": 0}, "head_dim is 0: it must be a whole number, 1 or more"),
+        ({"head_dim": -64}, "head_dim is -64: it must be a whole number, 1 or more"),
+        ({"head_dim": 64.5}, "head_dim is 64.5: it must be a whole number, 1 or more"),
+        ({"head_dim": 2**40}, "head_dim is 1099511627776, which is beyond any model"),
+        ({"hidden_size": 0}, "hidden_size is 0: it must be a whole number, 1 or more"),
+        ({"hidden_size": 2**60}, "hidden_size is 1152921504606846976, which is beyond any model"),
+        ({"hidden_size": 4095}, "hidden_size is 4095, which num_attention_heads, 32, does not divide"),
+        ({"max_position_embeddings": -1}, "max_position_embeddings is -1: it must be a whole number, 1 or more"),
+        ({"max_position_embeddings": "long"}, "max_position_embeddings is 'long': it must be a whole number"),
+        ({"layer_types": "full"}, "layer_types is 'full': it must be a list with the kind of each layer"),
+        ({"layer_types": ["full_attention"] * 31}, "layer_types has 31 entries, and num_hidden_layers is 32"),
+        ({"text_config": "text"}, "text_config is 'text', not an object"),
+    ],
+)
+def test_numbers_that_no_model_has_are_refused_by_the_name_of_their_field(changes, message):
+    with pytest.raises(UnsupportedModel) as caught:
+        Geometry.from_config(config(**changes))
+    assert str(caught.value).startswith(f"LlamaForCausalLM: {message}")
+
+
+@pytest.mark.parametrize("numbers", [(0, 8, 8, 64), (2, 8, 3, 64), (2, 8, 8, 2**40), (2, 8, 8, 64.0), (2, 8, 8, 64, 0)])
+def test_a_geometry_that_is_written_down_is_checked_too(numbers):
+    with pytest.raises(
+        ValueError, match=r"^(num_hidden_layers|num_key_value_heads|head_dim|max_position_embeddings) is"
+    ):
+        Geometry("any", *numbers)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        # layers of another kind, or of different kinds
+        ({"mamba_d_ssm": 1024, "mamba_d_state": 256}, "mamba_d_ssm"),  # Falcon-H1
+        ({"mamba_d_state": 256, "attn_layer_indices": None}, "mamba_d_state"),  # Bamba without a list of layers
+        ({"attn_layer_indices": [9, 18, 27]}, "attn_layer_indices"),  # Bamba
+        ({"num_key_value_heads": None, "block_configs": [{"attention": {"n_heads_in_group": 8}}]}, "block_configs"),
+        ({"cross_attention_layers": [3, 8]}, "cross_attention_layers"),  # Llama 3.2 Vision
+        ({"conv_L_cache": 3}, "conv_L_cache"),  # LFM2
+        # KV heads under another name
+        ({"num_key_value_heads": ..., "multi_query_group_num": 2}, "multi_query_group_num"),  # ChatGLM
+        ({"num_key_value_heads": ..., "num_attention_groups": 1}, "num_attention_groups"),  # Step3
+        ({"num_key_value_heads": ..., "num_kv_heads": 8}, "num_kv_heads"),
+    ],
+)
+def test_fields_that_mean_another_shape_are_named(changes, field):
+    with pytest.raises(UnsupportedModel, match=f"its configuration sets '{field}'"):
+        Geometry.from_config(config(**changes))
+
+
+@pytest.mark.parametrize("kind", ["FalconH1", "Bamba", "Mllama", "Lfm2"])
+def test_hybrids_are_refused_as_transformers_writes_them(kind):
+    """Each layer of Falcon-H1 keeps a recurrent state beside its keys; Bamba has layers without keys."""
+    with pytest.raises(UnsupportedModel):
+        Geometry.from_config(getattr(transformers, f"{kind}Config")().to_dict())
+
+
+def test_other_names_that_say_the_same_refuse_nothing():
+    assert Geometry.from_config(config(num_kv_heads=8)).kv_heads == 8
+    kinds = ["full_attention"] * 32
+    assert Geometry.from_config(config(mamba_d_state=256, layer_types=kinds)).layers == 32, "all layers are listed"
 
 
 @pytest.mark.parametrize("field", ["num_hidden_layers", "num_attention_heads", "hidden_size"])
@@ -138,6 +218,7 @@ def test_a_missing_field_is_named(field, value):
         ({"architectures": ...}, "llama"),
         ({"architectures": ..., "model_type": ...}, "unknown"),
         ({"max_position_embeddings": ...}, "LlamaForCausalLM"),
+        ({"architectures": "LlamaForCausalLM"}, "llama"),
     ],
 )
 def test_architecture(changes, name):

@@ -946,7 +946,10 @@ def _bytes(text: str) -> int:
         raise ValueError(f"{text!r} is no amount of memory: write for example 80GiB or 512MB")
     unit = (match[2] or "").upper()
     power = " KMGT".index(unit[0]) if unit else 0
-    amount = int(float(match[1]) * (1024 if unit.endswith("I") else 1000) ** power)
+    exact = float(match[1]) * (1024 if unit.endswith("I") else 1000) ** power
+    if exact >= 2**63:
+        raise ValueError(f"{text!r} is more memory than any machine has")
+    amount = int(exact)
     if not unit and amount < 2**20:
         raise ValueError(f"{text!r} is less than a megabyte: write a unit, for example 80GiB or 512MB")
     return amount
