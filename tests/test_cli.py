@@ -153,6 +153,18 @@ def test_help_gives_an_example(command: str):
     assert re.search(rf"Example: kvfold {command}\b", plain(run(*command.split(), "--help").stdout))
 
 
+def test_what_is_gained_is_said_alike_everywhere():
+    """Of 16 bits: 4-bit integers to 2-bit integers with one group and their windows, at head dimension 128."""
+    shape = Geometry("any", layers=1, q_heads=1, kv_heads=1, head_dim=128)
+    bits = [parse(name).bits_per_element(shape, 131072) for name in ("saw-int4", "oscar-int2:group=128")]
+    assert [f"{16 / each:.2g}" for each in bits] == ["3.8", "7"]
+    root = Path(__file__).parents[1]
+    said = [(root / file).read_text() for file in ("README.md", "pyproject.toml")]
+    for text in (*said, kvfold.__doc__, " ".join(plain(run("--help").stdout).split())):
+        assert "3.8 to 7 times smaller" in text
+        assert "4 to 8 times" not in text
+
+
 # recipes
 
 
@@ -193,7 +205,7 @@ def test_recipes_that_do_not_fit_are_left_out_and_named(config_file):
         rows = json.loads(run(*arguments, "--json", "-").stdout)
         assert [row["recipe"] for row in rows] == [name for name in RECIPES if not name.startswith(("oscar", "gtq"))]
         shown = plain(run(*arguments).stdout)
-        assert "oscar-int2 does not fit: 18 codes of 2 bits do not fill whole bytes\n" in shown
+        assert "oscar-int2 does not fit: group=18: 18 codes of 2 bits do not fill whole bytes\n" in shown
         assert "gtq-k2v2 does not fit: Block-GTQ takes heads of a multiple of 8 dims, not 36\n" in shown
         assert shown.count("does not fit") == 4
 
@@ -367,6 +379,8 @@ def test_a_configuration_that_is_none(error_of, config_file):
         ("int4:order=64", "int4 has no option 'order'; it takes centre, group, recent, sink, skip"),
         ("int4:sink=few", "int4: sink='few'"),
         ("int4:sink", "write options as name=value, not 'sink'"),
+        ("tq-k9v9", "tq-k9v9: keys and values take 1 to 8 bits, not 9 and 9"),
+        ("gtq-k0v3", "gtq-k0v3: keys and values take 1 to 8 bits, not 0 and 3"),
     ],
 )
 def test_a_recipe_is_read_before_the_model(error_of, command: tuple[str, ...], recipe: str, message: str):
@@ -392,7 +406,9 @@ def test_an_unknown_model(error_of, command: tuple[str, ...]):
 
 def test_a_recipe_that_does_not_fit_the_model(error_of, small: Path):
     assert "order=64 does not divide the head dimension 16" in error_of("eval", small, "-r", "saw-int4:order=64")
-    assert "layers 0 to 1" in error_of("generate", small, "-p", "Hello", "-r", "int4:skip=2")
+    assert "int4:skip=2: the model has layers 0 to 1" in error_of("generate", small, "-p", "Hello", "-r", "int4:skip=2")
+    line = error_of("eval", small, "-r", "saw-int4", "-r", "oscar-int2:group=1")
+    assert line == "error: oscar-int2: group=1: 1 codes of 2 bits do not fill whole bytes"
 
 
 def test_a_folder_that_is_no_artifact(error_of, tmp_path: Path):

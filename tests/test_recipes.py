@@ -136,8 +136,13 @@ def test_any_two_widths_make_a_codebook_recipe():
                 key, value = recipe.layouts(64, {})
                 norms = 2 if family == "gtq" and 1 < key_bits < 8 else 1  # a bit above the average, and one below
                 assert (key.slot_bytes, value.slot_bytes) == (8 * key_bits + 2 * norms, 8 * value_bits + 2)
-    for text in ("tq-k0v3", "tq-k3v9", "gtq-k10v3", "tq-k3", "tq-k3v3x"):
-        with pytest.raises(ValueError, match=f"unknown recipe '{text}'"):
+    for text in ("tq-k0v3", "tq-k3v9", "gtq-k10v3"):
+        with pytest.raises(ValueError, match=f"^{text}: keys and values take 1 to 8 bits, not"):
+            parse(text)
+    for text in ("tq-k3", "tq-k3v3x"):
+        with pytest.raises(
+            ValueError, match=f"unknown recipe '{text}': .* tq-kXvY and gtq-kXvY with widths from 1 to 8"
+        ):
             parse(text)
 
 
@@ -211,7 +216,8 @@ def test_errors_of_parse_name_the_culprit(text, message):
         ("saw-int4:order=48", 96, "order=48 is not a power of two"),
         ("int4:group=48", 64, "group=48 does not divide the head dimension 64"),
         ("saw-int4:group=96", 128, "group=96 does not divide the head dimension 128"),
-        ("int2:group=2", 64, "2 codes of 2 bits do not fill whole bytes"),
+        ("int2:group=2", 64, "int2: group=2: 2 codes of 2 bits do not fill whole bytes"),
+        ("oscar-int2:group=1", 64, "oscar-int2: group=1: 1 codes of 2 bits do not fill whole bytes"),
         ("kivi-2:group=32", 80, "group=32 does not divide the head dimension 80"),
         ("kmeans-saw-int4:order=32", 80, "kmeans-saw-int4: order=32 does not divide the head dimension 80"),
         ("int4:skip=4", 64, "int4:skip=4: the model has layers 0 to 3"),

@@ -160,6 +160,8 @@ def affine_slot(dims: int, bits: int, group: int | None = None) -> SlotLayout:
     group = dims if group is None else group
     if group <= 0 or dims % group:
         raise ValueError(f"group={group} does not divide the head dimension {dims}")
+    if group * bits % 8:
+        raise ValueError(f"group={group}: {group} codes of {bits} bits do not fill whole bytes")
     return SlotLayout(tuple(Segment(start, start + group, bits) for start in range(0, dims, group)))
 
 

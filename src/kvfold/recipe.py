@@ -110,11 +110,14 @@ class Recipe(BaseModel):
         layout is not known before calibration gives its nominal one without."""
         if self.skip and max(self.skip) >= geometry.layers:
             raise ValueError(f"{self}: the model has layers 0 to {geometry.layers - 1}")
+        fits = [artifact.fit(self, layer) if artifact is not None else {} for layer in range(geometry.layers)]
         raw, layouts = raw_slot(geometry.head_dim), []
-        for layer in range(geometry.layers):
-            fit = artifact.fit(self, layer) if artifact is not None else {}
-            key, value = (raw, raw) if layer in self.skip else self.layouts(geometry.head_dim, fit)
-            layouts.append(PageLayout(key, value, page_size or self.page_size))
+        try:
+            for layer, fit in enumerate(fits):
+                key, value = (raw, raw) if layer in self.skip else self.layouts(geometry.head_dim, fit)
+                layouts.append(PageLayout(key, value, page_size or self.page_size))
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from None
         return layouts
 
     def check(self, geometry: Geometry) -> None:

@@ -16,7 +16,8 @@ from kvfold.methods.sixteen_bit import SixteenBit
 from kvfold.methods.turboquant import TurboQuant
 from kvfold.recipe import Recipe
 
-CODEBOOKS = re.compile(r"(tq|gtq)-k([1-8])v([1-8])")  # any two widths, of which RECIPES lists a few
+CODEBOOKS = re.compile(r"(tq|gtq)-k(\d+)v(\d+)")  # any two widths, of which RECIPES lists a few
+WIDTHS = range(1, 9)
 
 
 def _codebooks(family: str, key_bits: int, value_bits: int) -> Recipe:
@@ -56,14 +57,18 @@ def parse(text: str) -> Recipe:
     """A recipe from its name and options: `saw-int4:order=64,sink=4`."""
     name, _, options = text.partition(":")
     if codebooks := CODEBOOKS.fullmatch(name):
-        recipe = _codebooks(codebooks[1], int(codebooks[2]), int(codebooks[3]))
+        key_bits, value_bits = int(codebooks[2]), int(codebooks[3])
+        if key_bits not in WIDTHS or value_bits not in WIDTHS:
+            raise ValueError(f"{name}: keys and values take 1 to 8 bits, not {key_bits} and {value_bits}")
+        recipe = _codebooks(codebooks[1], key_bits, value_bits)
     elif name in RECIPES:
         recipe = RECIPES[name]
     else:
         close = difflib.get_close_matches(name, RECIPES, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise ValueError(
-            f"unknown recipe {name!r}: {hint}there are {', '.join(RECIPES)}, and tq-kXvY and gtq-kXvY with any widths"
+            f"unknown recipe {name!r}: {hint}there are {', '.join(RECIPES)}, and tq-kXvY and gtq-kXvY with widths "
+            "from 1 to 8"
         )
     pairs = [tuple(map(str.strip, option.partition("="))) for option in options.split(",") if option.strip()]
     if bad := [option for option, equals, _ in pairs if not equals]:

@@ -85,7 +85,7 @@ def test_three_widths(bits):
 
 @pytest.mark.parametrize(("text", "dims"), [("gtq-k7v2", 32), ("gtq-k3v2", 48), ("gtq-k3v2:per_head=true", 32)])
 def test_three_widths_where_they_do_not_fit(text, dims):
-    with pytest.raises(ValueError, match="three widths are for 2 to 6 bits"):
+    with pytest.raises(ValueError, match="widths=three is for 2 to 6 bits"):
         parse(f"{text}{',' if ':' in text else ':'}widths=three").layouts(dims, {})
 
 

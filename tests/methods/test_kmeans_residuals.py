@@ -78,7 +78,7 @@ def test_residuals_are_quantized_as_integers():
 
 def test_too_few_samples_are_refused():
     layer = random_layer(16)
-    with pytest.raises(ValueError, match="56 samples are too few for 57 centroids; use more tokens"):
+    with pytest.raises(ValueError, match="56 samples are too few for centroids=57: calibrate on more --tokens"):
         parse("kmeans-int4:centroids=57").fit(layer.statistics, layer.rope, (None, None))
 
 

@@ -50,8 +50,8 @@ class BlockGtq(TurboQuant):
         fits = 2 <= self.key_bits <= 6 and head_dim % (8 * UNIT) == 0 and not self.per_head
         if self.widths == "three" and not fits:
             raise ValueError(
-                f"{self}: three widths are for 2 to 6 bits, heads of a multiple of {8 * UNIT} dims (here {head_dim}) "
-                "and no per_head"
+                f"widths=three is for 2 to 6 bits, heads of a multiple of {8 * UNIT} dims (here {head_dim}) and "
+                "no per_head"
             )
         if not fits or (self.widths or head_dim >= MANY_DIMS) not in ("three", True):
             return None

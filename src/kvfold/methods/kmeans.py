@@ -44,7 +44,9 @@ class KMeans(Integers):
     def _codebook(self, y: Tensor) -> Tensor:
         """Transformed samples [tokens, kv_heads, d] -> centroids float32[kv_heads, centroids, d]."""
         if len(y) < self.centroids:
-            raise ValueError(f"{self}: {len(y)} samples are too few for {self.centroids} centroids; use more tokens")
+            raise ValueError(
+                f"{self}: {len(y)} samples are too few for centroids={self.centroids}: calibrate on more --tokens"
+            )
         centroids = kmeans.fit(y.flatten(1), self.centroids, self.seed)
         return centroids.unflatten(1, y.shape[1:]).transpose(0, 1).to(torch.float32).contiguous()
 

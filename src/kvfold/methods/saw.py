@@ -31,5 +31,5 @@ class Saw(Integers):
     def _hadamard(self, head_dim: int) -> Hadamard:
         order = default_order(head_dim) if self.order is None else self.order
         if head_dim % order:
-            raise ValueError(f"{self.name}: order={order} does not divide the head dimension {head_dim}")
+            raise ValueError(f"order={order} does not divide the head dimension {head_dim}")
         return Hadamard(order)
