@@ -26,7 +26,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from safetensors import SafetensorError
 
-from kvfold import __version__
+from kvfold import __version__, hub
 from kvfold.geometry import Geometry, example_configs
 from kvfold.models import EMBEDDED, cache_folder, embedded_folder, load_config, load_model, save_model
 from kvfold.recipe import Recipe
@@ -422,6 +422,7 @@ def serve(
         if artifact is None and (parsed.centre or parsed.learns):
             artifact = str(_calibrated(model, parsed))
         folder = str(embedded_folder()) if model == EMBEDDED else model
+        hub.tell_engine(folder)
         server.serve(folder, model, Config(parsed, artifact), context.args)
 
 

@@ -2,8 +2,9 @@
 
 import json
 import os
+import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,11 +14,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from rich.console import Console
 
+from kvfold import hub
+from kvfold.geometry import UnsupportedModel
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 EMBEDDED = "embedded"
 EMBEDDED_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class _Source(NamedTuple):
@@ -28,6 +34,10 @@ class _Source(NamedTuple):
     def gguf(self) -> dict[str, str]:
         return {"gguf_file": self.config.name} if self.config.suffix == ".gguf" else {}
 
+    def reading(self) -> AbstractContextManager[None]:
+        """For calls of `from_pretrained`."""
+        return nullcontext() if isinstance(self.where, Path) else hub.asked()
+
 
 def load_model(
     name: str, dtype: str | None = None, device: str | None = None
@@ -36,9 +46,9 @@ def load_model(
     transformers = _require("transformers")
     source = _locate(name)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    with _no_loading_bars():
+    with _no_loading_bars(), source.reading():
         config = transformers.AutoConfig.from_pretrained(source.where, **source.gguf)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
+        model = _auto_class(config).from_pretrained(
             source.where,
             config=config,
             dtype=dtype or _default_dtype(config, device),
@@ -50,7 +60,8 @@ def load_model(
 
 def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
     source = _locate(name)
-    return _require("transformers").AutoTokenizer.from_pretrained(source.where, **source.gguf)
+    with source.reading():
+        return _require("transformers").AutoTokenizer.from_pretrained(source.where, **source.gguf)
 
 
 def load_config(name: str) -> dict[str, Any]:
@@ -75,13 +86,19 @@ def save_model(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", f
 
 
 def weight_files(name: str) -> list[Path]:
-    """The safetensors files of a model that is on this machine, if transformers takes their contents as they are."""
-    transformers, source = _require("transformers"), _locate(name)
-    config = transformers.AutoConfig.from_pretrained(source.where, **source.gguf)
-    renamed = _require("transformers.conversion_mapping").get_checkpoint_conversion_mapping(config.model_type)
-    if source.gguf or renamed:
+    """The safetensors files that a model on this machine is loaded from; none where it is loaded from others."""
+    source = _locate(name)
+    folder = source.config.parent
+    if source.gguf:
         return []
-    return sorted(source.config.parent.glob("*.safetensors"))
+    names = [WEIGHTS]
+    if (index := folder / INDEX).is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise ValueError(f"{index} is no index of weights: it has no weight_map") from None
+    files = [folder / name for name in names]
+    return files if all(file.is_file() for file in files) else []
 
 
 def embedded_folder() -> Path:
@@ -105,7 +122,9 @@ def embedded_folder() -> Path:
 
 def _locate(name: str) -> _Source:
     path = embedded_folder() if name == EMBEDDED else Path(name).expanduser()
-    if path.is_file() and path.suffix in (".gguf", ".json"):
+    if path.is_file():
+        if path.suffix not in (".gguf", ".json"):
+            raise FileNotFoundError(f"{path} is neither a config.json nor a .gguf file: name the model's folder")
         return _Source(path.parent, path)
     if path.is_dir():
         if (path / "config.json").is_file():
@@ -117,18 +136,33 @@ def _locate(name: str) -> _Source:
                 raise FileNotFoundError(f"{path} is not a model folder: it has neither config.json nor a .gguf file")
             case ggufs:
                 raise ValueError(f"{path} holds {len(ggufs)} .gguf files: name one of them")
+    if path.suffix in (".gguf", ".json"):
+        raise FileNotFoundError(f"there is no file {path}")
     return _Source(name, _hub_config(name))
 
 
 def _hub_config(name: str) -> Path:
-    hub = _require("huggingface_hub")
-    try:
-        return Path(hub.hf_hub_download(name, "config.json"))
-    except (OSError, ValueError) as error:
-        raise FileNotFoundError(
-            f"{name} is neither {EMBEDDED!r}, a model folder, a .gguf file nor a model that the Hugging Face Hub gives "
-            f"({error})"
-        ) from error
+    client = _require("huggingface_hub")
+    reason = "it is no Hub id either"
+    if HUB_ID.fullmatch(name):
+        try:
+            with hub.asked():
+                return Path(client.hf_hub_download(name, "config.json"))
+        except (OSError, ValueError) as error:
+            reason = hub.why(error)
+    raise FileNotFoundError(
+        f"{name} is neither {EMBEDDED!r}, a model folder, a .gguf file nor a model that the Hugging Face Hub gives "
+        f"({reason})"
+    )
+
+
+def _auto_class(config: "PretrainedConfig") -> Any:
+    """Multimodal models are loaded whole; calibration and packed caches see their language model."""
+    transformers = _require("transformers")
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForMultimodalLM):
+        if type(config) in auto._model_mapping:
+            return auto
+    raise UnsupportedModel(f"transformers {transformers.__version__} knows no language model {config.model_type!r}")
 
 
 def _default_dtype(config: "PretrainedConfig", device: str) -> torch.dtype:
