@@ -1,13 +1,14 @@
+import hashlib
 import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvfold.artifact import Artifact, Fingerprint, Metadata, Provenance, push
+from kvfold.artifact import Artifact, Fingerprint, Metadata, Provenance, digest_model, push
 from kvfold.recipes import parse
 from kvfold.rope import Rope
 
@@ -42,8 +43,8 @@ def own_tensors() -> dict[str, torch.Tensor]:
     """Tensors of two recipes: for each head, and for all heads together."""
     order = torch.stack([torch.randperm(16, generator=torch.Generator().manual_seed(seed)) for seed in range(6)])
     return {
-        "oscar-int2/key_rotation": randn(3, 1, 16, 16, seed=2),
-        "oscar-int2/value_rotation": randn(3, 1, 16, 16, seed=3),
+        "oscar-int2/key_rotation": torch.linalg.qr(randn(3, 1, 16, 16, seed=2)).Q,
+        "oscar-int2/value_rotation": torch.linalg.qr(randn(3, 1, 16, 16, seed=3)).Q,
         "oscar-int2/key_clip": torch.tensor([[0.9], [0.92], [1.0]]),
         "gtq-k3v3:seed=4/key_order": order.to(torch.int16).view(3, 2, 16),
         "gtq-k3v3:seed=4/key_widths": torch.tensor([4] * 8 + [2] * 8, dtype=torch.uint8).expand(3, 1, 16),
@@ -73,6 +74,13 @@ def rewrite(folder: Path, change) -> None:
     content = json.loads(path.read_text())
     change(content)
     path.write_text(json.dumps(content))
+
+
+def rewrite_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Others than those of a saved artifact, with their checksum."""
+    save_file(tensors, folder / "tensors.safetensors")
+    checksum = hashlib.sha256((folder / "tensors.safetensors").read_bytes()).hexdigest()
+    rewrite(folder, lambda content: content.update(tensors_sha256=checksum))
 
 
 def test_save_and_load(model, saved):
@@ -125,9 +133,10 @@ def test_a_recipe_that_was_not_calibrated_is_refused(model, text):
     ("tensors", "message"),
     [
         ({"hessian-int4/key_rotation": torch.zeros(3, 1, 16, 16)}, "belongs to none of the recipes"),
-        ({"oscar-int2/key_rotation": torch.zeros(2, 1, 16, 16)}, "has not 3 layers"),
-        ({"oscar-int2/key_rotation": torch.zeros(3, 3, 16, 16)}, r"for 1 or 2 KV heads, not of shape \(3, 3, 16, 16\)"),
-        ({"oscar-int2/key_clip": torch.zeros(3)}, "for 1 or 2 KV heads"),
+        ({"oscar-int2/key_rotation": torch.zeros(2, 1, 16, 16)}, r"\(3, 1 or 2, 16, 16\), not .* of \(2, 1, 16, 16\)"),
+        ({"oscar-int2/key_rotation": torch.zeros(3, 3, 16, 16)}, r"\(3, 1 or 2, 16, 16\), not .* of \(3, 3, 16, 16\)"),
+        ({"oscar-int2/key_clip": torch.zeros(3)}, r"key_clip must be torch.float32 of shape \(3, 1 or 2\), not"),
+        ({"oscar-int2/key_surprise": torch.zeros(3, 1)}, "unknown tensor oscar-int2/key_surprise"),
         ({"oscar-int2/key_clip": torch.full((3, 1), torch.nan)}, "oscar-int2/key_clip must be finite"),
         ({"surprise": torch.zeros(SHAPE)}, "unknown tensor surprise"),
         ({}, "there is no tensor of oscar-int2"),
@@ -178,7 +187,6 @@ def test_centroids_cannot_be_split(model):
     ("tensors", "message"),
     [
         ({"oscar-int2/value_rotation": None}, "the tensors of oscar-int2 are not what it needs: 'value_rotation'"),
-        ({"oscar-int2/key_rotation": torch.zeros(3, 1, 3, 5)}, "the tensors of oscar-int2 are not what it needs"),
         ({"gtq-k3v3:seed=4/key_widths": None}, "the tensors of gtq-k3v3:seed=4 are not what it needs"),
     ],
 )
@@ -197,6 +205,11 @@ def test_the_hashes_of_the_text_are_required(model):
 # --- the Hub
 
 
+@pytest.fixture
+def _hub_that_answers(monkeypatch):
+    monkeypatch.setattr("kvfold.hub._answers", lambda *_: True)
+
+
 class Hub:
     """huggingface_hub.HfApi, with one folder for a Hub."""
 
@@ -213,6 +226,7 @@ class Hub:
         return f"https://huggingface.co/{repo_id}/tree/main"
 
 
+@pytest.mark.usefixtures("_hub_that_answers")
 def test_push_uploads_what_is_valid(saved, monkeypatch):
     monkeypatch.setattr("huggingface_hub.HfApi", Hub)
     assert push(saved, "someone/artifact", private=True) == "https://huggingface.co/someone/artifact/tree/main"
@@ -220,11 +234,12 @@ def test_push_uploads_what_is_valid(saved, monkeypatch):
     assert Hub.calls == [("create", "someone/artifact", True, True), ("upload", "someone/artifact", saved, files)]
     Hub.calls = []
     (saved / "tensors.safetensors").write_bytes(b"damaged")
-    with pytest.raises(ValueError, match="is no valid artifact"):
+    with pytest.raises(ValueError, match=r"tensors\.safetensors is damaged"):
         push(saved, "someone/artifact")
     assert Hub.calls == []
 
 
+@pytest.mark.usefixtures("_hub_that_answers")
 def test_an_id_that_neither_a_folder_nor_the_hub_has(monkeypatch):
     def download(hub_id, allow_patterns):
         raise OSError("no such repository")
@@ -234,6 +249,7 @@ def test_an_id_that_neither_a_folder_nor_the_hub_has(monkeypatch):
         Artifact.load("owner/fits")
 
 
+@pytest.mark.usefixtures("_hub_that_answers")
 def test_load_by_the_id_of_the_hub(model, saved, monkeypatch, tmp_path):
     asked = []
 
@@ -256,12 +272,13 @@ def test_saving_again_replaces_the_old(model, saved):
 
 
 @pytest.mark.parametrize("name", ["kvfold.json", "tensors.safetensors"])
-def test_a_full_disk_leaves_what_was_there(model, saved, tmp_path, name):
+def test_a_full_disk_leaves_what_was_there(model, saved, tmp_path, name, monkeypatch):
+    monkeypatch.setattr("kvfold.files.token_hex", lambda _: "x")
     before = {path.name: path.read_bytes() for path in saved.iterdir()}
     new = tmp_path / "new"
     new.mkdir()
     for folder in (saved, new):
-        (folder / f"{name}.partial").symlink_to("/dev/full")
+        (folder / f"{name}.x.partial").symlink_to("/dev/full")
         with pytest.raises(OSError, match=f"^cannot write {folder}: No space left on device$"):
             artifact(model, key_mean=torch.full(SHAPE, 7.0)).save(folder)
     assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
@@ -284,8 +301,11 @@ def test_tensors_need_not_be_contiguous(model, tmp_path):
 
 def test_the_json_is_readable(saved):
     content = json.loads((saved / "kvfold.json").read_text())
-    assert content["schema_version"] == 2
-    assert content["model"]["architecture"] == "LlamaForCausalLM"
+    assert list(content)[:2] == ["schema_version", "tensors_sha256"]
+    assert content["schema_version"] == 3
+    assert content["tensors_sha256"] == hashlib.sha256((saved / "tensors.safetensors").read_bytes()).hexdigest()
+    assert content["model"]["model_type"] == "llama"
+    assert len(content["model"]["weights"]["layers.0.self_attn.k_proj.weight"]) == 16
     assert (content["model"]["layers"], content["model"]["kv_heads"], content["model"]["head_dim"]) == SHAPE
     assert content["model"]["rope"]["rope_theta"] == 10000.0
     assert content["calibration"]["tokens"] == 4096
@@ -296,33 +316,88 @@ def test_the_json_is_readable(saved):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda content: content.update(surprise=1), "surprise"),
-        (lambda content: content["model"].update(surprise=1), "surprise"),
-        (lambda content: content["calibration"].update(surprise=1), "surprise"),
-        (lambda content: content["model"].pop("weights"), "weights"),
-        (lambda content: content.pop("calibration"), "calibration"),
-        (lambda content: content.update(schema_version=1), "schema_version: that of another kvfold; calibrate again"),
-        (lambda content: content.update(schema_version=3), "schema_version: that of another kvfold; calibrate again"),
-        (lambda content: content.pop("rope"), "rope"),
-        (lambda content: content.update(recipes=["oscar-int2"]), "there is no tensor of oscar-int2"),
-        (lambda content: content.update(shard={"rank": 0, "ranks": 2}), r"\(3, 1, 16\)"),
-        (lambda content: content["model"].update(layers="many"), "layers"),
-        (lambda content: content["model"].update(layers=4), r"\(4, 2, 16\)"),
+        (lambda content: content.update(surprise=1), "surprise: "),
+        (lambda content: content["model"].update(surprise=1), "model.surprise: "),
+        (lambda content: content["calibration"].update(surprise=1), "calibration.surprise: "),
+        (lambda content: content["rope"].update(surprise=1), "rope.surprise: "),
+        (lambda content: content["model"].pop("weights"), "model.weights: "),
+        (lambda content: content.pop("calibration"), "calibration: "),
+        (lambda content: content.pop("rope"), "rope: "),
+        (lambda content: content.pop("recipes"), "recipes: "),
+        (lambda content: content.pop("shard"), "shard: "),
+        (lambda content: content.pop("tensors_sha256"), "tensors_sha256: "),
+        (lambda content: content.update(tensors_sha256="x" * 64), "tensors_sha256: "),
+        (lambda content: content.pop("schema_version"), "schema_version: Field required"),
+        (lambda content: content.update(schema_version="3"), "schema_version: "),
+        (lambda content: content.update(recipes=["oscar"]), "unknown recipe 'oscar'"),
+        (lambda content: content.update(recipes=["oscar-int2:sink=3"]), "recipes: oscar-int2:sink=3 are not as"),
+        (lambda content: content.update(recipes=["oscar-int2", "oscar-int2"]), "recipes: .* each once"),
+        (lambda content: content.update(shard={"rank": 2, "ranks": 2}), "shard: 2 KV heads have no part 2 of 2"),
+        (lambda content: content.update(shard={"rank": 0, "ranks": 3}), "shard: 2 KV heads have no part 0 of 3"),
+        (lambda content: content.update(shard={"rank": 0, "ranks": 0}), "shard.ranks: "),
+        (lambda content: content["calibration"].update(tokens=-1), "calibration.tokens: "),
+        (lambda content: content["calibration"].update(tokens=0), "calibration.tokens: "),
+        (lambda content: content["calibration"].update(tokens=64.5), "calibration.tokens: "),
+        (lambda content: content["calibration"].update(tokens=True), "calibration.tokens: "),
+        (lambda content: content["calibration"].update(context="2048"), "calibration.context: "),
+        (lambda content: content["calibration"].update(seed=-1), "calibration.seed: "),
+        (lambda content: content["calibration"].update(tokens_sha256="00"), "calibration.tokens_sha256: "),
+        (lambda content: content["calibration"].update(versions={"torch": 2}), "calibration.versions.torch: "),
+        (
+            lambda content: content["rope"]["frequencies"].__setitem__(3, float("nan")),
+            r"rope\.frequencies\.3: .*finite",
+        ),
+        (
+            lambda content: content["rope"]["frequencies"].__setitem__(0, float("inf")),
+            r"rope\.frequencies\.0: .*finite",
+        ),
+        (lambda content: content["rope"]["frequencies"].pop(), "rope: there are 7 frequencies for 8 pairs"),
+        (lambda content: content["rope"]["pairs"].__setitem__(0, [0, 16]), "rope: pairs must be of different"),
+        (lambda content: content["rope"]["pairs"].__setitem__(0, [1, 9]), "rope: pairs must be of different"),
+        (lambda content: content["rope"].update(head_dim=32), r"rope\.head_dim is 32, and model\.head_dim 16"),
+        (lambda content: content["model"].update(layers="many"), "model.layers: "),
+        (lambda content: content["model"].update(layers=0), "model: num_hidden_layers is 0"),
+        (lambda content: content["model"].update(kv_heads=3), "model: num_key_value_heads is 3, which does not"),
     ],
 )
 def test_json_that_is_not_ours_is_refused(saved, change, message):
     rewrite(saved, change)
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(ValueError, match=rf"^{saved}/kvfold\.json is not valid: .*{message}") as caught:
         Artifact.load(saved)
-    assert f"{saved} is no valid artifact" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert type(caught.value) is ValueError
+
+
+@pytest.mark.parametrize("version", [1, 2, 4])
+def test_an_artifact_of_another_schema_names_the_command_that_makes_a_new_one(model, tmp_path, version):
+    fitted_artifact(model).save(tmp_path)
+    rewrite(tmp_path, lambda content: content.update(schema_version=version))
+    with pytest.raises(
+        ValueError, match=f"kvfold.json is of another kvfold: its schema_version is {version}"
+    ) as caught:
+        Artifact.load(tmp_path)
+    command = "`kvfold calibrate MODEL --recipe oscar-int2 --recipe gtq-k3v3:seed=4 --out ANOTHER_DIR`"
+    assert command in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda content: content.update(recipes=["oscar-int2"]), "there is no tensor of oscar-int2"),
+        (lambda content: content.update(shard={"rank": 0, "ranks": 2}), r"\(3, 1, 16\)"),
+        (lambda content: content["model"].update(layers=4), r"\(4, 2, 16\)"),
+    ],
+)
+def test_json_that_does_not_go_with_the_tensors_is_refused(saved, change, message):
+    rewrite(saved, change)
+    with pytest.raises(ValueError, match=rf"^{saved}/tensors\.safetensors is not valid: .*{message}"):
+        Artifact.load(saved)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b"null"])
 def test_json_that_is_broken_is_refused(saved, content):
     (saved / "kvfold.json").write_bytes(content)
-    with pytest.raises(ValueError, match="is no valid artifact"):
+    with pytest.raises(ValueError, match=r"kvfold\.json is not valid"):
         Artifact.load(saved)
 
 
@@ -346,9 +421,63 @@ def damaged(content: bytes) -> list[bytes]:
 def test_damaged_tensors_are_refused(saved, kind):
     path = saved / "tensors.safetensors"
     path.write_bytes(damaged(path.read_bytes())[kind])
-    with pytest.raises(ValueError, match="is no valid artifact") as caught:
+    with pytest.raises(ValueError, match=f"^{path} is damaged, or not the one that kvfold.json was written with"):
+        Artifact.load(saved)
+    checksum = hashlib.sha256(path.read_bytes()).hexdigest()
+    rewrite(saved, lambda content: content.update(tensors_sha256=checksum))
+    with pytest.raises(ValueError, match=f"^{path} is not valid") as caught:
         Artifact.load(saved)
     assert type(caught.value) is ValueError
+
+
+@pytest.mark.parametrize("place", [0.3, 0.6, 0.9])
+def test_a_flipped_bit_is_noticed(model, tmp_path, place):
+    fitted_artifact(model).save(tmp_path)
+    path = tmp_path / "tensors.safetensors"
+    content = bytearray(path.read_bytes())
+    content[int(place * len(content))] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"^{path} is damaged"):
+        Artifact.load(tmp_path)
+
+
+OWN = own_tensors()
+ROTATION, ORDER, WIDTHS = (
+    OWN[name] for name in ("oscar-int2/key_rotation", "gtq-k3v3:seed=4/key_order", "gtq-k3v3:seed=4/key_widths")
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("oscar-int2/key_rotation", torch.zeros(3, 1, 16, 16), "must hold orthogonal matrices"),
+        ("oscar-int2/key_rotation", 3 * ROTATION, "must hold orthogonal matrices"),
+        ("oscar-int2/value_rotation", ROTATION.index_fill(0, torch.tensor([2]), 0.25), "must hold orthogonal matrices"),
+        ("oscar-int2/key_rotation", ROTATION.double(), r"must be torch\.float32 of shape \(3, 1 or 2, 16, 16\)"),
+        ("oscar-int2/key_rotation", torch.zeros(3, 1, 3, 5), r"of shape \(3, 1 or 2, 16, 16\)"),
+        ("oscar-int2/key_clip", torch.tensor([[0.9], [-0.9], [1.0]]), "must be above 0 and at most 1"),
+        ("oscar-int2/key_clip", torch.tensor([[0.9], [0.0], [1.0]]), "must be above 0 and at most 1"),
+        ("oscar-int2/value_clip", torch.tensor([[0.9], [1.5], [1.0]]), "must be above 0 and at most 1"),
+        ("oscar-int2/key_spectrum", torch.full((3, 1, 16), -1.0), "must not be negative"),
+        ("oscar-int2/value_folded", torch.zeros(3, 1), "must be 1"),
+        ("gtq-k3v3:seed=4/key_order", torch.zeros_like(ORDER), "must hold permutations"),
+        ("gtq-k3v3:seed=4/key_order", ORDER - 1, "must hold permutations"),
+        ("gtq-k3v3:seed=4/key_order", ORDER.long(), r"must be torch\.int16"),
+        ("gtq-k3v3:seed=4/key_widths", torch.zeros_like(WIDTHS), "must hold widths from 8 bits down to 1"),
+        ("gtq-k3v3:seed=4/key_widths", torch.full_like(WIDTHS, 9), "must hold widths from 8 bits down to 1"),
+        ("gtq-k3v3:seed=4/key_widths", WIDTHS.flip(2), "the largest first"),
+        ("gtq-k3v3:seed=4/key_centroids", torch.zeros(3, 2, 5, 8), r"of shape \(3, 1 or 2, centroids, 16\)"),
+    ],
+)
+def test_numbers_that_no_calibration_finds_are_refused_when_made_and_when_loaded(
+    model, tmp_path, name, tensor, message
+):
+    with pytest.raises(ValueError, match=f"{name} .*{message}"):
+        artifact(model, ("oscar-int2", "gtq-k3v3:seed=4"), **{**OWN, name: tensor})
+    fitted_artifact(model).save(tmp_path)
+    rewrite_tensors(tmp_path, {**load_file(tmp_path / "tensors.safetensors"), name: tensor.contiguous()})
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/tensors\.safetensors is not valid: {name} .*{message}"):
+        Artifact.load(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -360,7 +489,7 @@ def test_damaged_tensors_are_refused(saved, kind):
     ],
 )
 def test_other_tensors_are_refused(saved, names, message):
-    save_file({name: torch.zeros(SHAPE) for name in names}, saved / "tensors.safetensors")
+    rewrite_tensors(saved, {name: torch.zeros(SHAPE) for name in names})
     with pytest.raises(ValueError, match=message):
         Artifact.load(saved)
 
@@ -386,8 +515,8 @@ def test_wrong_tensors_are_refused_when_made_and_when_loaded(model, saved, name,
         artifact(model, **{name: tensor})
     assert re.search(needed, str(caught.value))
     tensors = {"key_mean": torch.zeros(SHAPE), "value_mean": torch.zeros(SHAPE), name: tensor}
-    save_file(tensors, saved / "tensors.safetensors")
-    with pytest.raises(ValueError, match=rf"is no valid artifact: {name} must be"):
+    rewrite_tensors(saved, tensors)
+    with pytest.raises(ValueError, match=rf"tensors.safetensors is not valid: {name} must be"):
         Artifact.load(saved)
 
 
@@ -413,17 +542,104 @@ def test_another_model_is_refused_and_the_field_named(model, saved, changes, fie
 
 
 def test_the_same_model_with_other_weights_is_refused(saved):
-    with pytest.raises(ValueError, match="its weights is"):
+    with pytest.raises(ValueError, match="its weights are others"):
         Artifact.load(saved).metadata.model.check(llama(seed=1))
 
 
-@pytest.mark.parametrize("name", ["model.layers.2.self_attn.k_proj.weight", "model.norm.weight", "lm_head.weight"])
-def test_every_parameter_counts(saved, name):
+@pytest.mark.parametrize(
+    "name", ["model.layers.2.self_attn.k_proj.weight", "model.norm.weight", "model.embed_tokens.weight"]
+)
+def test_every_parameter_of_the_decoder_counts(saved, name, tmp_path):
     changed = llama()
     with torch.no_grad():
         changed.get_parameter(name).view(-1)[0] += 0.5
-    with pytest.raises(ValueError, match="its weights is"):
+    message = f"its weights are others, {name.removeprefix('model.')} among them"
+    with pytest.raises(ValueError, match=message):
         Artifact.load(saved).metadata.model.check(changed)
+    changed.save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=message):
+        check_folder(saved, tmp_path / "model")
+
+
+def test_what_comes_after_the_decoder_does_not_count(saved):
+    """Keys and values are the same with another output head."""
+    changed = llama()
+    torch.nn.init.normal_(changed.lm_head.weight)
+    Artifact.load(saved).metadata.model.check(changed)
+
+
+def check_folder(artifact: Path, folder: Path) -> None:
+    """As engines do, which do not load the model with transformers."""
+    config = json.loads((folder / "config.json").read_text())
+    Artifact.load(artifact).metadata.model.check_files(config, digest_model(str(folder)))
+
+
+def add_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    path = folder / "model.safetensors"
+    save_file({**load_file(path), **tensors}, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(8) for layer in range(3)},
+        {"lm_head.weight": torch.ones(60, 64)},
+        {
+            f"model.layers.{layer}.self_attn.q_proj.{name}": tensor
+            for layer in range(3)
+            for name, tensor in {
+                "qweight": torch.ones(8, 64, dtype=torch.int32),
+                "qzeros": torch.ones(1, 8, dtype=torch.int32),
+                "scales": torch.ones(1, 64, dtype=torch.float16),
+            }.items()
+        },
+        {"vision.encoder.layers.0.self_attn.k_proj.weight": torch.ones(3, 3)},
+    ],
+    ids=["inv_freq", "lm_head", "AWQ", "a vision tower"],
+)
+def test_a_model_with_more_tensors_in_its_files_is_the_same_model(saved, model, tmp_path, extra):
+    folder = tmp_path / "model"
+    model.save_pretrained(folder)
+    add_tensors(folder, extra)
+    check_folder(saved, folder)
+    name = "model.layers.1.self_attn.v_proj.weight"
+    add_tensors(folder, {name: load_file(folder / "model.safetensors")[name] + 1})
+    with pytest.raises(ValueError, match=r"its weights are others, layers\.1\.self_attn\.v_proj\.weight among them"):
+        check_folder(saved, folder)
+
+
+def test_files_that_the_model_is_not_loaded_from_do_not_count(saved, model, tmp_path):
+    """As `consolidated.safetensors`, a second copy of the weights under other names, or the same names."""
+    for size in ("10GB", "20kB"):  # in one file, and in several with an index
+        folder = tmp_path / size
+        model.save_pretrained(folder, max_shard_size=size)
+        assert (folder / "model.safetensors.index.json").exists() == (size == "20kB")
+        name = "model.layers.1.self_attn.v_proj.weight"
+        save_file({name: torch.ones(32, 64), "layers.0.wk.weight": torch.ones(3)}, folder / "consolidated.safetensors")
+        check_folder(saved, folder)
+
+
+def test_an_index_that_names_a_file_that_is_not_there_tells_nothing(model, tmp_path):
+    model.save_pretrained(tmp_path, max_shard_size="20kB")
+    assert digest_model(str(tmp_path))
+    sorted(tmp_path.glob("model-*.safetensors"))[1].unlink()
+    assert digest_model(str(tmp_path)) is None
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json is no index of weights"):
+        digest_model(str(tmp_path))
+
+
+def test_quantized_weights_are_not_compared(saved, model, tmp_path):
+    """Their numbers mean nothing without their scales; all others still count."""
+    folder = tmp_path / "model"
+    model.save_pretrained(folder)
+    for layer in range(3):
+        name = f"model.layers.{layer}.self_attn.v_proj.weight"
+        add_tensors(folder, {name: torch.ones(32, 64).to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1, 1)})
+    check_folder(saved, folder)
+    add_tensors(folder, {"model.norm.weight": torch.zeros(64)})
+    with pytest.raises(ValueError, match=r"its weights are others, norm\.weight"):
+        check_folder(saved, folder)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16])

@@ -131,7 +131,7 @@ def test_the_new_artifact_is_of_the_folded_model_alone(folded, name, recipe, tmp
     case.own.metadata.model.check(case.model)
     case.artifact.metadata.model.check(case.plain)
     for artifact, model in ((case.own, case.plain), (case.artifact, case.model)):
-        with pytest.raises(ValueError, match="made for another model: its weights is"):
+        with pytest.raises(ValueError, match="made for another model: its weights are others"):
             cache(model, case.recipe, artifact)
     assert case.own.metadata.recipes == (fitted,)
     new = ("value_mean", f"{fitted}/value_folded")
@@ -186,7 +186,7 @@ def test_folding_twice_is_refused(folded):
 def test_an_artifact_of_another_model_is_refused():
     recipe = parse("oscar-int2")
     artifact = calibrate(tiny(), random_tokens(60), 60, [recipe])
-    for model, field in ((tiny("Qwen3"), "architecture"), (tiny(num_hidden_layers=3), "layers")):
+    for model, field in ((tiny("Qwen3"), "model_type"), (tiny(num_hidden_layers=3), "layers")):
         before = weights(model)
         with pytest.raises(ValueError, match=f"made for another model: its {field} is"):
             fold_values(model, recipe, artifact)

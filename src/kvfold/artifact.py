@@ -1,21 +1,33 @@
 """Artifact: what calibration found, with the model it belongs to; a folder with kvfold.json and tensors.safetensors."""
 
 import hashlib
+import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    NonNegativeInt,
+    PositiveInt,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save
+from safetensors.torch import load, save
 from torch import Tensor
 
+from kvfold import hub
 from kvfold.files import write_whole
-from kvfold.geometry import Geometry
+from kvfold.fit_tensors import check_fit
+from kvfold.geometry import Geometry, text_config
 from kvfold.models import weight_files
 from kvfold.rope import Rope
 
@@ -25,112 +37,164 @@ if TYPE_CHECKING:
     from kvfold.recipe import Recipe
 
 METADATA, TENSORS = "kvfold.json", "tensors.safetensors"
+SCHEMA = 3
 TEXT = "text"
 DIGESTED = 256  # numbers of each parameter, which tell one model from another
+PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # not quantized
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Digests = Mapping[str, str]  # of parameters by name: see `_digest`
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Fingerprint(_Strict):
-    """What tells one model from another."""
+    """What tells one model from another: its language model, as all that is cached comes from there."""
 
-    architecture: str
+    model_type: str
     layers: int
     q_heads: int
     kv_heads: int
     head_dim: int
     rope: dict[str, Any]
-    weights: str  # sha256 over the first numbers of every parameter
+    weights: Digests  # of the decoder's parameters, by their names in it
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        Geometry(self.model_type, self.layers, self.q_heads, self.kv_heads, self.head_dim)
+        return self
 
     @classmethod
     def of(cls, model: "PreTrainedModel") -> Self:
-        shape = cls.shape(model.config.to_dict())
-        weights = _digest((name, parameter.shape, parameter.flatten()) for name, parameter in model.named_parameters())
-        return cls(**{**shape, "architecture": type(model).__name__, "weights": weights})
+        weights = {
+            name: _digest(parameter.shape, parameter.flatten()[:DIGESTED])
+            for name, parameter in model.get_decoder().named_parameters()
+            if parameter.dtype in PLAIN.values() and parameter.ndim <= 2
+        }
+        return cls(**cls.shape(model.config.to_dict()), weights=weights)
 
     @staticmethod
     def shape(config: Mapping[str, Any]) -> dict[str, Any]:
         """All but the weights, as a configuration has it."""
-        geometry = Geometry.from_config(config)
+        geometry, text = Geometry.from_config(config), text_config(config)
         return {
-            "architecture": geometry.architecture,
             "layers": geometry.layers,
             "q_heads": geometry.q_heads,
             "kv_heads": geometry.kv_heads,
             "head_dim": geometry.head_dim,
+            "model_type": text.get("model_type", ""),
             # without the older name of rope_type, which some engines add
-            "rope": {name: value for name, value in (config.get("rope_parameters") or {}).items() if name != "type"},
+            "rope": {name: value for name, value in text.get("rope_parameters", {}).items() if name != "type"},
         }
 
     def check(self, model: "PreTrainedModel") -> None:
-        """Refuse another model, naming the field that differs."""
+        """Refuse another model, naming what differs."""
         self._compare(Fingerprint.of(model).model_dump())
 
-    def check_files(self, config: Mapping[str, Any], weights: str | None) -> None:
+    def check_files(self, config: Mapping[str, Any], weights: Digests | None) -> None:
         """The same for a model that is not loaded: its configuration, as transformers has it, and `digest_model`."""
-        self._compare(self.shape(config) | ({} if weights is None else {"weights": weights}))
+        self._compare({**self.shape(config), "weights": weights or {}})
 
     def _compare(self, other: Mapping[str, Any]) -> None:
         for field, theirs in other.items():
-            if (mine := getattr(self, field)) != theirs:
-                hint = " (folding makes another model, with an artifact of its own)" if field == "weights" else ""
+            if field != "weights" and (mine := getattr(self, field)) != theirs:
                 raise ValueError(
-                    f"the artifact was made for another model: its {field} is {mine}, the model's is {theirs}{hint}"
+                    f"the artifact was made for another model: its {field} is {mine}, the model's is {theirs}"
                 )
+        if changed := self._changed(other["weights"]):
+            raise ValueError(
+                f"the artifact was made for another model: its weights are others, {changed} among them "
+                "(folding makes another model, with an artifact of its own)"
+            )
+
+    def _changed(self, theirs: Digests) -> str | None:
+        """A parameter of both that differs. Theirs may have other tensors too, and their names something in front, such
+        as `model.` or `language_model.model.`: that with which most names are found."""
+        fronts = Counter[str]()
+        for name in theirs:
+            parts = name.split(".")
+            fronts.update(
+                name.removesuffix(end) for i in range(len(parts)) if (end := ".".join(parts[i:])) in self.weights
+            )
+        for front, _ in fronts.most_common(1):
+            for name, digest in self.weights.items():
+                if theirs.get(front + name, digest) != digest:
+                    return name
+        return None
 
 
-def _digest(parameters: Iterable[tuple[str, Sequence[int], Tensor]]) -> str:
-    """Of the name, shape and first numbers of each."""
-    digest = hashlib.sha256()
-    for name, shape, numbers in sorted(parameters, key=lambda parameter: parameter[0]):
-        first = numbers.detach()[:DIGESTED].to("cpu", torch.bfloat16).view(torch.uint8)
-        digest.update(f"{name} {tuple(shape)} ".encode() + first.numpy().tobytes())
-    return digest.hexdigest()
+def _digest(shape: Sequence[int], numbers: Tensor) -> str:
+    """Of a parameter's shape and first numbers, in bfloat16, so that its 16-bit copies are the same."""
+    first = numbers.detach().to("cpu", torch.bfloat16).view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(f"{tuple(shape)} ".encode() + first).hexdigest()[:16]
 
 
-def digest_model(name: str) -> str | None:
-    """`Fingerprint.weights` of a model whose files are on this machine; None where they do not tell."""
-    files = weight_files(name)
-    return _digest(_first_numbers(files)) if files else None
+def digest_model(name: str) -> Digests | None:
+    """The tensors in the files of a model on this machine, by their names there; None where the files do not tell.
 
-
-def _first_numbers(files: Sequence[Path]) -> Iterator[tuple[str, Sequence[int], Tensor]]:
-    for file in files:
+    Left out are those that are quantized, and stacks of experts, which transformers turns over when it loads them.
+    """
+    digests = {}
+    for file in weight_files(name):
         with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118
-                part = tensors.get_slice(name)
+            for tensor in tensors.keys():  # noqa: SIM118
+                part = tensors.get_slice(tensor)
                 shape = part.get_shape()
-                rows = -(-DIGESTED // max(1, math.prod(shape[1:])))
-                yield name, shape, (part[:rows] if shape else tensors.get_tensor(name)).flatten()
+                if part.get_dtype() in PLAIN and len(shape) <= 2:
+                    rows = -(-DIGESTED // max(1, math.prod(shape[1:])))
+                    numbers = part[:rows] if shape else tensors.get_tensor(tensor)
+                    digests[tensor] = _digest(shape, numbers.flatten()[:DIGESTED])
+    return digests or None
 
 
 class Provenance(_Strict):
     """The text that was calibrated on, and with what."""
 
-    tokens_sha256: str
-    tokens: int
-    context: int
-    seed: int | None  # of the places in the text; None: from its beginning
+    tokens_sha256: Sha256
+    tokens: PositiveInt
+    context: PositiveInt
+    seed: NonNegativeInt | None  # of the places in the text; None: from its beginning
     versions: dict[str, str]
 
 
 class Shard(_Strict):
     """The KV heads of one rank of a tensor-parallel model."""
 
-    rank: int
-    ranks: int
+    rank: NonNegativeInt
+    ranks: PositiveInt
 
 
 class Metadata(_Strict):
-    schema_version: Literal[2] = 2
     model: Fingerprint
     rope: Rope
     calibration: Provenance
-    recipes: tuple[str, ...] = ()  # those with tensors of their own
+    recipes: tuple[str, ...]  # those with tensors of their own
     shard: Shard | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        from kvfold.recipes import parse
+
+        if any(parse(name).fitted_as != name for name in self.recipes) or len(set(self.recipes)) < len(self.recipes):
+            raise ValueError(f"recipes: {', '.join(self.recipes)} are not as calibration names them, each once")
+        if self.rope.head_dim != self.model.head_dim:
+            raise ValueError(f"rope.head_dim is {self.rope.head_dim}, and model.head_dim {self.model.head_dim}")
+        if self.shard and (self.shard.rank >= self.shard.ranks or self.model.kv_heads % self.shard.ranks):
+            raise ValueError(
+                f"shard: {self.model.kv_heads} KV heads have no part {self.shard.rank} of {self.shard.ranks} equal ones"
+            )
+        return self
+
+
+class _Saved(Metadata):
+    """What kvfold.json holds."""
+
+    schema_version: Literal[3]
+    tensors_sha256: Sha256  # of tensors.safetensors
+    shard: Shard | None
 
 
 @dataclass(frozen=True)
@@ -157,11 +221,11 @@ class Artifact:
             if not torch.isfinite(tensor).all():
                 raise ValueError(f"{name} must be finite")
             recipe, slash, _ = name.rpartition("/")
-            if slash and (recipe not in self.metadata.recipes or tensor.shape[:1] != shape[:1]):
-                raise ValueError(f"{name} belongs to none of the recipes, or has not {model.layers} layers")
-            if slash and tensor.shape[1:2] not in ((1,), (kv_heads,)):
-                raise ValueError(f"{name} must be for 1 or {kv_heads} KV heads, not of shape {tuple(tensor.shape)}")
-            if not slash and name not in ("key_mean", "value_mean", TEXT):
+            if slash and recipe not in self.metadata.recipes:
+                raise ValueError(f"{name} belongs to none of the recipes")
+            if slash:
+                check_fit(name, tensor, *shape)
+            elif name not in ("key_mean", "value_mean", TEXT):
                 raise ValueError(f"unknown tensor {name}")
         text = self.tensors.get(TEXT)
         if text is None or text.dtype != torch.int64 or text.ndim != 1:
@@ -215,7 +279,8 @@ class Artifact:
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         tensors = save({name: tensor.contiguous() for name, tensor in self.tensors.items()})
-        metadata = self.metadata.model_dump_json(indent=2) + "\n"
+        front = {"schema_version": SCHEMA, "tensors_sha256": hashlib.sha256(tensors).hexdigest()}
+        metadata = json.dumps({**front, **self.metadata.model_dump(mode="json")}, indent=2) + "\n"
         write_whole(folder, {TENSORS: tensors, METADATA: metadata.encode()})
 
     @classmethod
@@ -223,29 +288,63 @@ class Artifact:
         """From a folder, or by its id from the Hub."""
         folder = Path(where)
         if not folder.exists() and HUB_ID.fullmatch(str(where)):
-            from huggingface_hub import snapshot_download
-
-            try:
-                folder = Path(snapshot_download(str(where), allow_patterns=[METADATA, TENSORS]))
-            except (OSError, ValueError) as error:
-                raise ValueError(f"{where} is neither a folder nor what the Hugging Face Hub gives: {error}") from None
+            folder = _download(str(where))
         try:
-            metadata = Metadata.model_validate_json((folder / METADATA).read_text())
-            artifact = cls(metadata, load_file(folder / TENSORS))
-            artifact._try_recipes()
-            return artifact
+            text, content = (folder / METADATA).read_bytes(), (folder / TENSORS).read_bytes()
         except FileNotFoundError as error:
+            raise ValueError(f"{folder} is no artifact: there is no {Path(error.filename).name} in it") from None
+        except OSError as error:
+            raise ValueError(f"{folder} is no artifact: {error.filename}: {error.strerror}") from None
+        saved = _read(folder / METADATA, text)
+        if hashlib.sha256(content).hexdigest() != saved.tensors_sha256:
             raise ValueError(
-                f"{folder} is no artifact: there is no {Path(error.filename or TENSORS).name} in it"
-            ) from None
-        except ValidationError as error:
-            faults = {".".join(map(str, fault["loc"])): fault["msg"] for fault in error.errors()}
-            if "schema_version" in faults:
-                faults = {"schema_version": "that of another kvfold; calibrate again"}
-            said = "; ".join(f"{place}: {message}" if place else message for place, message in faults.items())
-            raise ValueError(f"{folder} is no valid artifact: {said}") from None
+                f"{folder / TENSORS} is damaged, or not the one that {METADATA} was written with: "
+                "its SHA-256 is not tensors_sha256; copy the artifact again, or calibrate again"
+            )
+        try:
+            metadata = Metadata(**{field: getattr(saved, field) for field in Metadata.model_fields})
+            artifact = cls(metadata, load(content))
+            artifact._try_recipes()
         except (SafetensorError, ValueError) as error:
-            raise ValueError(f"{folder} is no valid artifact: {error}") from None
+            raise ValueError(f"{folder / TENSORS} is not valid: {error}") from None
+        return artifact
+
+
+def _read(file: Path, text: bytes) -> _Saved:
+    try:
+        return _Saved.model_validate_json(text)
+    except ValidationError as error:
+        faults = {".".join(map(str, fault["loc"])): fault["msg"] for fault in error.errors()}
+    if "schema_version" in faults and (old := _older(text)):
+        raise ValueError(f"{file} is of another kvfold: {old}")
+    said = "; ".join(f"{place}: {message}" if place else message for place, message in faults.items())
+    raise ValueError(f"{file} is not valid: {said.replace('Value error, ', '')}")
+
+
+def _older(text: bytes) -> str | None:
+    """What to do with an artifact of another schema."""
+    content = json.loads(text)
+    match content:
+        case {"schema_version": int(version), **others}:
+            recipes = others.get("recipes")
+            named = "".join(f" --recipe {name}" for name in recipes) if isinstance(recipes, list) else ""
+            return (
+                f"its schema_version is {version}, and {SCHEMA} is read. Make a new one: "
+                f"`kvfold calibrate MODEL{named} --out ANOTHER_DIR`"
+            )
+    return None
+
+
+def _download(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        with hub.asked():
+            return Path(snapshot_download(hub_id, allow_patterns=[METADATA, TENSORS]))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{hub_id} is neither a folder nor what the Hugging Face Hub gives: {hub.why(error)}"
+        ) from None
 
 
 def push(folder: Path, hub_id: str, private: bool = False) -> str:
@@ -253,6 +352,8 @@ def push(folder: Path, hub_id: str, private: bool = False) -> str:
     from huggingface_hub import HfApi
 
     Artifact.load(folder)  # what is not valid here would not be there
+    if hub.silent():
+        raise OSError(f"cannot push to {hub_id}: {hub.unreachable()}")
     api = HfApi()
     api.create_repo(hub_id, private=private, exist_ok=True)
     return str(api.upload_folder(repo_id=hub_id, folder_path=folder, allow_patterns=[METADATA, TENSORS]))

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from hashlib import sha256
 from importlib import import_module
 from itertools import groupby
 from operator import itemgetter
@@ -269,7 +270,7 @@ def inspect(
         return
     model, made = artifact.metadata.model, artifact.metadata.calibration
     out.print(
-        f"{model.architecture}: {model.layers} layers, {model.q_heads} query and {model.kv_heads} KV heads of "
+        f"{model.model_type}: {model.layers} layers, {model.q_heads} query and {model.kv_heads} KV heads of "
         f"{model.head_dim}; RoPE on {artifact.metadata.rope.rotary_dim} of them ({artifact.metadata.rope.layout})\n"
         f"calibrated on {made.tokens:,} tokens in windows of {made.context:,}"
         + (f", drawn with seed {made.seed}" if made.seed is not None else "")
@@ -819,7 +820,7 @@ def _calibrated(model: str, recipe: Recipe) -> Path:
     from kvfold.artifact import digest_model
 
     digest = digest_model(model)
-    which = digest[:16] if digest else re.sub(r"\W+", "-", model)
+    which = sha256(repr(digest).encode()).hexdigest()[:16] if digest else re.sub(r"\W+", "-", model)
     folder = cache_folder() / "artifacts" / f"{which}-{recipe.fitted_as if recipe.learns else 'means'}"
     if not (folder / "kvfold.json").exists():
         network, tokenizer = _load(model)

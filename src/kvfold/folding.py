@@ -20,6 +20,8 @@ def check_foldable(recipe: Recipe, config: Mapping[str, Any]) -> None:
         raise ValueError(f"{recipe} learns no rotation of values that could be folded")
     if config.get("quantization_config"):
         raise UnsupportedModel("values cannot be folded into quantized weights: take the model that they were made of")
+    if config.get("text_config"):
+        raise UnsupportedModel("values of multimodal models cannot be folded yet: their processors would not be saved")
 
 
 @torch.no_grad()

@@ -1,7 +1,8 @@
 """Rope: which coordinates of a head RoPE turns together, and how fast."""
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -9,10 +10,21 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rope:
+    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
+
     head_dim: int
     # (i, j), i < j: by an angle a, (x_i, x_j) becomes (x_i cos a − x_j sin a, x_i sin a + x_j cos a). Ordered by i.
     pairs: tuple[tuple[int, int], ...]
     frequencies: tuple[float, ...]  # of each pair, in radians for each position
+
+    def __post_init__(self) -> None:
+        turning = [i for pair in self.pairs for i in pair]
+        if any(not 0 <= i < j < self.head_dim for i, j in self.pairs) or len(set(turning)) < len(turning):
+            raise ValueError(f"pairs must be of different coordinates below head_dim, {self.head_dim}, i < j")
+        if len(self.frequencies) != len(self.pairs):
+            raise ValueError(f"there are {len(self.frequencies)} frequencies for {len(self.pairs)} pairs")
+        if not all(map(math.isfinite, self.frequencies)):
+            raise ValueError("frequencies must be finite")
 
     @property
     def rotary_dim(self) -> int:

@@ -42,9 +42,9 @@ def random_artifact(config: Mapping[str, Any], recipes: Sequence[Recipe], folded
         if folded and tensors.pop(f"{recipe.fitted_as}/value_rotation", None) is not None:
             tensors[f"{recipe.fitted_as}/value_folded"] = torch.ones(geometry.layers, 1)
     metadata = Metadata(
-        model=Fingerprint(**Fingerprint.shape(config), weights="random"),
+        model=Fingerprint(**Fingerprint.shape(config), weights={}),
         rope=_rope(geometry.head_dim),
-        calibration=Provenance(tokens_sha256="", tokens=FIT_TOKENS, context=FIT_TOKENS, seed=0, versions={}),
+        calibration=Provenance(tokens_sha256="0" * 64, tokens=FIT_TOKENS, context=FIT_TOKENS, seed=0, versions={}),
         recipes=tuple(dict.fromkeys(recipe.fitted_as for recipe in recipes if recipe.learns)),
     )
     return Artifact(metadata, tensors)

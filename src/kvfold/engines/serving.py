@@ -72,7 +72,7 @@ class Plan:
         device: torch.device | str = "cpu",
         rank: int = 0,
         ranks: int = 1,
-        weights: str | None = None,
+        weights: Mapping[str, str] | None = None,
     ) -> Self:
         """For one of several tensor-parallel ranks of a model with this configuration (its config.json) and, if they
         are known, weights (`digest_model`). Ranks beyond the KV heads hold copies, as many of each."""

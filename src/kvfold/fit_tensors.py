@@ -1,0 +1,60 @@
+"""What the tensors of a fit must be: their type, their shape, and the numbers in them."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+NEARLY = 1e-4  # how far products of an orthogonal float32 matrix may be from 0 and 1; rounding leaves 1e-6
+
+
+class Kind(NamedTuple):
+    dtype: torch.dtype
+    shape: tuple[str, ...]  # behind [layers, kv_heads or 1]: "d" is the head dimension, any other name any size
+    right: Callable[[Tensor], Tensor]  # whether the numbers are
+    must: str
+
+
+def _orthogonal(x: Tensor) -> Tensor:
+    x = x.double()
+    return ((x @ x.mT - torch.eye(x.shape[-1], dtype=x.dtype)).abs() < NEARLY).all()
+
+
+def _permutations(x: Tensor) -> Tensor:
+    return (x.sort(dim=-1).values == torch.arange(x.shape[-1])).all()
+
+
+def _widths(x: Tensor) -> Tensor:
+    return ((x >= 1) & (x <= 8)).all() & (x[..., 1:] <= x[..., :-1]).all()
+
+
+KINDS = {
+    "rotation": Kind(torch.float32, ("d", "d"), _orthogonal, "hold orthogonal matrices"),
+    "spectrum": Kind(torch.float32, ("d",), lambda x: (x >= 0).all(), "not be negative"),
+    "clip": Kind(torch.float32, (), lambda x: ((x > 0) & (x <= 1)).all(), "be above 0 and at most 1"),
+    "folded": Kind(torch.float32, (), lambda x: (x == 1).all(), "be 1"),
+    "centroids": Kind(torch.float32, ("centroids", "d"), lambda x: x.isfinite().all(), "be finite"),
+    "widths": Kind(torch.uint8, ("d",), _widths, "hold widths from 8 bits down to 1, the largest first"),
+    "order": Kind(torch.int16, ("d",), _permutations, "hold permutations of the coordinates of a head"),
+}
+
+
+def check_fit(name: str, tensor: Tensor, layers: int, kv_heads: int, head_dim: int) -> None:
+    """Refuse a tensor, by its name in an artifact (RECIPE/key_rotation, …), that no calibration finds."""
+    side, _, of = name.rpartition("/")[2].partition("_")
+    if side not in ("key", "value") or of not in KINDS:
+        raise ValueError(f"unknown tensor {name}")
+    kind = KINDS[of]
+    behind = [head_dim if dim == "d" else dim for dim in kind.shape]
+    sizes = zip(tensor.shape[2:], behind, strict=False)
+    if (
+        tensor.dtype != kind.dtype
+        or tensor.shape[:2] not in ((layers, 1), (layers, kv_heads))
+        or tensor.ndim != 2 + len(behind)
+        or any(size != wanted for size, wanted in sizes if isinstance(wanted, int))
+    ):
+        shape = ", ".join(map(str, (layers, f"1 or {kv_heads}", *behind)))
+        raise ValueError(f"{name} must be {kind.dtype} of shape ({shape}), not {tensor.dtype} of {tuple(tensor.shape)}")
+    if not kind.right(tensor):
+        raise ValueError(f"{name} must {kind.must}")

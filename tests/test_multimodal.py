@@ -1,0 +1,129 @@
+"""Models that see and read: what is cached is their language model's, which is all that kvfold looks at."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tiny_models import SIZES, random_tokens
+
+import kvfold
+from kvfold.artifact import Artifact, Fingerprint, digest_model
+from kvfold.calibration.capture import collect
+from kvfold.folding import check_foldable
+from kvfold.geometry import Geometry, UnsupportedModel
+from kvfold.models import load_model
+from kvfold.recipes import parse
+
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "depth": 3,  # as Qwen's vision towers name layers and heads
+    "num_heads": 2,
+    "out_hidden_size": 128,
+}
+ROPE = {"rope_type": "default", "rope_theta": 5000.0}
+# class: (the language model's configuration beside SIZES, that of the vision tower, others)
+MODELS = {
+    "Qwen2_5_VL": ({"hidden_size": 128, "rope_parameters": {**ROPE, "mrope_section": [4, 6, 6]}}, VISION, {}),
+    "Mistral3": (
+        {"model_type": "mistral", "sliding_window": None, "rope_parameters": ROPE},
+        {**VISION, "model_type": "pixtral", "head_dim": 16},
+        {"image_token_index": 5},
+    ),
+    "InternVL": (
+        {"model_type": "qwen2", "hidden_size": 128, "rope_parameters": ROPE},
+        {**VISION, "image_size": [28, 28], "patch_size": [14, 14]},
+        {"image_token_id": 5},
+    ),
+    "Llava": (
+        {"model_type": "llama", "rope_parameters": ROPE},
+        {**VISION, "model_type": "clip_vision_model", "image_size": 28, "patch_size": 14},
+        {"image_token_index": 5},
+    ),
+}
+
+
+def make(name: str, folder: Path, **changes: object) -> None:
+    """Save a model with random weights."""
+    text, vision, others = MODELS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(
+        text_config={**SIZES, **text, **changes}, vision_config=vision, **others
+    )
+    getattr(transformers, f"{name}ForConditionalGeneration")(config).save_pretrained(folder)
+
+
+@pytest.fixture(params=MODELS)
+def folder(request, tmp_path, monkeypatch) -> Path:
+    monkeypatch.setattr("kvfold.models.load_tokenizer", lambda name: None)
+    make(request.param, tmp_path / "model")
+    return tmp_path / "model"
+
+
+@torch.no_grad()
+def test_it_is_loaded_calibrated_and_packed(folder, tmp_path):
+    model, _ = load_model(str(folder))
+    tokens = random_tokens(120)
+    made = kvfold.calibrate(model, tokens, 60, [parse("oscar-int2")])
+    keys = [torch.cat(parts, dim=1)[:, :].double() for parts in zip(*_keys(model, tokens), strict=True)]
+    for layer, key in enumerate(keys):
+        assert torch.allclose(made.tensors["key_mean"][layer].double(), key.mean(dim=1), atol=1e-5)
+    made.save(tmp_path / "fits")
+    fits, ids = Artifact.load(tmp_path / "fits"), random_tokens(40).unsqueeze(0)
+    exact = model(ids).logits
+
+    def error(recipe: str) -> float:
+        return float(
+            (model(ids, past_key_values=kvfold.cache(model, recipe, fits)).logits - exact).norm() / exact.norm()
+        )
+
+    assert error("bf16") < 0.01
+    assert error("int8") < 0.02
+    assert 0.05 < error("oscar-int2:sink=0,recent=0") < 0.6
+    model.generation_config.pad_token_id = 0
+    packed = kvfold.cache(model, "int8", fits)
+    assert model.generate(ids, past_key_values=packed, max_new_tokens=3, do_sample=False).shape == (1, 43)
+    assert packed.get_seq_length() == 42
+
+
+def _keys(model, tokens):
+    """Of each window and layer [kv_heads, n, d], without the first four tokens."""
+    return [[key[:, 4:] for _, key, _, _ in collect(model, window)] for window in tokens.split(60)]
+
+
+def test_its_files_and_the_loaded_model_are_one_model(folder):
+    """Names in the files and the class of the loaded model differ from those of a language model alone."""
+    model, _ = load_model(str(folder))
+    fingerprint = Fingerprint.of(model)
+    config = json.loads((folder / "config.json").read_text())
+    assert fingerprint.rope["rope_theta"] == 5000.0, "which text_config nests"
+    assert fingerprint.model_type == model.get_decoder().config.model_type
+    for as_read in (config, model.config.to_dict()):
+        fingerprint.check_files(as_read, digest_model(str(folder)))
+    weights = load_file(folder / "model.safetensors")
+    vision = next(name for name in weights if "vis" in name)
+    save_file({**weights, vision: weights[vision] + 1}, folder / "model.safetensors", metadata={"format": "pt"})
+    fingerprint.check_files(config, digest_model(str(folder)))  # which nothing that is cached comes from directly
+    text = [name for name in weights if name.endswith("layers.1.self_attn.k_proj.weight") and "vis" not in name]
+    save_file({**weights, text[0]: weights[text[0]] + 1}, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"its weights are others, layers\.1\.self_attn\.k_proj\.weight among them"):
+        fingerprint.check_files(config, digest_model(str(folder)))
+    config["text_config"]["rope_parameters"]["rope_theta"] = 1e6
+    with pytest.raises(ValueError, match="its rope is"):
+        fingerprint.check_files(config, None)
+
+
+def test_what_is_not_supported_stays_refused(tmp_path):
+    sliding = transformers.Gemma3Config(text_config={**SIZES, "sliding_window": 16}).to_dict()
+    with pytest.raises(UnsupportedModel, match="sliding attention in layers"):
+        Geometry.from_config(sliding)
+    (tmp_path / "config.json").write_text(json.dumps(transformers.CLIPVisionConfig().to_dict()))
+    with pytest.raises(UnsupportedModel, match=r"transformers .* knows no language model 'clip_vision_model'"):
+        load_model(str(tmp_path))
+    with pytest.raises(UnsupportedModel, match="values of multimodal models cannot be folded yet"):
+        check_foldable(parse("oscar-int2"), {"text_config": {"num_hidden_layers": 2}})
