@@ -4,7 +4,10 @@ import csv
 import json
 import re
 import shutil
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,22 +15,20 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 import torch
+from byte_tokenizer import byte_tokenizer
 from rich.text import Text
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tiny_models import random_tokens, tiny
-from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
 import kvfold
 from kvfold.artifact import Artifact, digest_model
 from kvfold.cli import app, main
+from kvfold.geometry import Geometry
 from kvfold.models import EMBEDDED, load_config, load_model
-from kvfold.recipes import RECIPES
+from kvfold.recipes import RECIPES, parse
 
 GIB = 2**30
 COMMANDS = (
@@ -65,10 +66,7 @@ def _narrow_terminal_without_a_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model that runs in no time: random weights, and a token for each byte."""
     folder = tmp_path_factory.mktemp("small")
-    alphabet = sorted(ByteLevel.alphabet())
-    bytes_ = Tokenizer(BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
-    bytes_.pre_tokenizer, bytes_.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_, eos_token="<end>")
+    tokenizer = byte_tokenizer()
     tokenizer.chat_template = "User: {{ messages[0].content }} Answer:"
     tokenizer.save_pretrained(folder)
     config = LlamaConfig(
@@ -495,9 +493,17 @@ def test_calibrate_refuses_what_does_not_fit_before_it_begins(error_of, small: P
 
 
 @pytest.mark.parametrize("name", ["unfinished.safetensors", "tensors.safetensors", "kvfold.json"])
-def test_calibrate_says_that_the_disk_is_full(error_of, small: Path, tmp_path: Path, name: str):
-    (tmp_path / f"{name}.partial").symlink_to("/dev/full")
-    line = error_of("calibrate", small, "--out", tmp_path, "--tokens", 100, "--context", 64)
+def test_calibrate_says_that_the_disk_is_full(error_of, small: Path, tmp_path: Path, name: str, monkeypatch):
+    write = Path.write_bytes
+
+    def onto_a_full_disk(path: Path, content: bytes) -> int:
+        if path.name.startswith(name):
+            path.symlink_to("/dev/full")
+        return write(path, content)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_bytes", onto_a_full_disk)
+        line = error_of("calibrate", small, "--out", tmp_path, "--tokens", 100, "--context", 64)
     assert line == f"error: cannot write {tmp_path}: No space left on device"
     left = [] if name == "unfinished.safetensors" else ["unfinished.safetensors"]  # from which the next run goes on
     assert [path.name for path in tmp_path.iterdir()] == left
@@ -505,6 +511,70 @@ def test_calibrate_says_that_the_disk_is_full(error_of, small: Path, tmp_path: P
         run("calibrate", small, "--out", tmp_path, "--tokens", 100, "--context", 64).stdout.splitlines()
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kvfold.json", "tensors.safetensors"]
+
+
+def test_calibrate_into_a_file_is_refused_before_the_model_is_loaded(error_of, small: Path, tmp_path, monkeypatch):
+    monkeypatch.setattr("kvfold.cli.load_model", None)
+    (tmp_path / "file").write_text("mine")
+    line = error_of("calibrate", small, "--out", tmp_path / "file")
+    assert line == f"error: cannot write {tmp_path / 'file'}: it is a file, not a folder"
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_calibrate_interrupted_early_leaves_no_folder(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def interrupt(model: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvfold.cli.load_model", interrupt)
+    result = CliRunner().invoke(app, ["calibrate", str(small), "--out", str(tmp_path / "new" / "fits")])
+    assert result.exit_code == 130
+    assert plain(result.stderr).strip() == "Stopped. Nothing is kept: the run had not come to its first checkpoint."
+    assert not any(tmp_path.iterdir())
+
+
+SLOW = """
+import sys, time
+from kvfold.calibration import capture
+from kvfold.cli import main
+
+def slow(*arguments, add=capture._add_window):
+    add(*arguments)
+    time.sleep(2)
+
+capture._add_window = slow
+capture.capture.__wrapped__.__kwdefaults__["checkpoint_seconds"] = 0
+main()
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=lambda how: how.name)
+def test_calibrate_goes_on_after_it_was_broken_off(error_of, small: Path, fits: Path, tmp_path: Path, how):
+    """In a process of its own, which saves a checkpoint after each of its four windows."""
+    folder = tmp_path / "fits"
+    command = ("calibrate", small, "--out", folder, *FITTED, "--tokens", 200, "--context", 64)
+    process = subprocess.Popen([sys.executable, "-c", SLOW, *map(str, command)], stderr=subprocess.PIPE, text=True)
+    while not (folder / "unfinished.safetensors").exists():
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.02)
+    line = error_of(*command)
+    assert f"cannot write {folder}: it is in use by another kvfold, process {process.pid}: wait for it" in line
+    process.send_signal(how)
+    _, said = process.communicate()
+    assert process.returncode == (130 if how == signal.SIGINT else -how)
+    if how == signal.SIGINT:
+        assert [path.name for path in folder.iterdir()] == ["unfinished.safetensors"]
+        kept = f"{folder}/unfinished.safetensors keeps 64 of 200 tokens: the same command goes on from there."
+        assert plain(said).strip() == f"Stopped. {kept}"
+    windows: list[int] = []
+    with pytest.MonkeyPatch.context() as patched:
+        from kvfold.calibration import capture
+
+        add = capture._add_window
+        patched.setattr(capture, "_add_window", lambda *arguments: (windows.append(arguments[-1]), add(*arguments)))
+        run(*command)
+    assert windows == [64, 128, 192], "where the windows begin that were left"
+    assert sorted(path.name for path in folder.iterdir()) == ["kvfold.json", "tensors.safetensors"]
+    assert (folder / "tensors.safetensors").read_bytes() == (fits / "tensors.safetensors").read_bytes()
 
 
 def test_calibrate_again_gives_the_same_artifact(small: Path, means: Path, tmp_path: Path):

@@ -1,8 +1,120 @@
-"""Files of rows that grow."""
+"""Files that are written whole, folders that one process writes to, and files of rows that grow."""
+
+import os
+import signal
+import subprocess
+import sys
 
 import pytest
 
-from kvfold.files import append_rows
+from kvfold.files import append_rows, claimed, write_whole
+
+
+def test_files_of_another_writer_are_left_alone(tmp_path, monkeypatch):
+    """Two that write the same file at once each write one of their own first."""
+    replace, calls = type(tmp_path).replace, iter([True])
+
+    def once(path, target):
+        if next(calls, False):
+            write_whole(tmp_path, {"file": b"other"})
+        return replace(path, target)
+
+    monkeypatch.setattr(type(tmp_path), "replace", once)
+    write_whole(tmp_path, {"file": b"mine"})
+    assert (tmp_path / "file").read_bytes() == b"mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_an_interrupted_writer_leaves_nothing(tmp_path, monkeypatch):
+    def interrupt(path, target):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(tmp_path), "replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(tmp_path, {"file": b"mine"})
+    assert list(tmp_path.iterdir()) == []
+
+
+# Claims
+
+
+def test_a_claimed_folder_is_in_use(tmp_path):
+    folder = tmp_path / "a" / "b"
+    with claimed(folder):
+        with pytest.raises(
+            OSError, match=f"^cannot write {folder}: it is in use by another kvfold, process {os.getpid()}: "
+        ):
+            claimed(folder).__enter__()
+        (folder / "file").touch()
+    with claimed(folder):
+        pass
+    assert [path.name for path in folder.iterdir()] == ["file"]
+
+
+def test_a_folder_that_stays_empty_is_removed_and_others_stay(tmp_path):
+    (tmp_path / "there").mkdir()
+    with claimed(tmp_path / "there"), claimed(tmp_path / "there" / "a" / "b"):
+        assert (tmp_path / "there" / "a" / "b").is_dir()
+    assert list((tmp_path / "there").iterdir()) == []
+    with pytest.raises(KeyboardInterrupt), claimed(tmp_path / "new"):
+        raise KeyboardInterrupt
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_claim_of_a_killed_process_is_void(tmp_path):
+    script = "import sys, pathlib; from kvfold.files import claimed\nwith claimed(pathlib.Path(sys.argv[1])): input()"
+    process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE)
+    while not (tmp_path / ".in-use").exists() or not (tmp_path / ".in-use").read_text():
+        assert process.poll() is None
+    with pytest.raises(OSError, match=f"in use by another kvfold, process {process.pid}: wait for it"):
+        claimed(tmp_path).__enter__()
+    (tmp_path / "kvfold.json.1234.partial").touch()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    with claimed(tmp_path):
+        assert [path.name for path in tmp_path.iterdir()] == [".in-use"], "its half-written files are gone"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_claim_file_that_was_removed_meanwhile_is_made_anew(tmp_path, monkeypatch):
+    """Between opening and locking it, the one who held the claim gave it up, removing the file and the folder."""
+    from kvfold import files
+
+    folder, lock, calls = tmp_path / "folder", files._lock, iter([True])
+
+    def late(descriptor):
+        if next(calls, False):
+            (folder / ".in-use").unlink()
+            folder.rmdir()
+        return lock(descriptor)
+
+    monkeypatch.setattr(files, "_lock", late)
+    with claimed(folder), pytest.raises(OSError, match="in use"):
+        claimed(folder).__enter__()
+
+
+def test_what_is_no_folder_cannot_be_claimed(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("mine")
+    for path in (file, file / "sub"):
+        with pytest.raises(OSError, match=f"^cannot write {path}: (it is a file, not a folder|Not a directory)$"):
+            claimed(path).__enter__()
+    assert file.read_text() == "mine"
+
+
+def test_file_systems_without_locks_hold_no_claim(tmp_path, monkeypatch):
+    import fcntl
+
+    def refuse(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with claimed(tmp_path), claimed(tmp_path):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+# Rows
 
 
 def test_rows_are_added_in_the_order_of_the_files_columns(tmp_path):

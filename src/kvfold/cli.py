@@ -28,6 +28,7 @@ from rich.table import Table
 from safetensors import SafetensorError
 
 from kvfold import __version__, hub
+from kvfold.files import claimed
 from kvfold.geometry import Geometry, example_configs
 from kvfold.models import EMBEDDED, cache_folder, embedded_folder, load_config, load_model, save_model
 from kvfold.recipe import Recipe
@@ -200,18 +201,25 @@ def calibrate(
     """Run a text through a model once and write what recipes learn from it as an artifact.
 
     Means for centring are always in it. Recipes come beside those that a folder of the same model and text holds. A run
-    that was broken off goes on where it was.
+    that was broken off, by Ctrl-C or otherwise, goes on from its last checkpoint when the command is given again.
 
     Example: `kvfold calibrate embedded -r oscar-int2 -r gtq-k3v3 --out fits`, then
     `kvfold eval embedded -r oscar-int2 --artifact fits`
     """
     panel, words = [parse(name) for name in recipe or ()], read_text(text, "calibration")
     _check(model, panel)
-    there = _artifact(str(folder)) if (folder / "kvfold.json").exists() else None
     checkpoint = folder / "unfinished.safetensors"
-    artifact = _calibrate(*_load(model), words, tokens, context, panel, seed, there, checkpoint)
-    artifact.save(folder)
-    checkpoint.unlink()
+    try:
+        with claimed(folder):
+            there = _artifact(str(folder)) if (folder / "kvfold.json").exists() else None
+            artifact = _calibrate(*_load(model), words, tokens, context, panel, seed, there, checkpoint)
+            artifact.save(folder)
+            checkpoint.unlink()
+    except KeyboardInterrupt:
+        from kvfold.calibration.capture import left_by
+
+        err.print(escape(f"Stopped. {left_by(checkpoint, tokens, context)}"), soft_wrap=True, highlight=False)
+        raise typer.Exit(130) from None
     found = ", ".join(("means", *artifact.metadata.recipes))
     out.print(f"Wrote {escape(str(folder))}: {found}", highlight=False)
 

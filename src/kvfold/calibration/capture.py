@@ -53,6 +53,14 @@ def capture(
     return statistics
 
 
+def left_by(checkpoint: Path, tokens: int, context: int) -> str:
+    """What a run that was broken off has left, and how to go on."""
+    if not checkpoint.exists():
+        return "Nothing is kept: the run had not come to its first checkpoint."
+    done = min(tokens, context * Statistics.windows_in(checkpoint))
+    return f"{checkpoint} keeps {done:,} of {tokens:,} tokens: the same command goes on from there."
+
+
 @torch.no_grad()
 def collect(model: PreTrainedModel, tokens: Tensor) -> list[tuple[Tensor, Tensor, Tensor, float]]:
     """For each layer q [q_heads, n, d], k and v [kv_heads, n, d] (float32, in host memory) and the scale of its logits,

@@ -136,6 +136,12 @@ class Statistics:
         }
         write_whole(path.parent, {path.name: save(tensors, header)})
 
+    @staticmethod
+    def windows_in(path: Path) -> int:
+        """Of a saved one, without reading the rest."""
+        with safe_open(path, "pt") as file:
+            return int(file.metadata()["windows"])
+
     @classmethod
     def load(cls, path: Path) -> Self:
         try:
