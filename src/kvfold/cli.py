@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from hashlib import sha256
 from importlib import import_module
 from itertools import groupby
 from operator import itemgetter
@@ -30,7 +29,7 @@ from safetensors import SafetensorError
 from kvfold import __version__, hub
 from kvfold.files import claimed
 from kvfold.geometry import Geometry, example_configs
-from kvfold.models import EMBEDDED, cache_folder, embedded_folder, load_config, load_model, save_model
+from kvfold.models import EMBEDDED, embedded_folder, load_config, load_model, save_model
 from kvfold.recipe import Recipe
 from kvfold.recipes import RECIPES, parse
 from kvfold.text import draw, read_text, tokenize
@@ -245,7 +244,7 @@ def fold(
     check_foldable(parsed, load_config(model))
     if folder.is_symlink() or folder.is_mount() or (folder.exists() and (folder.is_file() or any(folder.iterdir()))):
         raise FileExistsError(f"cannot write {folder}: it is there already, and no plain, empty folder")
-    fits = _artifact(artifact or _carried(model, [recipe]) or str(_calibrated(model, parsed)))
+    fits = _artifact(artifact or _carried(model, [recipe]) or _calibrated(model, parsed))
     with err.status(f"Folding {escape(model)} …"), TemporaryDirectory(dir=folder.parent) as scratch:
         network, tokenizer = load_model(model, dtype="auto", device="cpu")
         folded, whole = fold_values(network, parsed, fits), Path(scratch) / "whole"
@@ -429,7 +428,7 @@ def serve(
             raise ModuleNotFoundError(f"serving needs {engine}: pip install {install} ({error})") from error
         artifact = artifact or _carried(model, [recipe])
         if artifact is None and (parsed.centre or parsed.learns):
-            artifact = str(_calibrated(model, parsed))
+            artifact = _calibrated(model, parsed)
         folder = str(embedded_folder()) if model == EMBEDDED else model
         hub.tell_engine(folder)
         server.serve(folder, model, Config(parsed, artifact), context.args)
@@ -449,7 +448,7 @@ def demo(
     panel, words = [parse(name) for name in DEMO_RECIPES], read_text(None, "evaluation")
     _check("embedded", panel, files=(html,))
     network, tokenizer = _load("embedded")
-    means = _calibrate(network, tokenizer, read_text(None, "calibration"), 2048, 2048, panel)
+    means = _automatic((network, tokenizer), panel)
     names = ("embedded", "Python documentation")
     report = _evaluate(network, tokenizer, panel, words, tokens, 1024, means, names)
     out.print(table(report))
@@ -807,9 +806,9 @@ def _calibrate(
     tokens: int,
     context: int,
     recipes: list[Recipe],
-    seed: int | None = None,
-    into: Any = None,
-    checkpoint: Path | None = None,
+    seed: int | None,
+    into: Any,
+    checkpoint: Path,
 ) -> Any:
     from kvfold.calibration import calibrate as run
 
@@ -817,25 +816,23 @@ def _calibrate(
         words = tokenize(text, tokenizer, tokens)
     else:
         words = draw(tokenize(text, tokenizer, None), tokens, context, seed)
-    if checkpoint:
-        checkpoint.parent.mkdir(parents=True, exist_ok=True)
     with _progress("Calibrating") as advance:
         return run(network, words, context, recipes, seed=seed, into=into, checkpoint=checkpoint, progress=advance)
 
 
-def _calibrated(model: str, recipe: Recipe) -> Path:
-    """The folder of what a recipe has to know about a model, in the user's cache; made where it is not there yet."""
-    from kvfold.artifact import digest_model
+def _automatic(loaded: tuple[Any, Any], recipes: Sequence[Recipe]) -> Any:
+    """What recipes have to know about a model where no artifact says it."""
+    from kvfold.calibration.automatic import calibrate_automatically
 
-    digest = digest_model(model)
-    which = sha256(repr(digest).encode()).hexdigest()[:16] if digest else re.sub(r"\W+", "-", model)
-    folder = cache_folder() / "artifacts" / f"{which}-{recipe.fitted_as if recipe.learns else 'means'}"
-    if not (folder / "kvfold.json").exists():
-        network, tokenizer = _load(model)
-        tokens = 8192 if recipe.learns else 1024  # enough for means, done in seconds
-        made = _calibrate(network, tokenizer, read_text(None, "calibration"), tokens, 2048, [recipe])
-        made.save(folder)
-    return folder
+    with _progress("Calibrating") as advance:
+        return calibrate_automatically(*loaded, recipes, advance)
+
+
+def _calibrated(model: str, recipe: Recipe) -> str:
+    """The folder of it, in the user's cache; made where it is not there yet."""
+    from kvfold.calibration.automatic import kept
+
+    return str(kept(model, recipe, _load, _automatic))
 
 
 def _evaluate(
@@ -850,12 +847,12 @@ def _evaluate(
     lengths: Sequence[int] = (),
     **asked_for: Any,
 ) -> Any:
-    """Without `means`, a calibration of the whole panel on the default text comes first."""
+    """Without `means`, the whole panel is calibrated automatically first."""
     from kvfold.evaluate.run import evaluate
 
     words = tokenize(text, tokenizer, max(tokens, *lengths, 0))
     if means is None and any(recipe.centre or recipe.learns for recipe in panel):
-        means = _calibrate(network, tokenizer, read_text(None, "calibration"), 2048, 2048, panel)
+        means = _automatic((network, tokenizer), panel)
     with _progress(f"Evaluating {len(panel)} recipes") as advance:
         return evaluate(
             network,

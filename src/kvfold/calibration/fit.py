@@ -62,8 +62,13 @@ def _provenance(tokens: Tensor, context: int, seed: int | None) -> Provenance:
         tokens=len(tokens),
         context=context,
         seed=seed,
-        versions={module.__name__: module.__version__ for module in (kvfold, torch, transformers)},
+        versions=versions(),
     )
+
+
+def versions() -> dict[str, str]:
+    """Of what decides the numbers."""
+    return {module.__name__: module.__version__ for module in (kvfold, torch, transformers)}
 
 
 def fit_layers(recipe: Recipe, statistics: Statistics) -> dict[str, Tensor]:

@@ -17,17 +17,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from kvfold.artifact import Artifact, Fingerprint
-from kvfold.calibration import calibrate
+from kvfold.calibration.automatic import calibrate_automatically
 from kvfold.codec import Codec, sixteen_bit
 from kvfold.geometry import Geometry, UnsupportedModel
 from kvfold.models import load_tokenizer
 from kvfold.paged import PagedCache
 from kvfold.recipe import Recipe
 from kvfold.recipes import parse
-from kvfold.text import default_text, tokenize
 
 IMPLEMENTATION = "kvfold"
-CALIBRATION_TOKENS = 1024  # where no artifact is given: enough for means, done in seconds
 
 _calibrated: WeakKeyDictionary[PreTrainedModel, dict[str, Artifact]] = WeakKeyDictionary()
 
@@ -73,8 +71,7 @@ def _calibrate_once(model: PreTrainedModel, recipe: Recipe) -> Artifact:
                 f"{recipe} needs calibration, and the model's tokenizer was not found for it: pass artifact=kvfold."
                 "calibrate(model, tokens, recipes=[recipe])" + ("" if recipe.learns else ", or use centre=false")
             ) from error
-        tokens = tokenize(default_text("calibration"), tokenizer, CALIBRATION_TOKENS)
-        known[name] = calibrate(model, tokens, CALIBRATION_TOKENS, [recipe])
+        known[name] = calibrate_automatically(model, tokenizer, [recipe])
     return known[name]
 
 
