@@ -74,7 +74,7 @@ def main() -> None:
 
 @app.callback(invoke_without_command=True)
 def root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
-    """kvfold makes the KV cache of a language model 4 to 8 times smaller.
+    """kvfold makes the KV cache of a language model 3.8 to 7 times smaller.
 
     Try: `kvfold recipes`, `kvfold plan Qwen3-8B --memory 80GiB`, `kvfold eval embedded -r int4 -r saw-int4`.
     """
