@@ -50,7 +50,7 @@ class Recipe(BaseModel):
     def fit(self, layer: "LayerStatistics", rope: "Rope", means: tuple[Tensor | None, Tensor | None]) -> Fit:
         """What the method learns from a layer's statistics; `means` float64[kv_heads, head_dim] of keys and values are
         None where nothing is centred. `key_clip`, `value_clip`, `key_centroids` and `value_centroids` go to the codecs
-        as they are, every other name is the method's own."""
+        as they are, every other name is read by the method itself. `fit_tensors` lists all names."""
         return {}
 
     @property
