@@ -104,6 +104,15 @@ def test_what_is_refused(recipe, model, reason):
         plan(recipe, MODEL | model)
 
 
+def test_what_kernels_cannot_store_is_refused_at_the_start(monkeypatch):
+    """As on a GPU, where a kernel would refuse the first token of a float32 model."""
+    monkeypatch.setattr("kvfold.engines.serving.choose", lambda *_: KERNELS)
+    config = Config(parse("int4:centre=false"))
+    with pytest.raises(ValueError, match=r"the model is in torch.float32: .* --dtype bfloat16"):
+        Plan.make(config, MODEL, PAGE, torch.float32)
+    assert Plan.make(config, MODEL, PAGE, torch.float16).ops == [KERNELS] * 2
+
+
 def test_refusals_of_models_say_what_they_are():
     with pytest.raises(UnsupportedModel):
         plan("int4:centre=false", MODEL | {"is_encoder_decoder": True})

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from recorded_graphs import KERNELS
 from transformers import (
     DynamicCache,
     LlamaConfig,
@@ -468,6 +469,14 @@ def test_refusals():
         kvfold.cache(tiny(MistralForCausalLM, MistralConfig, sliding_window=16), "int4:centre=false")
     with pytest.raises(ValueError, match="order=3"):
         kvfold.cache(model, "saw-int4:order=3", artifact)
+
+
+def test_what_kernels_cannot_store_is_refused_before_calibration(monkeypatch):
+    """As on a GPU, where a kernel would refuse the first token of a float32 model."""
+    monkeypatch.setattr("kvfold.engines.transformers.choose", lambda *_: KERNELS)
+    with pytest.raises(ValueError, match=r"the model is in torch.float32: load it with dtype=torch.bfloat16"):
+        kvfold.cache(tiny(), "saw-int4")
+    assert kvfold.cache(tiny().half(), "saw-int4:centre=false").wide == torch.float16
 
 
 def test_a_step_that_fails_leaves_nothing_behind():

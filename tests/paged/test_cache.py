@@ -893,7 +893,7 @@ def test_blocks_of_any_size_give_the_same(setup, block_tokens, block_logits, par
         pages = cache.pages(1)
         new = store(pages, *kv)
     monkeypatch.setattr(blocked, "BLOCK_TOKENS", block_tokens)
-    monkeypatch.setitem(blocked.BLOCK_LOGITS, "cpu", block_logits)
+    monkeypatch.setattr(blocked, "CPU_LOGITS", block_logits)
     monkeypatch.setattr(blocked, "_flash", getattr(blocked, part))  # on a GPU it is the other
     expected = naive.attend(pages, q, new, setup.scale)
     got = blocked.attend(pages, q, new, setup.scale)

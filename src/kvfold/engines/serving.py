@@ -16,7 +16,7 @@ from kvfold.codec import Codec, sixteen_bit
 from kvfold.engines.shadow_table import shadows_needed
 from kvfold.geometry import Geometry
 from kvfold.layout import PageLayout, raw_slot
-from kvfold.ops.dispatch import Ops, choose
+from kvfold.ops.dispatch import Ops, check_dtype, choose
 from kvfold.ops.pages import UNSTORABLE, Batch, LayerPages, Step
 from kvfold.recipe import Recipe
 from kvfold.recipes import parse
@@ -98,6 +98,7 @@ class Plan:
         for ops in plan.ops if plan.device.type == "cuda" else ():
             if ops.store.implementation == "torch":  # which waits for the device
                 raise ValueError(f"{recipe} cannot be served on a GPU: {ops.store.reason}")
+        check_dtype(plan.ops, dtype)
         return plan
 
     @cached_property

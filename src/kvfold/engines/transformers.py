@@ -21,6 +21,7 @@ from kvfold.calibration.automatic import calibrate_automatically
 from kvfold.codec import Codec, sixteen_bit
 from kvfold.geometry import Geometry, UnsupportedModel
 from kvfold.models import load_tokenizer
+from kvfold.ops.dispatch import check_dtype, choose
 from kvfold.paged import PagedCache
 from kvfold.recipe import Recipe
 from kvfold.recipes import parse
@@ -44,6 +45,8 @@ def cache(
     pages = recipe.page_layouts(geometry)  # refuses a model that the recipe does not fit
     if page_size not in (None, recipe.page_size) and any(page.per_page for page in pages):
         raise ValueError(f"{recipe} quantizes pages of {recipe.page_size} tokens as a whole, so page_size is given")
+    ratio = geometry.q_heads // geometry.kv_heads
+    check_dtype([choose(layout, ratio, model.device) for layout in set(pages)], model.dtype)
     if model.config._attn_implementation != IMPLEMENTATION:
         model.set_attn_implementation(IMPLEMENTATION)
         if model.config._attn_implementation != IMPLEMENTATION:

@@ -1,6 +1,6 @@
 """Which implementation of each op a layer gets, and why."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 from warnings import warn
@@ -15,6 +15,7 @@ from kvfold.ops.store import naive
 
 New = tuple[Tensor, Tensor] | None
 AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities
+OLD_TRITON = (ImportError, AttributeError)  # what importing kernels raises where Triton lacks something, or is missing
 
 
 class Choice(NamedTuple):
@@ -55,14 +56,22 @@ def choose(layout: PageLayout, ratio: int, device: torch.device, capability: tup
         return _cpu(layout)
     if device.type != "cuda":
         return _torch(f"there are kernels for GPUs and CPUs, and the cache is on {device.type}")
-    from kvfold.ops import tiles
-    from kvfold.ops.attend import gluon, unpacked
-    from kvfold.ops.attend import triton as attend
-    from kvfold.ops.store import triton as store
-
+    if torch.version.hip:
+        raise ValueError(
+            f"kvfold has kernels for NVIDIA's GPUs, and this torch is built for AMD's (ROCm {torch.version.hip}): run "
+            "the model on the CPU, or on a GPU of NVIDIA"
+        )
+    try:
+        from kvfold.ops import tiles
+        from kvfold.ops.attend import triton as attend
+        from kvfold.ops.attend import unpacked
+        from kvfold.ops.store import triton as store
+    except OLD_TRITON as error:
+        return _slow(
+            f"the kernels for GPUs need Triton 3.5 or newer, which torch 2.9 has: pip install -U torch ({error})"
+        )
     if reason := tiles.unreadable(layout):
-        warn(f"{reason}; PyTorch's operators do its work on the GPU, many times slower", stacklevel=2)
-        return _torch(reason)
+        return _slow(reason)
     capability = capability or torch.cuda.get_device_capability(device)
     store_here = partial(store.store, overlaps=capability >= HOPPER)
     stored = Choice("triton", "segments are affine, codebooks or raw", store_here)
@@ -72,12 +81,8 @@ def choose(layout: PageLayout, ratio: int, device: torch.device, capability: tup
         stored = Choice("torch", reason, naive.store)
     if capability < HOPPER:
         decode = Choice("triton", f"the GPU is older than Hopper: {capability}", attend.attend)
-    elif reason := gluon.unsupported(layout, ratio):
-        warn(f"the portable kernel decodes, several times slower than the one for Hopper: {reason}", stacklevel=2)
-        decode = Choice("triton", reason, attend.attend)
     else:
-        step = gluon.step if stored.implementation == "triton" else None
-        decode = Choice("gluon", "affine integers or codebooks on Hopper or later", gluon.attend, step)
+        decode = _hopper(layout, ratio, stored, attend.attend)
     if capability < AMPERE:
         extend = Choice("triton", f"the GPU is older than Ampere: {capability}", attend.attend)
     elif reason := unpacked.unsupported(layout):
@@ -85,6 +90,30 @@ def choose(layout: PageLayout, ratio: int, device: torch.device, capability: tup
     else:
         extend = Choice("unpacked", "torch has flash attention for heads of this size", unpacked.attend)
     return Ops(stored, decode, extend)
+
+
+def check_dtype(ops: Iterable[Ops], dtype: torch.dtype) -> None:
+    """Refuse a model when it is loaded, if the kernels could not store its keys and values."""
+    if dtype not in (torch.bfloat16, torch.float16) and any(each.store.implementation == "triton" for each in ops):
+        raise ValueError(
+            f"the kernels for GPUs store keys and values in bfloat16 or float16, and the model is in {dtype}: load it "
+            "with dtype=torch.bfloat16, or start the server with --dtype bfloat16"
+        )
+
+
+def _hopper(layout: PageLayout, ratio: int, store: Choice, portable: Callable[..., Tensor]) -> Choice:
+    """What decodes on Hopper or later."""
+    try:
+        from kvfold.ops.attend import gluon
+    except OLD_TRITON as error:
+        reason: str | None = f"that needs Triton 3.6 or newer, which torch 2.10 has: pip install -U torch ({error})"
+    else:
+        reason = gluon.unsupported(layout, ratio)
+    if reason:
+        warn(f"the portable kernel decodes, several times slower than the one for Hopper: {reason}", stacklevel=3)
+        return Choice("triton", reason, portable)
+    step = gluon.step if store.implementation == "triton" else None
+    return Choice("gluon", "affine integers or codebooks on Hopper or later", gluon.attend, step)
 
 
 def _cpu(layout: PageLayout) -> Ops:
@@ -99,6 +128,11 @@ def _cpu(layout: PageLayout) -> Ops:
     kernel = partial(Choice, "numba", "segments are affine, codebooks or raw")
     extend = _torch("of several queries for each sequence PyTorch's matrix products are faster").extend
     return Ops(kernel(store.store), kernel(attend.attend), extend)
+
+
+def _slow(reason: str) -> Ops:
+    warn(f"{reason}; PyTorch's operators do its work on the GPU, many times slower", stacklevel=3)
+    return _torch(reason)
 
 
 def _torch(reason: str) -> Ops:

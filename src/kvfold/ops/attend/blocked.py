@@ -11,7 +11,7 @@ from kvfold.ops.pages import LayerPages, Step
 from kvfold.windows import Windows
 
 BLOCK_TOKENS = 4096  # tokens of a block, at most
-BLOCK_LOGITS = {"cpu": 2**23, "cuda": 2**27}  # query-token pairs of a block, at most
+CPU_LOGITS, DEVICE_LOGITS = 2**23, 2**27  # query-token pairs of a block, at most
 UNSEEN = -1e30  # added to logits of tokens that a query does not read; finite, so that a row without tokens is no NaN
 
 
@@ -26,7 +26,8 @@ def attend(
     if not n:  # a step without tokens
         return q.float()
     parts = _Parts(pages.key.transform.dual(q).transpose(1, 2), scale)
-    tokens = min(BLOCK_TOKENS, max(1, BLOCK_LOGITS[q.device.type] // (sequences * q_heads * n)))
+    logits = CPU_LOGITS if q.device.type == "cpu" else DEVICE_LOGITS
+    tokens = min(BLOCK_TOKENS, max(1, logits // (sequences * q_heads * n)))
     for block in pages.step.once(_packed_blocks, pages.windows, tokens):
         parts.add(block.columns, block.mask, *_unpack(pages, block))
     if new is not None:

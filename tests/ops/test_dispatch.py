@@ -1,0 +1,125 @@
+"""Which implementation a layer gets: of devices, PyTorch and Triton that are not here."""
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from kvfold.layout import PageLayout, affine_slot, channel_slot
+from kvfold.ops.dispatch import HOPPER, check_dtype, choose
+from kvfold.paged import PagedCache
+from kvfold.recipes import parse
+from kvfold.windows import Windows
+
+GPU = torch.device("cuda")
+INT4 = PageLayout(affine_slot(128, 4), affine_slot(128, 4), 64)
+KIVI = PageLayout(channel_slot(128, 2), affine_slot(128, 2, 32), 32)
+
+
+@pytest.fixture(autouse=True)
+def _afresh():
+    choose.cache_clear()
+    yield
+    choose.cache_clear()
+
+
+def forget(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
+    """Let them be imported again, until the test is over."""
+    for name in modules:
+        parent, _, child = name.rpartition(".")
+        if name in sys.modules:
+            monkeypatch.delitem(sys.modules, name)
+            monkeypatch.delattr(sys.modules[parent], child)
+
+
+# --- vendors
+
+
+@pytest.mark.parametrize("capability", [HOPPER, (9, 4), (9, 5)])
+def test_gpus_of_amd_are_refused(monkeypatch, capability):
+    """An MI300 says that its compute capability is (9, 4), which would be newer than Hopper."""
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+    with pytest.raises(ValueError, match=r"kernels for NVIDIA's GPUs.*ROCm 6\.4\.43482.*run the model on the CPU"):
+        choose(INT4, 4, GPU, capability)
+    assert choose(INT4, 4, torch.device("cpu")).store.implementation in ("numba", "torch")
+
+
+# --- older Triton
+
+
+@pytest.fixture
+def triton() -> ModuleType:
+    return pytest.importorskip("triton")
+
+
+KERNELS = [f"kvfold.ops.{name}" for name in ("tiles", "store.triton", "attend.triton", "attend.unpacked", "unpack")]
+GLUON = [f"kvfold.ops.attend.{name}" for name in ("gluon", "gluon_integers", "gluon_codebooks")]
+
+
+def test_without_triton_pytorch_does_it_and_says_so(monkeypatch):
+    forget(monkeypatch, *KERNELS)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "triton"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.warns(UserWarning, match="need Triton 3.5 or newer, which torch 2.9 has: pip install.*times slower"):
+        ops = choose(INT4, 4, GPU, HOPPER)
+    assert {choice.implementation for choice in ops} == {"torch"}
+    assert all("Triton 3.5" in choice.reason for choice in ops)
+
+
+def test_before_triton_3_5_pytorch_does_it(monkeypatch, triton):
+    """It has no functions that kernels can call while they are compiled."""
+    forget(monkeypatch, *KERNELS)
+    monkeypatch.delattr(triton, "constexpr_function")
+    with pytest.warns(UserWarning, match="need Triton 3.5 or newer.*constexpr_function"):
+        ops = choose(INT4, 4, GPU, HOPPER)
+    assert {choice.implementation for choice in ops} == {"torch"}
+
+
+def test_before_triton_3_6_the_portable_kernel_decodes(monkeypatch, triton):
+    """Its Gluon has no products for these kernels."""
+    from triton.experimental.gluon.language.nvidia import ampere
+
+    forget(monkeypatch, *GLUON)
+    monkeypatch.delattr(ampere, "mma_v2")
+    with pytest.warns(UserWarning, match="portable kernel decodes.*Triton 3.6 or newer, which torch 2.10 has.*mma_v2"):
+        ops = choose(INT4, 4, GPU, HOPPER)
+    assert [choice.implementation for choice in ops] == ["triton", "triton", "unpacked"]
+    assert choose(INT4, 4, GPU, (8, 0)).decode.reason == "the GPU is older than Hopper: (8, 0)"
+
+
+# --- float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_kernels_cannot_store_is_refused(triton, dtype):
+    ops = [choose(INT4, 4, GPU, HOPPER)]
+    with pytest.raises(ValueError, match=f"bfloat16 or float16, and the model is in {dtype}.*--dtype bfloat16"):
+        check_dtype(ops, dtype)
+    check_dtype(ops, torch.bfloat16)
+    check_dtype(ops, torch.float16)
+
+
+@pytest.mark.filterwarnings("ignore:.*slower")
+def test_pytorch_stores_every_type(triton):
+    check_dtype([choose(INT4, 4, torch.device("cpu"))], torch.float32)
+    check_dtype([choose(KIVI, 4, GPU, HOPPER)], torch.float32)
+
+
+# --- other devices
+
+
+@pytest.mark.parametrize(("windows", "n"), [(Windows(), 1), (Windows(sink=3, recent=5), 1), (Windows(3, 5), 7)])
+def test_pytorch_reads_on_any_device(windows, n):
+    """On that of tensors without numbers; those of other devices are looked at in the same way."""
+    device = torch.device("meta")
+    ops = choose(INT4, 2, device)
+    assert ops.decode.reason == "there are kernels for GPUs and CPUs, and the cache is on meta"
+    codecs = [tuple(codec.to(device) for codec in parse("saw-int4:centre=false").codecs(128, {}))]
+    cache = PagedCache(codecs, 2, 2, windows=windows, page_size=64, device=device)
+    cache.extend([70, 40])
+    cache.extend([n, n])
+    q, k = (torch.empty(2, n, heads, 128, device=device) for heads in (4, 2))
+    out = ops.decode.run(cache.pages(0), q, (k, k) if windows else None, 0.1)
+    assert (out.shape, out.device) == (q.shape, device)
