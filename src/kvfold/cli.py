@@ -461,6 +461,26 @@ def demo(
         _generate(network, tokenizer, recipe, prompt, max_tokens=32, raw=False, artifact=means)
 
 
+@app.command()
+def selftest(json_file: JsonFile = None, csv_file: CsvFile = None) -> None:
+    """Check every kernel that a recipe can get on this device against its definition.
+
+    Example: `kvfold selftest --csv selftest.csv`
+    """
+    from kvfold import selftest as run
+
+    _check_files(json_file, csv_file)
+    rows = _rows("Checking", run.run, csv_file)
+    if not _write_json(json_file, rows):
+        _print_checks(rows)
+    if wrong := [row for row in rows if not row["ok"]]:
+        first = wrong[0]
+        raise ValueError(
+            f"{len(wrong)} of {len(rows)} checks are WRONG on {first['device']}, the first in {first['path']} of "
+            f"{first['recipe']} by {first['kernel']}: {first['problem']}"
+        )
+
+
 @bench.command()
 def decode(
     model: Model,
@@ -540,7 +560,7 @@ def kernels(
         if not _write_json(json_file, rows):
             _print_choices(rows)
         return
-    rows = _timed(lambda advance: run.run(cases, panel, advance), csv_file)
+    rows = _rows("Timing", lambda advance: run.run(cases, panel, advance), csv_file)
     if not _write_json(json_file, rows):
         _print_times(rows)
 
@@ -581,7 +601,7 @@ def step(
     for each in panel:
         each.check(geometry)
     cases = [run.Case.parse(text) for text in case or run.CASES]
-    rows = _timed(lambda advance: run.run(shape, config, cases, panel, page, advance), csv_file)
+    rows = _rows("Timing", lambda advance: run.run(shape, config, cases, panel, page, advance), csv_file)
     if not _write_json(json_file, rows):
         _print_steps(rows)
 
@@ -621,16 +641,18 @@ def serving(
         for users in concurrency or [8]
     ]
     where = gpu or run.this_machine()
-    rows = _timed(lambda advance: run.run(server, loads, recipe, where, advance), csv_file)
+    rows = _rows("Timing", lambda advance: run.run(server, loads, recipe, where, advance), csv_file)
     if not _write_json(json_file, rows):
         _print_serving(rows)
 
 
-def _timed(run: Callable[[Callable[[float], None]], Iterator[Any]], csv_file: Path | None) -> list[dict[str, Any]]:
-    """The rows of a benchmark that yields them, in a CSV file too: of a run that broke off, those that there are."""
+def _rows(
+    what: str, run: Callable[[Callable[[float], None]], Iterator[Any]], csv_file: Path | None
+) -> list[dict[str, Any]]:
+    """The rows that a run yields, in a CSV file too: of a run that broke off, those that there are."""
     rows: list[dict[str, Any]] = []
     try:
-        with _progress("Timing") as advance:
+        with _progress(what) as advance:
             for row in run(advance):
                 rows.append(asdict(row))
     finally:
@@ -697,6 +719,26 @@ def _print_choices(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         table.add_row(row["recipe"], row["op"], row["kernel"], row["reason"])
     out.print(table)
+
+
+def _print_checks(rows: list[dict[str, Any]]) -> None:
+    """A table for each path, kernel and reason."""
+    choice = itemgetter("path", "kernel", "reason")
+    paths = ("store", "extend", "step", "decode", "restore")
+    ordered = sorted(rows, key=lambda row: (paths.index(row["path"]), choice(row)))
+    for (path, kernel, reason), group in groupby(ordered, choice):
+        table = _table(f"{path}: {kernel}, since {reason}", "recipe", "heads, d, page", "error", "allowed", "")
+        for row in group:
+            numbers = ("–" if row[name] is None else f"{row[name]:.1e}" for name in ("error", "allowed_error"))
+            shape = f"{row['q_heads']}:{row['kv_heads']}, {row['head_dim']}, {row['page']}"
+            table.add_row(row["recipe"], shape, *numbers, "ok" if row["ok"] else "[bold red]WRONG[/]")
+        out.print(table, "")
+    first = rows[0]
+    out.print(
+        f"{sum(row['ok'] for row in rows)} of {len(rows)} checks are ok on {first['device']} with kvfold "
+        f"{first['kvfold']}, torch {first['torch']} and triton {first['triton'] or '–'}.",
+        highlight=False,
+    )
 
 
 def _print_times(rows: list[dict[str, Any]]) -> None:

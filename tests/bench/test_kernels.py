@@ -12,6 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from kvfold import selftest
 from kvfold.bench import kernels, verify
 from kvfold.bench.baselines import dense_calls
 from kvfold.bench.kernels import Case, Filled, cases, fill, measure, moved_bytes
@@ -19,6 +20,7 @@ from kvfold.cli import app
 from kvfold.layout import PageLayout, affine_slot, channel_slot, codebook_slot
 from kvfold.ops.attend import naive
 from kvfold.recipes import parse
+from kvfold.selftest import Layer
 from kvfold.windows import Windows
 
 CPU = torch.device("cpu")
@@ -130,6 +132,17 @@ def test_the_reference_is_that_of_the_naive_op(recipe: str, op: str, text: str):
     expected = naive.attend(pages, q, new, case.scale)
     for row in range(case.batch):
         torch.testing.assert_close(verify.attend(pages, q, new, case.scale, row), expected[row], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("recipe", ["saw-int4", "int4:sink=3,recent=9", "kivi-2:recent=5"])
+def test_the_reference_of_padded_steps_is_that_of_the_naive_op(recipe: str):
+    layer = Layer(selftest.Case(recipe, 64, 2, 16, selftest.Tokens((40, 17, 0), (3, 9, 5))), CPU)
+    layer.begin((3, 9, 5))
+    q = layer.queries()
+    expected = naive.attend(layer.expected, q, layer.new, layer.scale)
+    for row, count in enumerate((3, 9, 5)):
+        got = verify.attend(layer.expected, q, layer.new, layer.scale, row)
+        torch.testing.assert_close(got[-count:], expected[row, -count:], rtol=1e-4, atol=1e-5)
 
 
 def test_errors_are_allowed_by_the_precision():

@@ -2,12 +2,20 @@
 the same maths with all that tensor cores multiply, or that is quantized, rounded to 16 bits."""
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from kvfold.ops.attend import naive as naive_attend
 from kvfold.ops.dispatch import New
 from kvfold.ops.pages import LayerPages
+from kvfold.ops.store import naive as naive_store
+from kvfold.transforms import Transform
+
+NAIVE_QUERIES = 256  # up to so many queries `naive.attend` is fast enough; `attend` computes the same
+TIE_ERROR = 2**-7  # of stored numbers: where rounding to 16 bits changes none, a few may still go to the next code
+EPSILON = torch.finfo(torch.float32).eps
 
 
 def attend_error(pages: LayerPages, q: Tensor, new: New, scale: float, outputs: Tensor) -> tuple[float, float]:
@@ -16,12 +24,11 @@ def attend_error(pages: LayerPages, q: Tensor, new: New, scale: float, outputs: 
     exact, rounded = (
         torch.stack([attend(pages, q, new, scale, row, dtype) for row in rows]) for dtype in (None, q.dtype)
     )
-    # of a single token, whose weight is one, rounding to a type that it has changes nothing
-    return relative_error(outputs[rows], exact), 2 * (relative_error(rounded, exact) + torch.finfo(torch.float32).eps)
+    return relative_error(outputs[rows], exact), allowed_error(rounded, exact)
 
 
 def attend(pages: LayerPages, q: Tensor, new: New, scale: float, row: int, dtype: torch.dtype | None = None) -> Tensor:
-    """What `naive.attend` returns for a sequence without padding, all its queries at once: float32[n, q_heads, d].
+    """What `naive.attend` returns for a sequence, all its queries at once: float32[n, q_heads, d]; NaN for padding.
 
     With a `dtype`, transformed queries, keys, values and weights are rounded to it.
     """
@@ -29,16 +36,13 @@ def attend(pages: LayerPages, q: Tensor, new: New, scale: float, row: int, dtype
     position = step.positions[row].unsqueeze(1).to(q.device)
     token = torch.arange(step.lengths[row], device=q.device)
     page, offset = step.table[row, token // step.page_size], token % step.page_size
-    parts = [
-        pages.codec(sides).dequantize(codes[page, offset], meta[page, offset % meta.shape[1]])
-        for sides, codes, meta in pages.sides
-    ]
-    seen = token <= position  # [n, tokens]
-    read = [(torch.cat(parts, dim=2), seen)]  # states [tokens, kv_heads, 2, d], and which query reads them
+    seen = (token <= position) & (position >= step.starts[row])  # [n, tokens]
+    read = [(pages.unpack(page, offset), seen)]  # states [tokens, kv_heads, 2, d], and which query reads them
     if new is not None:
         wide = (token < windows.sink) | (token >= windows.exact_from(position))
         kept = pages.shadows[step.shadow_of[page].clamp_min(0), :, :, offset]
-        kept[step.starts[row] :] = torch.stack([side[row] for side in new], dim=2)
+        own = step.starts[row] - step.lengths[row]  # the step's tokens are the last ones
+        kept[own:] = torch.stack([side[row, own:] for side in new], dim=2)
         read = [(read[0][0], seen & ~wide), (kept, seen & wide)]
     for states, mask in read:
         states[~mask.any(dim=0)] = 0  # what nobody reads nobody may have written
@@ -78,6 +82,76 @@ def store_error(pages: LayerPages, k: Tensor, v: Tensor, new: New) -> tuple[floa
     return error, 2 * allowed
 
 
+# --- against the definitions themselves, on the CPU
+
+
+def on_cpu(pages: LayerPages) -> LayerPages:
+    """A copy of a layer and its step, on which the definitions of the ops can run."""
+    step = replace(pages.step, table=_copied(pages.step.table), shadow_of=_copied(pages.step.shadow_of))
+    key, value, pool = pages.key.to("cpu"), pages.value.to("cpu"), _copied(pages.pool)
+    sides = pages.layout.sides(pool, together=key.quantizes_like(value))
+    return replace(
+        pages, step=step, key=key, value=value, pool=pool, sides=sides, shadows=_copied(pages.shadows),
+        faults=_copied(pages.faults),
+    )  # fmt: skip
+
+
+def _copied(x: Tensor) -> Tensor:
+    return x.to("cpu", copy=True)
+
+
+def naive_attend_error(pages: LayerPages, q: Tensor, new: New, scale: float, outputs: Tensor) -> tuple[float, float]:
+    """The relative error of outputs [sequences, n, q_heads, d] to the definition, and the largest allowed. Outputs of
+    padding do not count."""
+    step = pages.step
+    real = step.positions >= torch.tensor(step.starts).unsqueeze(1)
+
+    def attended(dtype: torch.dtype | None) -> Tensor:
+        return torch.stack([attend(pages, q, new, scale, row, dtype) for row in range(len(q))])[real]
+
+    few = real.sum() <= NAIVE_QUERIES
+    exact = naive_attend.attend(pages, q, new, scale)[real] if few else attended(None)
+    return relative_error(outputs.cpu()[real], exact), allowed_error(attended(q.dtype), exact)
+
+
+def naive_store_error(
+    before: LayerPages, expected: LayerPages, got: LayerPages, k: Tensor, v: Tensor
+) -> tuple[float, float]:
+    """The relative error of what a step packed, to what `naive.store` packed in `expected`, and the largest allowed."""
+    rounded = on_cpu(before)
+    narrow = [codec.transform.forward(x).to(k.dtype) for codec, x in ((rounded.key, k), (rounded.value, v))]
+    key, value = (replace(codec, transform=Transform()) for codec in (rounded.key, rounded.value))
+    naive_store.store(replace(rounded, key=key, value=value), *narrow)
+    exact = _packed(expected)
+    return relative_error(_packed(got), exact), max(TIE_ERROR, allowed_error(_packed(rounded), exact))
+
+
+def _packed(pages: LayerPages) -> Tensor:
+    """What the tokens that a step packed decode to, [tokens, kv_heads, 2, d]. Where whole pages are quantized, those
+    are the tokens of the pages that it filled."""
+    step, group = pages.step, pages.windows.group
+    tokens = [
+        (row, token)
+        for row, (start, length) in enumerate(zip(step.starts, step.lengths, strict=True))
+        for token in range(start // group * group, length // group * group)
+    ]
+    row, token = torch.tensor(tokens, dtype=torch.int64).view(-1, 2).unbind(dim=1)
+    return pages.unpack(step.table[row, token // step.page_size], token % step.page_size)
+
+
+def differing_share(before: Tensor, expected: Tensor, got: Tensor) -> float:
+    """How many integers differ from the expected ones, as a share of those that had to change."""
+    return float((got != expected).sum() / (before != expected).sum().clamp_min(1))
+
+
+# --- errors
+
+
 def relative_error(x: Tensor, exact: Tensor) -> float:
-    """Of all numbers together."""
-    return float((x.double() - exact.double()).norm() / exact.double().norm())
+    """Of all numbers together; 0 where there are none."""
+    return float((x.double() - exact.double()).norm() / exact.double().norm()) if exact.numel() else 0.0
+
+
+def allowed_error(rounded: Tensor, exact: Tensor) -> float:
+    """Twice that of the same maths with 16-bit operands. That may be 0, of a single token for example."""
+    return 2 * (relative_error(rounded, exact) + EPSILON)

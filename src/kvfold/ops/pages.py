@@ -167,3 +167,11 @@ class LayerPages:
     def codec(self, sides: slice) -> Codec:
         """The codec whose layout these sides (0: keys, 1: values) have."""
         return (self.key, self.value)[sides.start]
+
+    def unpack(self, page: Tensor, offset: Tensor) -> Tensor:
+        """What slots decode to, by page and offset int64[tokens]: float32[tokens, kv_heads, 2 (K, V), d]."""
+        parts = [
+            self.codec(sides).dequantize(codes[page, offset], meta[page, offset % meta.shape[1]])
+            for sides, codes, meta in self.sides
+        ]
+        return torch.cat(parts, dim=2)

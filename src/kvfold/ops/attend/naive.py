@@ -16,11 +16,7 @@ def read(pages: LayerPages, row: int, position: int, new: tuple[Tensor, Tensor] 
     step, windows = pages.step, pages.windows
     tokens = torch.arange(position + 1, device=pages.pool.device)
     page, offset = step.table[row, tokens // step.page_size], tokens % step.page_size
-    parts = [
-        pages.codec(sides).dequantize(codes[page, offset], meta[page, offset % meta.shape[1]])
-        for sides, codes, meta in pages.sides
-    ]
-    x = torch.cat(parts, dim=2)  # [tokens, kv_heads, 2, d]
+    x = pages.unpack(page, offset)  # [tokens, kv_heads, 2, d]
     for j in range(position + 1):
         unfilled = j >= (position + 1) // windows.group * windows.group
         if new is not None and (j < windows.sink or j > position - windows.recent or unfilled):

@@ -1,0 +1,406 @@
+"""`kvfold selftest`: every kernel that a recipe gets on this device, against the definitions in ops/*/naive.py.
+
+A case is one layer with a recipe and a shape. Its history is packed by `naive.store`. Then come two steps: several
+tokens per sequence, then one. The definitions run on the CPU; attention is computed in float64. Before each op the
+device gets the bytes of the definition, so a wrong `store` does not make `decode` look wrong.
+
+On Hopper the cases compile about 240 variants of kernels.
+"""
+
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from importlib.util import find_spec
+from itertools import count
+from multiprocessing import get_context
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvfold import __version__
+from kvfold.bench.fits import random_codecs, random_states
+from kvfold.bench.serving import this_machine
+from kvfold.bench.verify import (
+    allowed_error,
+    differing_share,
+    naive_attend_error,
+    naive_store_error,
+    on_cpu,
+    relative_error,
+)
+from kvfold.codec import Codec
+from kvfold.layout import PageLayout
+from kvfold.ops.dispatch import Choice, New, choose
+from kvfold.ops.pages import LayerPages
+from kvfold.ops.restore import Restore
+from kvfold.ops.store import naive
+from kvfold.paged import PagedCache
+from kvfold.recipe import Recipe
+from kvfold.recipes import parse
+
+TIES = 0.02  # the share of stored numbers that may differ: sums in another order can round to the next code
+MOST_PAIRS = 2**23  # query-token pairs of a step, above which attention is not checked: the definition is too slow
+TILE = 64  # tokens that a kernel reads at once
+CHUNK = 4096  # tokens of a history that are stored at once
+POISON = 0x7FFF  # NaN in 16 bits
+WORKERS = 8  # processes on a GPU; each compiles on one core and takes about half a GB of GPU memory
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens of each sequence: before the two steps, and in the first one. The second step has one."""
+
+    history: tuple[int, ...]
+    new: tuple[int, ...]
+
+    @property
+    def pairs(self) -> int:
+        return max(self.new) * max(map(sum, zip(self.history, self.new, strict=True)))
+
+    def __str__(self) -> str:
+        return ", ".join(f"{old}+{new}+1" for old, new in zip(self.history, self.new, strict=True))
+
+
+# Both steps fill pages of 16, 32, 64 and 128 tokens
+SHORT = Tokens((374, 120, 0, 200), (9, 10, 16, 2))
+# Flash attention reads the first sequence unpacked; the second is too short for that
+PROMPT = Tokens((1100, 20), (70, 3))
+# Enough queries for cuDNN's causal mask
+PREFILL = Tokens((0, 20), (2300, 3))
+# Each program of a decode kernel reads several tiles; `store` takes its larger blocks
+LONG = Tokens((29_000, 60), (4_200, 8))
+
+
+@dataclass(frozen=True)
+class Case:
+    recipe: str
+    head_dim: int
+    ratio: int  # query heads for each KV head
+    page: int
+    tokens: Tokens = SHORT
+    dtype: str = "bfloat16"
+    kv_heads: int = 2
+
+    @property
+    def q_heads(self) -> int:
+        return self.ratio * self.kv_heads
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    def __str__(self) -> str:
+        return f"{self.q_heads}:{self.kv_heads} heads of {self.head_dim}, pages of {self.page}, {self.dtype}"
+
+
+# Each kernel meets 1 to 8 query heads per KV head, both page sizes, both head dimensions and every kind of windows
+CASES = (
+    # integers
+    Case("saw-int4", 128, 4, 64, LONG),
+    Case("saw-int4:sink=4,recent=40", 64, 1, 16),
+    Case("saw-int4:sink=4", 128, 7, 16, PROMPT),
+    Case("int4", 64, 8, 64, dtype="float16"),
+    Case("int4:recent=1", 128, 3, 16),
+    Case("int8:sink=3,recent=20", 128, 2, 16),
+    Case("int8", 64, 5, 16),
+    Case("int2", 128, 6, 64),
+    Case("oscar-int2", 128, 8, 64, LONG),
+    Case("oscar-int2:group=128,sink=5,recent=70", 128, 4, 16, dtype="float16"),
+    Case("oscar-int2:sink=0,recent=0", 128, 1, 16),
+    Case("quarot-int2", 128, 5, 64, PROMPT, kv_heads=8),
+    Case("hessian-int4:recent=33", 64, 2, 64),
+    # codebooks
+    Case("tq-k4v4", 128, 1, 64),
+    Case("tq-k2v2:sink=4,recent=40", 64, 4, 16),
+    Case("tq-k3v3", 64, 3, 64, dtype="float16"),
+    Case("gtq-k3v3", 128, 8, 16, LONG),
+    Case("gtq-k4v4:recent=16", 64, 2, 64, PREFILL),
+    Case("gtq-k2v2:sink=64,recent=256", 128, 6, 64),
+    Case("tq-k6v5", 128, 5, 16),
+    Case("tq-k1v6:recent=1", 128, 7, 16),
+    # what the portable kernel decodes, on Hopper too
+    Case("bf16", 128, 4, 64, LONG),
+    Case("bf16", 64, 8, 16, PROMPT, "float16"),
+    Case("int2:sink=4,recent=40", 64, 8, 16),
+    Case("int4:group=32,sink=2,recent=9", 128, 3, 64),
+    Case("kivi-2", 64, 2, 32),
+    Case("kivi-4:sink=4,recent=0", 128, 1, 32),
+    Case("kitty-2", 128, 4, 128),
+    Case("kmeans-int4", 64, 7, 16),
+    Case("kmeans-saw-int4:sink=4", 128, 1, 64),
+    Case("gtq-k3v3:per_head=true", 128, 5, 16),
+    Case("tq-k8v7", 128, 6, 64),
+    Case("oscar-int2:per_head=true,recent=8", 64, 6, 16),
+)
+
+
+# On CPUs longer contexts and more heads run the same code
+CPU_CASES = tuple(replace(case, tokens=SHORT if case.tokens is SHORT else PROMPT, kv_heads=2) for case in CASES)
+
+
+@dataclass(frozen=True)
+class Row:
+    path: str
+    kernel: str
+    reason: str
+    recipe: str
+    page: int
+    head_dim: int
+    q_heads: int
+    kv_heads: int
+    dtype: str
+    tokens: str
+    error: float | None  # relative; None: there is no number
+    allowed_error: float | None  # twice that of the definition with operands of 16 bits
+    ok: bool
+    problem: str
+    device: str
+    kvfold: str
+    torch: str
+    triton: str
+    date: str
+
+
+def run(progress: Callable[[float], None] = lambda share: None) -> Iterator[Row]:
+    """The rows of all cases, on the GPU if there is one. There several processes compile kernels at the same time."""
+    if find_spec("transformers") is None:
+        raise ValueError(
+            "selftest fits recipes to random layers, and needs transformers for that: pip install transformers"
+        )
+    if not torch.cuda.is_available():
+        yield from _advancing(map(check, CPU_CASES), progress)
+        return
+    longest_first = sorted(CASES, key=lambda case: case.tokens.pairs, reverse=True)
+    workers = min(WORKERS, os.cpu_count() or 1)
+    try:
+        with ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+            yield from _advancing(pool.map(check, longest_first), progress)
+    except BrokenExecutor as error:
+        raise ValueError(f"a kernel ended the process that checked it: {error}") from None
+
+
+def _advancing(checked: Iterable[list[Row]], progress: Callable[[float], None]) -> Iterator[Row]:
+    for rows in checked:
+        yield from rows
+        progress(1 / len(CASES))
+
+
+@torch.no_grad()
+def check(case: Case) -> list[Row]:
+    """Every path that the case takes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # `reason` says what the warnings of `choose` say
+        layer = Layer(case, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    rows = [layer.store()]
+    if case.tokens.pairs <= MOST_PAIRS:
+        rows.append(layer.attend("extend", layer.ops.extend))
+    rows += [layer.step(), layer.attend("decode", layer.ops.decode)]
+    return [*rows, layer.restore()] if layer.restores else rows
+
+
+class Found(NamedTuple):
+    error: float
+    allowed: float
+    problem: str = ""
+
+    @property
+    def wrong(self) -> str:
+        """In which way, if at all."""
+        if self.problem or self.error <= self.allowed:
+            return self.problem
+        if not math.isfinite(self.error):
+            return "NaN or Inf"
+        return f"an error of {self.error:.2g}, and {self.allowed:.2g} is allowed"
+
+
+class Layer:
+    """The layer of a case: a cache on the device, and beside it what the definitions make of every step."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        self.case, recipe = case, parse(case.recipe)
+        key, value = random_codecs(recipe, case.head_dim, case.q_heads, case.kv_heads, case.torch_dtype)
+        self.ops = choose(PageLayout(key.layout, value.layout, case.page), case.ratio, device)
+        self.cache = _poisoned_cache(case, recipe, (key.to(device), value.to(device)), device)
+        self.generator = torch.Generator().manual_seed(0)
+        self.scale, self.turn = case.head_dim**-0.5, count()
+        self.expected = on_cpu(self.pages)
+        self.keys = [torch.empty(0, case.kv_heads, case.head_dim)] * len(case.tokens.new)  # of each sequence
+        for start in range(0, max(case.tokens.history), CHUNK):
+            self.begin([max(0, min(CHUNK, tokens - start)) for tokens in case.tokens.history])
+
+    @property
+    def pages(self) -> LayerPages:
+        return self.cache.pages(0)
+
+    @property
+    def restores(self) -> bool:
+        """Whether there are 16-bit copies that a serving engine may lose."""
+        served = self.ops.store.implementation != "torch" if self.pages.pool.is_cuda else not self.pages.layout.per_page
+        return served and bool(self.pages.windows)
+
+    def begin(self, counts: Sequence[int]) -> None:
+        """A step of random tokens, left-padded with NaN, and what the definition stores of them."""
+        self.resume()
+        self.cache.extend(counts)
+        self.before, self.expected = on_cpu(self.pages), on_cpu(self.pages)
+        self.k, self.v = (self._random(max(counts), self.case.kv_heads) for _ in range(2))
+        for row, n in enumerate(counts):
+            padding = max(counts) - n
+            self.keys[row] = torch.cat([self.keys[row], self.k[row, padding:].float()])
+            self.k[row, :padding] = self.v[row, :padding] = math.nan
+        self.new = naive.store(self.expected, self.k, self.v)
+
+    def _random(self, n: int, heads: int) -> Tensor:
+        shape = (len(self.case.tokens.new), n, heads, self.case.head_dim)
+        return random_states(shape, self.generator).to(self.case.torch_dtype)
+
+    def queries(self) -> Tensor:
+        """Queries of the current step. Each puts about half of its weight on one token: beside a border of a tile, a
+        page or a window, or anywhere. A kernel that misses this token is far off."""
+        windows, step = self.pages.windows, self.pages.step
+        q = 0.3 * self._random(step.n, self.case.q_heads).float()
+        for row, (start, length) in enumerate(zip(step.starts, step.lengths, strict=True)):
+            keys = self.keys[row] - self.keys[row].mean(dim=0)
+            for position in range(start, length):
+                borders = {0, windows.sink, TILE, self.case.page, windows.exact_from(position), position + 1}
+                near = sorted({t for border in borders for t in (border - 1, border) if 0 <= t <= position})
+                anywhere = torch.randint(position + 1, (len(near),), generator=self.generator).tolist()
+                sought = [[*near, *anywhere][next(self.turn) % (2 * len(near))] for _ in range(self.case.q_heads)]
+                found = keys[sought, torch.arange(self.case.q_heads) // self.case.ratio]  # [q_heads, d]
+                heavy = (
+                    (math.log(position + 1) + 1) / self.scale / found.square().sum(dim=-1, keepdim=True).clamp_min(1)
+                )
+                q[row, position - length] += heavy * found
+        return q.to(self.case.torch_dtype)
+
+    def resume(self) -> None:
+        """Let the device have the bytes of the definition."""
+        self.pages.pool.copy_(self.expected.pool)
+        self.pages.shadows.copy_(self.expected.shadows)
+
+    def _there(self, *tensors: Tensor) -> list[Tensor]:
+        return [x.to(self.cache.device) for x in tensors]
+
+    def store(self) -> Row:
+        """Several tokens of each sequence."""
+        self.begin(self.case.tokens.new)
+        choice = self.ops.store
+        return self._row("store", choice, lambda: self.stored(choice.run(self.pages, *self._there(self.k, self.v))))
+
+    def attend(self, path: str, choice: Choice) -> Row:
+        """The queries of the last step read what the definition has stored."""
+        self.resume()
+        q = self.queries()
+
+        def found() -> Found:
+            new = self._there(*self.new) if self.new else None
+            out = choice.run(self.pages, *self._there(q), new, self.scale)
+            return Found(*naive_attend_error(self.expected, q, self.new, self.scale, out))
+
+        return self._row(path, choice, found)
+
+    def step(self) -> Row:
+        """A token of each sequence is stored, and its query reads: in one call, as engines do it."""
+        self.begin([1] * len(self.case.tokens.new))
+        states = self.queries(), self.k, self.v
+
+        def found() -> Found:
+            q, k, v = self._there(*states)
+            out = self.ops.step(self.pages, q, k, v, self.scale)
+            stored = self.stored(self.new)
+            read = Found(*naive_attend_error(on_cpu(self.pages), states[0], self.new, self.scale, out))
+            return stored if stored.wrong else read
+
+        return self._row("step", self.ops.decode, found)
+
+    def stored(self, new: New) -> Found:
+        """What the device has stored, and returned as `new`, against the definition."""
+        got = on_cpu(self.pages)
+        shares = [differing_share(self.before.pool, self.expected.pool, got.pool)]
+        shares.append(differing_share(*(_bits(pages.shadows) for pages in (self.before, self.expected, got))))
+        if self.new and new:
+            shares += [
+                differing_share(torch.full_like(_bits(mine), POISON), _bits(mine), _bits(other.cpu()))
+                for mine, other in zip(self.new, new, strict=True)
+            ]
+        problem = f"{max(shares):.1%} of the stored numbers differ from the definition" if max(shares) > TIES else ""
+        return Found(*naive_store_error(self.before, self.expected, got, self.k, self.v), problem)
+
+    def restore(self) -> Row:
+        """16-bit copies of three pages, and not of a fourth."""
+        self.resume()
+        before, table, kept = self.expected.shadows, self.expected.step.table[0, :4], [2, 0, 1, 3]
+
+        def found() -> Found:
+            asked = torch.tensor([3], dtype=torch.int32)
+            Restore([self.pages])(*self._there(table, torch.tensor(kept), asked))
+            page, offset = table[:3].repeat_interleave(self.case.page), torch.arange(self.case.page).repeat(3)
+            exact = self.expected.unpack(page, offset).unflatten(0, (3, -1)).permute(0, 2, 3, 1, 4)
+            got = on_cpu(self.pages).shadows
+            untouched = torch.equal(_bits(got[3:]), _bits(before[3:]))
+            error = relative_error(got[kept[:3]], exact), allowed_error(exact.to(got.dtype), exact)
+            return Found(*error, "" if untouched else "it changes copies of other pages")
+
+        on_gpu = self.pages.pool.is_cuda
+        reason = "all layers in one launch" if on_gpu else "there is no kernel for CPUs"
+        return self._row("restore", Choice("triton" if on_gpu else "torch", reason, Restore), found)
+
+    def _row(self, path: str, choice: Choice, find: Callable[[], Found]) -> Row:
+        try:
+            found = find()
+        except Exception as error:  # of the compiler, the driver or the kernel's own checks: all are for the table
+            lines = str(error).strip().splitlines()
+            found = Found(math.nan, math.nan, f"{type(error).__name__}: {lines[0] if lines else ''}")
+        case = self.case
+        return Row(
+            path=path,
+            kernel=choice.implementation,
+            reason=choice.reason,
+            recipe=case.recipe,
+            page=case.page,
+            head_dim=case.head_dim,
+            q_heads=case.q_heads,
+            kv_heads=case.kv_heads,
+            dtype=case.dtype,
+            tokens=str(case.tokens),
+            error=_number(found.error),
+            allowed_error=_number(found.allowed),
+            ok=not found.wrong,
+            problem=found.wrong,
+            device=this_machine(),
+            kvfold=__version__,
+            torch=torch.__version__,
+            triton=version("triton") if find_spec("triton") else "",
+            date=datetime.now(UTC).date().isoformat(),
+        )
+
+
+def _poisoned_cache(case: Case, recipe: Recipe, codecs: tuple[Codec, Codec], device: torch.device) -> PagedCache:
+    """An empty cache with room for all tokens of the case. Pages come in random order and hold NaN."""
+    size, tokens = case.page, case.tokens
+    cache = PagedCache(
+        [codecs], case.kv_heads, len(tokens.new),
+        windows=recipe.windows, page_size=size, wide=case.torch_dtype, device=device,
+    )  # fmt: skip
+    pages = sum(-(-(old + new + 1) // size) for old, new in zip(tokens.history, tokens.new, strict=True))
+    generator = torch.Generator().manual_seed(0)
+    cache.tables.references, cache.tables.free = [0] * pages, torch.randperm(pages, generator=generator).tolist()
+    cache.shadow_map.capacity, cache.shadow_map.free = pages, torch.randperm(pages, generator=generator).tolist()
+    cache.extend([0] * len(tokens.new))
+    cache.pools[0].fill_(0xFF)
+    cache.shadows[0].fill_(math.nan)
+    return cache
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.int16)
+
+
+def _number(x: float) -> float | None:
+    return float(f"{x:.3g}") if math.isfinite(x) else None

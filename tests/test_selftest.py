@@ -1,0 +1,279 @@
+"""`kvfold selftest`: that it checks every kernel, and that it finds those which are wrong."""
+
+import csv
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner, Result
+
+from kvfold import selftest
+from kvfold.bench.fits import random_codecs
+from kvfold.cli import app
+from kvfold.layout import PageLayout
+from kvfold.ops.dispatch import HOPPER, Ops, choose
+from kvfold.ops.pages import LayerPages
+from kvfold.ops.restore import Restore
+from kvfold.recipes import RECIPES, parse
+from kvfold.selftest import CASES, CPU_CASES, Case, Tokens
+
+FEW = Tokens((130, 37), (5, 9))
+WINDOWS, PLAIN = Case("int2:sink=4,recent=40", 64, 2, 16, FEW), Case("saw-int4", 128, 3, 64, FEW)
+ASKED = {  # columns of rows
+    *("path", "kernel", "reason", "recipe", "page", "head_dim", "q_heads", "kv_heads", "dtype", "tokens"),
+    *("error", "allowed_error", "ok", "problem", "device", "kvfold", "torch", "triton", "date"),
+}
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, on which other cases are checked")
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *options: object, cases: tuple[Case, ...] = (WINDOWS, PLAIN)) -> Result:
+    monkeypatch.setattr(selftest, "CPU_CASES", cases)
+    return CliRunner().invoke(app, ["selftest", *map(str, options)])
+
+
+# What is checked
+
+
+def test_every_recipe_is_checked():
+    assert {parse(case.recipe).name for case in CASES} >= RECIPES.keys()
+
+
+@pytest.mark.filterwarnings("ignore:.*slower")
+def test_every_kernel_meets_every_number_of_heads_and_all_pages_dims_and_windows():
+    """On Hopper: the kernel for integers, the one for codebooks, and the portable one for what they do not read."""
+    pytest.importorskip("triton")
+    met: dict[str, list[Case]] = {}
+    paths = set()
+    for case in CASES:
+        key, value = random_codecs(parse(case.recipe), case.head_dim, case.q_heads, case.kv_heads, case.torch_dtype)
+        layout = PageLayout(key.layout, value.layout, case.page)
+        ops = choose(layout, case.ratio, torch.device("cuda"), HOPPER)
+        kind = "codebooks" if key.layout.segments[0].rule == "codebook" else "integers"
+        met.setdefault(kind if ops.decode.implementation == "gluon" else "portable", []).append(case)
+        paths |= {(path, choice.implementation) for path, choice in ops._asdict().items()}
+    assert paths == {
+        ("store", "triton"), ("store", "torch"), ("decode", "gluon"), ("decode", "triton"), ("extend", "unpacked"),
+        ("extend", "triton"),
+    }  # fmt: skip
+    assert met.keys() == {"integers", "codebooks", "portable"}
+    for cases in met.values():
+        recipes = [parse(case.recipe) for case in cases]
+        assert {case.ratio for case in cases} == set(range(1, 9))
+        assert {case.page for case in cases} >= {16, 64}
+        assert {case.head_dim for case in cases} == {64, 128}
+        assert {case.dtype for case in cases} == {"bfloat16", "float16"}
+        assert any(not recipe.windows for recipe in recipes)
+        assert any(recipe.sink and not recipe.recent for recipe in recipes)
+        assert any(recipe.recent >= 2 for recipe in recipes)
+        assert {case.tokens for case in cases} >= {selftest.SHORT, selftest.LONG}
+    assert all(any(parse(case.recipe).recent == 1 for case in met[kind]) for kind in ("integers", "codebooks"))
+
+
+# What is right
+
+
+@no_gpu
+@pytest.mark.parametrize("case", [case for case in CPU_CASES if case.tokens is selftest.SHORT][::5], ids=str)
+def test_the_kernels_for_cpus_are_right(case: Case):
+    rows = selftest.check(case)
+    assert [row.problem for row in rows] == [""] * len(rows)
+    assert [row.path for row in rows][:4] == ["store", "extend", "step", "decode"]
+    assert all(row.ok and row.error is not None and row.error <= (row.allowed_error or 0) for row in rows)
+
+
+@no_gpu
+def test_rows_and_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    result = run(monkeypatch, "--json", tmp_path / "rows.json", "--csv", tmp_path / "rows.csv")
+    assert result.exit_code == 0, result.exception
+    shown = " ".join(result.stdout.split())
+    decode = choose(PageLayout(*parse(PLAIN.recipe).layouts(128, {}), 64), 3, torch.device("cpu")).decode
+    assert f"decode: {decode.implementation}, since {decode.reason}" in shown
+    assert all(text in shown for text in ("saw-int4", "6:2, 128, 64", "9 of 9 checks are ok", torch.__version__))
+    assert "WRONG" not in shown
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert all(row.keys() == ASKED for row in rows)
+    assert [(row["path"], row["recipe"]) for row in rows] == [
+        *((path, WINDOWS.recipe) for path in ("store", "extend", "step", "decode", "restore")),
+        *((path, PLAIN.recipe) for path in ("store", "extend", "step", "decode")),
+    ]
+    assert {row["tokens"] for row in rows} == {"130+5+1, 37+9+1"}
+    with (tmp_path / "rows.csv").open() as file:
+        assert [row["error"] for row in csv.DictReader(file)] == [str(row["error"]) for row in rows]
+
+
+def test_the_help_has_an_example():
+    assert "kvfold selftest --csv" in CliRunner().invoke(app, ["selftest", "--help"]).stdout
+
+
+@no_gpu
+def test_without_transformers_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(selftest, "find_spec", lambda name: None)
+    assert "pip install transformers" in str(run(monkeypatch).exception)
+
+
+# What is wrong, on purpose
+
+
+def attends(change: Callable[[LayerPages, Tensor], tuple[LayerPages, Tensor]]) -> Callable[..., Tensor]:
+    """An `attend` that is given other pages or queries."""
+
+    def broken(right: Any, pages: LayerPages, q: Tensor, new: Any, scale: float, out: Any = None) -> Tensor:
+        return right(*change(pages, q), new, scale, out)
+
+    return broken
+
+
+def other_token(pages: LayerPages, q: Tensor) -> tuple[LayerPages, Tensor]:
+    """Of the longest sequence the last token of the first page is read in place of the first of the next."""
+    pool = pages.pool.clone()
+    sides = pages.layout.sides(pool, together=pages.key.quantizes_like(pages.value))
+    first, second, *_ = pages.step.table[0]
+    for _, *arrays in sides:
+        for array in arrays:
+            array[second, 0] = array[first, -1]
+    return replace(pages, pool=pool, sides=sides), q
+
+
+def no_sink(pages: LayerPages, q: Tensor) -> tuple[LayerPages, Tensor]:
+    return replace(pages, windows=replace(pages.windows, sink=0)), q
+
+
+def shorter_window(pages: LayerPages, q: Tensor) -> tuple[LayerPages, Tensor]:
+    return replace(pages, windows=replace(pages.windows, recent=pages.windows.recent - 1)), q
+
+
+def swapped_heads(pages: LayerPages, q: Tensor) -> tuple[LayerPages, Tensor]:
+    return pages, torch.cat([q[:, :, 1:2], q[:, :, :1], q[:, :, 2:]], dim=2)
+
+
+def forgets_a_token(right: Any, pages: LayerPages, k: Tensor, v: Tensor) -> Any:
+    """The last one of the last sequence."""
+    row, last = len(k) - 1, pages.step.lengths[-1] - 1
+    at = pages.step.table[row, last // pages.step.page_size]
+    kept = pages.pool[at].clone()
+    new = right(pages, k, v)
+    pages.pool[at] = kept
+    return new
+
+
+def stores_other_values(right: Any, pages: LayerPages, k: Tensor, v: Tensor) -> Any:
+    """By a part in 50: another code for some coordinates."""
+    return right(pages, k, v * 1.02)
+
+
+def returns_other_copies(right: Any, pages: LayerPages, k: Tensor, v: Tensor) -> Any:
+    new = right(pages, k, v)
+    return new and (new[0], new[1].roll(1, dims=2))
+
+
+def raises(right: Any, *_: Any) -> Any:
+    raise RuntimeError("PassManager::run failed\nmore of it")
+
+
+BROKEN: list[tuple[str, Callable[..., Any], Case, set[str], str]] = [
+    # an op, what it does instead, with which case, the paths that are wrong then, what is said of it
+    ("decode", attends(other_token), PLAIN, {"decode", "step"}, "an error of"),
+    ("extend", attends(other_token), PLAIN, {"extend"}, "an error of"),
+    ("decode", attends(no_sink), WINDOWS, {"decode", "step"}, "an error of"),
+    ("extend", attends(no_sink), WINDOWS, {"extend"}, "an error of"),
+    ("decode", attends(shorter_window), WINDOWS, {"decode", "step"}, "an error of"),
+    ("decode", attends(swapped_heads), WINDOWS, {"decode", "step"}, "an error of"),
+    ("decode", attends(swapped_heads), PLAIN, {"decode", "step"}, "an error of"),
+    ("store", forgets_a_token, PLAIN, {"store", "step"}, "of the stored numbers differ"),
+    ("store", forgets_a_token, WINDOWS, {"store", "step"}, "of the stored numbers differ"),
+    ("store", stores_other_values, PLAIN, {"store", "step"}, "of the stored numbers differ"),
+    ("store", returns_other_copies, WINDOWS, {"store", "step"}, ""),
+    ("decode", raises, PLAIN, {"decode", "step"}, "RuntimeError: PassManager::run failed"),
+    ("store", raises, PLAIN, {"store", "step"}, "RuntimeError: PassManager::run failed"),
+]
+
+
+@no_gpu
+@pytest.mark.parametrize(("op", "broken", "case", "paths", "said"), BROKEN)
+def test_a_wrong_kernel_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+    op: str,
+    broken: Callable[..., Any],
+    case: Case,
+    paths: set[str],
+    said: str,
+):
+    """In its own rows, and in those of the steps that it is part of; other ops stay right."""
+
+    def chosen(*arguments: Any) -> Ops:
+        ops = choose(*arguments)
+        right = getattr(ops, op)
+        return ops._replace(**{op: right._replace(run=lambda *given: broken(right.run, *given))})
+
+    monkeypatch.setattr(selftest, "choose", chosen)
+    result = run(monkeypatch, "--json", "-", cases=(case,))
+    assert result.exit_code == 1
+    rows = json.loads(result.stdout)
+    assert {row["path"] for row in rows if not row["ok"]} == paths
+    assert all(said in row["problem"] for row in rows if not row["ok"])
+    assert str(result.exception).startswith(f"{len(paths)} of {len(rows)} checks are WRONG on ")
+    assert case.recipe in str(result.exception)
+    assert "\n" not in str(result.exception)
+
+
+@no_gpu
+def test_copies_of_other_pages_are_found(monkeypatch: pytest.MonkeyPatch):
+    """Restored as those of their neighbours; or where there was nothing to restore."""
+    right = Restore.__call__
+
+    def rolled(self: Restore, pages: Tensor, shadows: Tensor, count: Tensor) -> None:
+        right(self, pages.roll(1), shadows, count)
+
+    def one_more(self: Restore, pages: Tensor, shadows: Tensor, count: Tensor) -> None:
+        right(self, pages, shadows, count + 1)
+
+    for wrong, said in ((rolled, "an error of"), (one_more, "it changes copies of other pages")):
+        monkeypatch.setattr(Restore, "__call__", wrong)
+        (row,) = [row for row in selftest.check(WINDOWS) if not row.ok]
+        assert row.path == "restore"
+        assert row.problem.startswith(said)
+
+
+@no_gpu
+def test_a_table_of_what_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """The command's output as a user sees it, and rows in a file all the same."""
+    monkeypatch.setattr(selftest, "differing_share", lambda *_: 0.5)
+    result = run(monkeypatch, "--csv", tmp_path / "rows.csv", cases=(PLAIN,))
+    assert result.exit_code == 1
+    assert result.stdout.count("WRONG") == 2
+    assert "2 of 4 checks are ok" in result.stdout
+    assert len((tmp_path / "rows.csv").read_text().splitlines()) == 5
+
+
+# Several processes, as on a GPU: these have none and check the kernels for CPUs
+
+
+def end(case: Case) -> None:
+    os.abort()
+
+
+@no_gpu
+def test_processes_share_the_cases(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(selftest, "CASES", (WINDOWS, PLAIN))
+    monkeypatch.setattr(selftest, "WORKERS", 1)
+    shares: list[float] = []
+    rows = list(selftest.run(shares.append))
+    assert {row.recipe for row in rows} == {WINDOWS.recipe, PLAIN.recipe}
+    assert all(row.ok for row in rows)
+    assert shares == [0.5, 0.5]
+
+
+@no_gpu
+def test_a_kernel_that_ends_its_process_is_reported(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(selftest, "CASES", (PLAIN,))
+    monkeypatch.setattr(selftest, "check", end)
+    with pytest.raises(ValueError, match="a kernel ended the process that checked it"):
+        list(selftest.run())
