@@ -1,21 +1,32 @@
-"""What the Gluon kernels take, and in which order the codebook kernel lays out what it decodes.
-
+"""What the Gluon kernels take, in which order the codebook kernel lays out what it decodes, and the steps around them.
 
 `levels.py` has tests of its own.
 """
 
+from functools import partial
+
+import emulated_gluon
+import numpy as np
 import pytest
 import torch
+from test_levels import run
 from torch import Tensor
+from triton import knobs
 
+from kvfold import selftest
+from kvfold.codec import Codec
 from kvfold.layout import PageLayout, Segment, SlotLayout, affine_slot, codebook_slot, mixed_slot
+from kvfold.ops.attend import gluon, levels
 from kvfold.ops.attend import gluon_codebooks as kernel
-from kvfold.ops.attend import levels
 from kvfold.ops.attend.gluon import unsupported
-from kvfold.ops.dispatch import HOPPER, choose
+from kvfold.ops.dispatch import HOPPER, Choice, Ops, choose
+from kvfold.ops.store import triton as store
 from kvfold.recipes import parse
+from kvfold.selftest import Case, Tokens
 
 GPU = torch.device("cuda")
+interpret = knobs.runtime.interpret
+TOKENS = Tokens((90, 30), (1, 1))
 INT4, TQ3 = affine_slot(128, 4), codebook_slot([(128, 3)])
 
 
@@ -66,7 +77,32 @@ def test_what_else_is_read_by_triton_and_why(key, value, page, ratio, reason):
     assert found.startswith(reason)
 
 
-# --- order. Tensors hold the number 64·coordinate + token of each code, at the label that the kernel gives it.
+# --- the order of coordinates and tokens in the two products of the kernel for codebooks. It is free, but both operands
+# must have the same one. Levels come from packed bytes by the kernel's own PTX, which test_levels.py runs; products are
+# compared with those of what the codec decodes, of which the kernel rounds each number to 11 bits.
+
+HALF = 2.0**-11
+
+
+def tile(bits: int, dims: int) -> tuple[np.ndarray, np.ndarray]:
+    """Packed codes of 64 tokens, uint32[64, words], and what they decode to with a norm of 1, float64[64, dims]."""
+    codec = Codec(codebook_slot([(dims, bits)]))
+    codes, meta = codec.quantize(torch.randn(64, 1, dims, generator=torch.Generator().manual_seed(bits)))
+    decoded = codec.dequantize(codes, torch.ones_like(meta)).squeeze(1)
+    return codes.squeeze(1).numpy().view(np.uint32), decoded.double().numpy()
+
+
+def lane_levels(words: np.ndarray, bits: int, columns: int, lanes: int, lane: int) -> np.ndarray:
+    """What the steps of a lane make of pairs of tokens, whose words are uint32[pairs, 2, words]: float64[outputs,
+    pairs, 2]."""
+    column, u = lane % columns, lane // columns
+    loaded = [words[..., w.first + column + u % w.width * columns] for w in levels.lane_words(bits, columns, lanes)]
+    outputs = []
+    for step in levels.lane_steps(bits, columns, lanes):
+        inputs = [loaded[i][:, token] for i in step.words for token in range(2)]
+        inputs += [np.full(len(words), number, np.uint32) for number in (u, *step.constants) for _ in range(2)]
+        outputs += run(step.program, inputs)
+    return np.stack(outputs).view(np.float16).reshape(len(outputs), -1, 2) / levels.codebook(bits).scale
 
 
 def joined(tensors: list[Tensor]) -> Tensor:
@@ -76,42 +112,71 @@ def joined(tensors: list[Tensor]) -> Tensor:
     return tensors[0]
 
 
-@pytest.mark.parametrize("columns", [1, 2, 4, 8])
-def test_order_of_keys(columns):
-    """Places come in pairs to the PTX, whose outputs are pairs of parts of either."""
-    by, lanes = levels.share(columns, levels.KEY_LANES), levels.KEY_LANES
-    run, place, lane = torch.meshgrid(torch.arange(8), torch.arange(8), torch.arange(lanes), indexing="ij")
-    halves = [
-        64 * levels.coordinate.fn(step, number % 4, place % 2, lane, columns, lanes, by)
-        + (8 * run + place // 2 * 2 + number // 4)
-        for step in range(columns)
-        for number in range(8)
-    ]
-    found = joined(halves).reshape(kernel.key_shape(len(halves))).permute(kernel.key_permutation(len(halves)))
-    index, row = torch.arange(32 * columns), torch.arange(64)
+@pytest.mark.parametrize(("columns", "bits"), [(1, 4), (2, 3), (4, 2), (8, 5), (4, 6), (2, 1)])
+def test_logits_are_those_of_the_codec(columns, bits):
+    """Tokens of a run come in pairs to the PTX, whose outputs are pairs of parts of either."""
+    words, decoded = tile(bits, 32 * columns)
+    lanes, by = levels.KEY_LANES, levels.share(columns, levels.KEY_LANES)
+    found = [lane_levels(words.reshape(32, 2, -1), bits, columns, lanes, lane) for lane in range(lanes)]
+    halves = [torch.from_numpy(half) for half in np.stack(found, axis=-1).reshape(-1, 8, 8, lanes)]  # run, place, lane
+    keys = joined(halves).reshape(kernel.key_shape(len(halves))).permute(kernel.key_permutation(len(halves)))
+
+    index, row = np.arange(32 * columns), np.arange(64)
+    # the order in which queries are loaded, see `_queries`
     at = levels.coordinate.fn(index >> 5, (index >> 3) & 3, index & 1, (index >> 1) & 3, columns, lanes, by)
-    token = row % 8 * 8 + row // 8  # rows are numbered 8·place + run
-    assert torch.equal(found.reshape(64, -1), 64 * at + token.unsqueeze(1))
-    assert sorted(at.tolist()) == index.tolist()
+    queries = np.random.default_rng(0).standard_normal((32 * columns, 3))
+    expected = decoded[row % 8 * 8 + row // 8]  # rows are numbered 8·place + run
+    error = np.abs(keys.reshape(64, -1).numpy() @ queries[at] - expected @ queries)
+    assert (error <= HALF * (np.abs(expected) @ np.abs(queries))).all()
 
 
-@pytest.mark.parametrize("columns", [2, 4, 8])
-def test_order_of_values(columns):
+@pytest.mark.parametrize(("columns", "bits"), [(2, 3), (4, 4), (8, 2), (4, 5), (2, 6), (4, 1)])
+def test_outputs_are_those_of_the_codec(columns, bits):
     """Tokens of an even and an odd run come in pairs to the PTX, and its outputs are pairs of them."""
-    by, lanes = levels.share(columns, levels.VALUE_LANES), levels.VALUE_LANES
-    quarter, place, lane, odd = torch.meshgrid(*map(torch.arange, (4, 8, lanes, 2)), indexing="ij")
-    halves = [
-        64 * levels.coordinate.fn(step, number % 4, number // 4, lane, columns, lanes, by)
-        + (16 * quarter + 8 * odd + place)
-        for step in range(columns // 2)
-        for number in range(8)
-    ]
-    found = joined(halves).permute(kernel.value_permutation(len(halves))).reshape(32 * columns, 64)
-    index, column = torch.arange(32 * columns), torch.arange(64)
+    words, decoded = tile(bits, 32 * columns)
+    lanes, by = levels.VALUE_LANES, levels.share(columns, levels.VALUE_LANES)
+    pairs = words.reshape(4, 2, 8, -1).swapaxes(1, 2).reshape(32, 2, -1)  # [quarter · place, run % 2]
+    found = [lane_levels(pairs, bits, columns, lanes, lane) for lane in range(lanes)]
+    halves = [torch.from_numpy(half) for half in np.stack(found, axis=-2).reshape(-1, 4, 8, lanes, 2)]
+    values = joined(halves).permute(kernel.value_permutation(len(halves))).reshape(32 * columns, 64).numpy()
+
+    index, column = np.arange(32 * columns), np.arange(64)
+    # the order in which outputs are stored, see `_store_part`
     at = levels.coordinate.fn(index >> 6, (index >> 3) & 3, (index >> 5) & 1, index & 7, columns, lanes, by)
-    token = column % 8 * 8 + column // 8  # columns are numbered 8·place + run
-    assert torch.equal(found, 64 * at.unsqueeze(1) + token)
-    assert sorted(at.tolist()) == index.tolist()
+    weights = np.random.default_rng(0).random((64, 3))
+    outputs = np.zeros((32 * columns, 3))
+    outputs[at] = values @ weights[column % 8 * 8 + column // 8]  # columns are numbered 8·place + run
+    error = np.abs(outputs - decoded.T @ weights)
+    assert (error <= HALF * (np.abs(decoded).T @ weights)).all()
+
+
+# --- a whole step: everything around the kernels, in Triton's interpreter, against the definitions
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("saw-int4", 64, 3, 16, TOKENS),  # queries are rotated by the kernel
+        Case("saw-int4:sink=4", 64, 2, 16, TOKENS),
+        Case("saw-int4:sink=4,recent=8", 64, 1, 64, TOKENS),  # tokens are packed beside decoding
+        Case("int4:recent=1", 64, 2, 16, TOKENS, "float16"),
+        Case("oscar-int2:sink=3,recent=20", 128, 2, 16, TOKENS),
+        Case("gtq-k3v3:recent=2", 64, 3, 16, TOKENS),
+        Case("tq-k4v2", 64, 1, 64, TOKENS),
+    ],
+    ids=lambda case: case.recipe,
+)
+@torch.no_grad()
+def test_a_step_stores_and_reads_what_the_definitions_do(case, monkeypatch):
+    if not interpret:
+        pytest.skip("the kernels around those for Hopper are interpreted here; tests/gpu has them all")
+    emulated_gluon.use(monkeypatch)
+    stored = Choice("triton", "interpreted", partial(store.store, overlaps=True))
+    ops = Ops(stored, Choice("gluon", "emulated", gluon.attend, gluon.step), stored)
+    monkeypatch.setattr(selftest, "choose", lambda *_: ops)
+    layer = selftest.Layer(case, torch.device("cpu"))
+    for row in (layer.step(), layer.attend("decode", ops.decode)):
+        assert row.ok, row
 
 
 @pytest.mark.parametrize(

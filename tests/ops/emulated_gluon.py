@@ -1,0 +1,68 @@
+"""The Hopper decode kernels in PyTorch, as ops/attend/gluon.py calls them: what they read and return, in float64.
+
+Their own code needs a GPU. With this in its place, everything around them runs in Triton's interpreter.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from scipy.linalg import hadamard
+from torch import Tensor
+
+from kvfold.codec import Codec
+from kvfold.layout import PageLayout
+from kvfold.ops import rotate, turn
+from kvfold.ops.attend import gluon, parts, windows
+from kvfold.ops.store import triton as store
+
+UNSEEN = -1e30
+
+
+class Decode:
+    """Called as decode[splits, kv_heads, sequences](...)."""
+
+    def __init__(self, layout: PageLayout) -> None:
+        self.layout = layout
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+        def launch(
+            q: Tensor, outs: Tensor, weights: Tensor, pool: Tensor, table: Tensor, lengths: Tensor, scale: float,
+            sink: int, recent: int, *strides: int, RATIO: int, ORDER: int, **options: Any,
+        ) -> None:  # fmt: skip
+            splits, _, sequences = grid
+            outs.fill_(math.nan)  # of splits without tokens nothing is read but the weight
+            weights.fill_(UNSEEN)
+            turned = q.double()
+            if ORDER > 1:
+                turned = (turned.unflatten(-1, (-1, ORDER)) @ torch.from_numpy(hadamard(ORDER)).double()).flatten(-2)
+                turned = turned * ORDER**-0.5
+            for sequence in range(sequences):
+                tokens = torch.arange(sink, max(sink, int(lengths[sequence]) - recent))
+                k, v = self._read(pool, table[sequence], tokens)  # [tokens, kv_heads, d]
+                for split, part in enumerate(torch.arange(len(tokens)).tensor_split(splits)):
+                    for head in range(q.shape[1] if len(part) else 0):
+                        logits = scale * (k[part, head // RATIO] @ turned[sequence, head])  # of powers of two
+                        shares = torch.softmax(logits * math.log(2), dim=0)
+                        outs[split, sequence, head] = (shares @ v[part, head // RATIO]).float()
+                        weights[split, sequence, head] = torch.logsumexp(logits * math.log(2), dim=0) / math.log(2)
+
+        return launch
+
+    def _read(self, pool: Tensor, pages: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        size, memory = self.layout.page_size, pool.view(torch.uint8)
+        sides = []
+        for slot, views in ((self.layout.key, self.layout.key_views), (self.layout.value, self.layout.value_views)):
+            codes, meta = (array[pages[tokens // size], :, tokens % size].unsqueeze(-2) for array in views(memory))
+            sides.append(Codec(slot).dequantize(codes, meta).squeeze(-2).double())
+        return sides[0], sides[1]
+
+
+def use(monkeypatch: Any) -> None:
+    """Let the kernels that decode on Hopper be these, and others run without those that overlap with them."""
+    kernel = gluon._kernel
+    monkeypatch.setattr(gluon, "_kernel", lambda layout: kernel(layout)._replace(decode=Decode(layout)))
+    for module in (store, turn, rotate, parts, windows):
+        for name in ("gdc_wait", "gdc_launch_dependents"):
+            monkeypatch.setattr(module, name, lambda: None)
