@@ -1,4 +1,4 @@
-"""Decode steps in CUDA graphs: one is captured and replayed while lengths grow, beside eager steps."""
+"""Decode steps in CUDA graphs: one is captured and replayed while lengths grow, beside eager steps and definitions."""
 
 import pytest
 import torch
@@ -7,9 +7,11 @@ if not torch.cuda.is_available():
     pytest.skip(f"CUDA graphs need a GPU, and torch {torch.__version__} sees none", allow_module_level=True)
 
 from kvfold.bench.decoding import Steps, dense_error, packed_cache, packed_error, random_model
-from kvfold.bench.graphs import capture
+from kvfold.bench.graphs import WARM_UP, capture
+from kvfold.bench.verify import naive_attend_error, on_cpu
 from kvfold.ops.dispatch import choose
 from kvfold.recipes import parse
+from kvfold.selftest import Case, Layer, Tokens
 
 DEVICE = torch.device("cuda")
 CONFIG = {
@@ -39,6 +41,33 @@ ALLOWED = 2**-7  # relative error of bfloat16 logits
 @pytest.fixture(scope="module")
 def model():
     return random_model(CONFIG, DEVICE)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("page", [16, 64])
+@torch.no_grad()
+def test_replays_with_growing_lengths_are_the_definitions(recipe, page):
+    """Of one layer. Between replays tokens begin another page, and leave the windows."""
+    steps, tokens = 20, Tokens((55, 23, 3), (1, 1, 1))
+    layer = Layer(Case(recipe, 128, 4, page, tokens), DEVICE)
+    layer.resume()
+    layer.cache.reserve(max(tokens.history) + WARM_UP + steps)
+    layer.expected = on_cpu(layer.pages)  # with more room
+    q, k, v = (torch.zeros(3, 1, heads, 128, dtype=torch.bfloat16, device=DEVICE) for heads in (8, 2, 2))
+
+    def begin():
+        layer.begin([1, 1, 1])
+        for to, x in zip((q, k, v), (layer.queries(), layer.k, layer.v), strict=True):
+            to.copy_(x)
+
+    graph, out = capture(begin, lambda: layer.cache.attend(0, q, k, v, layer.scale))
+    for step in range(steps):
+        if step:
+            begin()
+        graph.replay()
+        assert layer.stored(layer.new).wrong == ""
+        error, allowed = naive_attend_error(on_cpu(layer.pages), q.cpu(), layer.new, layer.scale, out)
+        assert error <= allowed
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

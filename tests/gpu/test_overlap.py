@@ -1,9 +1,12 @@
-"""Kernels of a step that begin before those before them have ended: they read what they would if each waited."""
+"""Kernels of a step that begin before those before them have ended: they read what they would if each waited, which is
+what the definitions say."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
+from definitions import assert_defined
 
 if not torch.cuda.is_available():
     pytest.skip(f"kernels overlap on a GPU only, and torch {torch.__version__} sees none", allow_module_level=True)
@@ -14,8 +17,10 @@ from kvfold.bench.decoding import with_layers
 from kvfold.bench.fits import random_artifact
 from kvfold.bench.graphs import capture
 from kvfold.bench.kernels import Case, fill
+from kvfold.bench.verify import naive_attend_error, on_cpu
 from kvfold.engines.serving import Config, Layer, Plan, steps_of
 from kvfold.geometry import example_configs
+from kvfold.ops.store import naive
 from kvfold.recipes import parse
 
 DEVICE = torch.device("cuda")
@@ -58,12 +63,12 @@ def a_layer(recipe, pages, folder):
     return Layer(plan, 0, pool, plan.allocate_shadows(2), torch.zeros(1, dtype=torch.int32, device=DEVICE))
 
 
-def steps(starts, lengths, shadow_of):
-    """Of requests that have the same pages, which come in order."""
+def steps(starts, lengths, shadow_of, ragged=True):
+    """Of requests that have the same pages, which come in order. The definitions want them not `ragged`."""
     table = torch.arange(len(shadow_of), device=DEVICE).repeat(len(starts), 1)
     slots = torch.cat([torch.arange(*tokens) for tokens in zip(starts, lengths, strict=True)]).to(DEVICE)
     described = slots, *(torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (starts, lengths))
-    return steps_of(starts, lengths, table, PAGE, shadow_of, described, ragged=True)
+    return steps_of(starts, lengths, table, PAGE, shadow_of, described, ragged)
 
 
 def drawn(tokens):
@@ -96,8 +101,11 @@ def test_a_step_in_a_row_is_one_that_waits_after_every_kernel(recipe, text):
     expected = []
     for each in states:
         begin(*each)
+        before = on_cpu(pages)
         with waiting():
             expected.append((step().clone(), pages.pool.clone()))
+        if len(expected) == 1 and case.context > 1:  # to a single token 16 bits add no error that would be allowed
+            assert_defined(before, on_cpu(pages), *each, case.scale, expected[0][0])
     graph, replayed = capture(lambda: None, step)
     for each, (out, pool) in zip(states, expected, strict=True):
         begin(*each)
@@ -122,17 +130,24 @@ def test_requests_that_decode_share_a_page(recipe, tmp_path):
     last = pages * PAGE - 1
 
     def attended(starts, lengths, states):
-        layer.attend(steps(starts, lengths, shadow_of), *states, 128**-0.5, out := torch.empty_like(states[0]))
+        out = torch.empty(states[0].shape, device=DEVICE)
+        layer.attend(steps(starts, lengths, shadow_of), *states, 128**-0.5, out)
         return out
 
     def both(states):
         return attended([last, last + 1], [last + 1, last + 2], states)
 
+    def pages_now():
+        ((_, step),) = steps([last, last + 1], [last + 1, last + 2], shadow_of)
+        return on_cpu(replace(layer.pages, step=step))
+
     attended([0], [last], drawn(last))
     for _ in range(20):
         pair, other = drawn(2), drawn(2)
+        before = pages_now()
         with waiting():
             expected = both(pair)
+            assert_defined(before, pages_now(), *(x.unsqueeze(1) for x in pair), 128**-0.5, expected.unsqueeze(1))
             assert not torch.equal(both(other), expected)
         assert torch.equal(both(pair), expected)
 
@@ -144,14 +159,26 @@ def test_a_query_reads_what_another_request_stores_in_the_same_step(recipe, tmp_
     pages = 40
     layer = a_layer(recipe, pages + 1, tmp_path)
     no_shadow = torch.full((pages + 1,), -1, device=DEVICE)
-    both = steps([pages * PAGE, 0], [pages * PAGE + 1, pages * PAGE], no_shadow)
+    requests = [pages * PAGE, 0], [pages * PAGE + 1, pages * PAGE]
+    both = steps(*requests, no_shadow)
     q, k, v = drawn(pages * PAGE + 1)
     for _ in range(20):
         outs = []
         layer.pages.pool.fill_(0xFF)  # NaN, where it is metadata; then all is there before it is stored again
         for _ in range(2):
             torch.cuda.synchronize()
-            layer.attend(both, q, k, v, 128**-0.5, out := torch.empty_like(q))
+            layer.attend(both, q, k, v, 128**-0.5, out := torch.empty(q.shape, device=DEVICE))
             outs.append(out)
         assert outs[1].isfinite().all()
         assert torch.equal(*outs)
+    if not layer.pages.windows:  # which would want copies of pages, of which there are none here
+        layer.pages.pool.fill_(0xFF)
+        (one, decoded), (many, prompt) = steps(*requests, no_shadow, ragged=False)
+        defined = on_cpu(replace(layer.pages, step=prompt))
+        naive.store(defined, k[many].unsqueeze(0).cpu(), v[many].unsqueeze(0).cpu())
+        defined = replace(defined, step=on_cpu(replace(layer.pages, step=decoded)).step)
+        naive.store(defined, k[one].unsqueeze(0).cpu(), v[one].unsqueeze(0).cpu())
+        error, allowed = naive_attend_error(
+            defined, q[one].unsqueeze(0).cpu(), None, 128**-0.5, outs[0][one].unsqueeze(0)
+        )
+        assert error <= allowed

@@ -1,0 +1,23 @@
+"""Steps of kernels against the definitions of their ops, which run on the CPU."""
+
+import torch
+from torch import Tensor
+
+from kvfold.bench.verify import naive_attend_error, naive_store_error, on_cpu
+from kvfold.ops.pages import LayerPages
+from kvfold.ops.store import naive
+
+
+def assert_defined(
+    before: LayerPages, after: LayerPages, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor
+) -> None:
+    """A step of q, k and v that led from the bytes `before` to those `after`, both on the CPU, and to `out`."""
+    expected = on_cpu(before)
+    q, k, v = (x.cpu() for x in (q, k, v))
+    new = naive.store(expected, k, v)
+    for error, allowed in (
+        naive_store_error(before, expected, after, k, v),
+        naive_attend_error(after, q, new, scale, out),
+    ):
+        assert error <= allowed
+    assert torch.isfinite(out).all()
