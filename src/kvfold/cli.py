@@ -727,7 +727,7 @@ def _print_checks(rows: list[dict[str, Any]]) -> None:
     paths = ("store", "extend", "step", "decode", "restore")
     ordered = sorted(rows, key=lambda row: (paths.index(row["path"]), choice(row)))
     for (path, kernel, reason), group in groupby(ordered, choice):
-        table = _table(f"{path}: {kernel}, since {reason}", "recipe", "heads, d, page", "error", "allowed", "")
+        table = _table(escape(f"{path}: {kernel}, since {reason}"), "recipe", "heads, d, page", "error", "allowed", "")
         for row in group:
             numbers = ("–" if row[name] is None else f"{row[name]:.1e}" for name in ("error", "allowed_error"))
             shape = f"{row['q_heads']}:{row['kv_heads']}, {row['head_dim']}, {row['page']}"

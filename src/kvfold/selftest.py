@@ -32,6 +32,7 @@ from kvfold.bench.verify import (
     naive_attend_error,
     naive_store_error,
     on_cpu,
+    one_thread,
     relative_error,
 )
 from kvfold.codec import Codec
@@ -244,6 +245,7 @@ class Layer:
         served = self.ops.store.implementation != "torch" if self.pages.pool.is_cuda else not self.pages.layout.per_page
         return served and bool(self.pages.windows)
 
+    @one_thread()
     def begin(self, counts: Sequence[int]) -> None:
         """A step of random tokens, left-padded with NaN, and what the definition stores of them."""
         self.resume()

@@ -2,6 +2,8 @@
 the same maths with all that tensor cores multiply, or that is quantized, rounded to 16 bits."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -85,6 +87,17 @@ def store_error(pages: LayerPages, k: Tensor, v: Tensor, new: New) -> tuple[floa
 # --- against the definitions themselves, on the CPU
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """The definitions make many small calls, which several threads slow down."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def on_cpu(pages: LayerPages) -> LayerPages:
     """A copy of a layer and its step, on which the definitions of the ops can run."""
     step = replace(pages.step, table=_copied(pages.step.table), shadow_of=_copied(pages.step.shadow_of))
@@ -100,6 +113,7 @@ def _copied(x: Tensor) -> Tensor:
     return x.to("cpu", copy=True)
 
 
+@one_thread()
 def naive_attend_error(pages: LayerPages, q: Tensor, new: New, scale: float, outputs: Tensor) -> tuple[float, float]:
     """The relative error of outputs [sequences, n, q_heads, d] to the definition, and the largest allowed. Outputs of
     padding do not count."""
@@ -114,6 +128,7 @@ def naive_attend_error(pages: LayerPages, q: Tensor, new: New, scale: float, out
     return relative_error(outputs.cpu()[real], exact), allowed_error(attended(q.dtype), exact)
 
 
+@one_thread()
 def naive_store_error(
     before: LayerPages, expected: LayerPages, got: LayerPages, k: Tensor, v: Tensor
 ) -> tuple[float, float]:
