@@ -4,30 +4,23 @@ import random
 from unittest.mock import patch
 
 import pytest
-from transformers import AutoModelForCausalLM
+from defined_attention import defined_attention
 from vllm import SamplingParams, TokensPrompt
 from vllm_engine import Engine, answer
 
 from kvfold.engines.shadow_table import ShadowTable
-from kvfold.models import embedded_folder
 
-LAYERS = 4
-REQUESTS = 200
 OUTPUT = range(3, 11)  # tokens
-PAGES = 14  # of 16 tokens; 8 requests that run at a time would fill twice as many
-CHUNK = 32  # tokens of a step: fewer than `recent`, so that every page has a 16-bit copy when it is filled
+RECENT = 40
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory):
-    """With the first layers of the embedded model."""
-    folder = str(tmp_path_factory.mktemp("model"))
-    AutoModelForCausalLM.from_pretrained(embedded_folder(), num_hidden_layers=LAYERS).save_pretrained(folder)
+def engine(small):
     engine = Engine(
-        "int2:sink=8,recent=40,centre=false",
-        model=folder,
-        tokenizer=str(embedded_folder()),
+        small,
+        f"int2:sink=8,recent={RECENT},centre=false",
         block_size=16,
+        max_num_batched_tokens=64,
         scheduler_reserve_full_isl=False,  # a request begins though its prompt may not fit beside the others
     )
     yield engine
@@ -53,49 +46,61 @@ def check_copies(shadows: ShadowTable) -> None:
     assert len(set(pages.values())) == len(pages) == shadows.used
 
 
-@pytest.mark.usefixtures("_float64")
+def serve(
+    engine: Engine, prompts: list[list[int]], requests: int, chunk: int
+) -> dict[str, tuple[int, int, list, list]]:
+    """Requests that come and go, some of them aborted. Of the others by name: which prompt, how many tokens were asked
+    for, the tokens and their log-probabilities."""
+    engine.scheduler.max_num_scheduled_tokens = chunk
+    draw, llm = random.Random(2), engine.llm.llm_engine
+    asked = {str(i): (draw.randrange(len(prompts)), draw.choice(OUTPUT)) for i in range(requests)}
+    waiting, running, aborted, found = list(asked), [], [], {}
+    while waiting or running:
+        for name in waiting[: max(draw.randint(0, 3), 4 - len(running))]:
+            prompt, tokens = asked[name]
+            sampling = SamplingParams(temperature=0, max_tokens=tokens, logprobs=0, ignore_eos=True)
+            llm.add_request(name, TokensPrompt(prompt_token_ids=prompts[prompt]), sampling)
+            waiting.remove(name)
+            running.append(name)
+        if draw.random() < 0.05:
+            aborted.append(running.pop(draw.randrange(len(running))))
+            llm.abort_request(aborted[-1:])
+        for output in llm.step():
+            assert output.request_id in running
+            if output.finished:
+                running.remove(output.request_id)
+                found[output.request_id] = (*asked[output.request_id], *answer(output))
+        check_copies(engine.builder.shadows)
+    assert not llm.has_unfinished_requests()
+    assert len(aborted) > 5
+    assert found.keys() == asked.keys() - set(aborted)
+    return found
+
+
+@pytest.mark.usefixtures("_batch_invariant")
 def test_many_requests_in_a_small_cache_get_what_they_get_alone(engine, prompts):
-    alone = []
+    """Steps bring fewer tokens than the window has, and there are more copies than pages, so that none is ever lost."""
+    chunk, pages, alone = RECENT - 8, 14, []
     for prompt in prompts:
         engine.forget()
-        alone.append(engine.alone(prompt, tokens=max(OUTPUT), chunk=CHUNK))
+        alone.append(engine.alone(prompt, tokens=max(OUTPUT), chunk=chunk))
     engine.forget()
-
-    draw, llm, preempt = random.Random(2), engine.llm.llm_engine, engine.scheduler._preempt_request
-
-    def add(name: str, prompt: list[int], tokens: int) -> None:
-        sampling = SamplingParams(temperature=0, max_tokens=tokens, logprobs=0, ignore_eos=True)
-        llm.add_request(name, TokensPrompt(prompt_token_ids=prompt), sampling)
-
-    asked = {str(i): (draw.randrange(len(prompts)), draw.choice(OUTPUT)) for i in range(REQUESTS)}
-    waiting, running, aborted, beside, found = list(asked), [], [], [], {}
-    with engine.only(PAGES), patch.object(engine.scheduler, "_preempt_request", wraps=preempt) as preempted:
-        while waiting or running:
-            for name in waiting[: max(draw.randint(0, 3), 4 - len(running))]:
-                prompt, tokens = asked[name]
-                add(name, prompts[prompt], tokens)
-                waiting.remove(name)
-                running.append(name)
-            if not waiting and not beside:  # so that no request is ever alone, see `Engine.alone`
-                beside = ["one", "other"]
-                for name in beside:
-                    add(name, [5], 48)
-            if draw.random() < 0.05:
-                aborted.append(running.pop(draw.randrange(len(running))))
-                llm.abort_request(aborted[-1:])
-            for output in llm.step():
-                assert output.request_id in running + beside
-                if output.finished:
-                    running.remove(output.request_id)
-                    found[output.request_id] = answer(output)
-            check_copies(engine.builder.shadows)
-        llm.abort_request(beside)
-        assert not llm.has_unfinished_requests()
-        assert engine.pool.get_num_free_blocks() == PAGES
-    assert preempted.call_count > 20
-    assert len(aborted) > 10
-    assert found.keys() == asked.keys() - set(aborted)
-    for name, (tokens, logprobs) in found.items():
-        prompt, count = asked[name]
-        assert (tokens, logprobs) == (alone[prompt][0][:count], alone[prompt][1][:count]), name
+    preempt = engine.scheduler._preempt_request
+    with engine.only(pages), patch.object(engine.scheduler, "_preempt_request", wraps=preempt) as preempted:
+        found = serve(engine, prompts, 100, chunk)
+        assert engine.pool.get_num_free_blocks() == pages
+    assert preempted.call_count > 10
+    for prompt, count, tokens, logprobs in found.values():
+        assert (tokens, logprobs) == (alone[prompt][0][:count], alone[prompt][1][:count])
     assert engine.pool.get_num_free_blocks() == engine.blocks - 1  # vLLM keeps one to itself
+
+
+def test_requests_that_find_prefixes_without_copies_read_them_packed(engine, prompts):
+    """Steps bring more tokens than the window has, and there are fewer copies than pages."""
+    chunk, pages = 64, 100
+    assert len(engine.builder.shadows.owner) - 1 < pages
+    engine.forget()
+    with engine.only(pages), defined_attention() as found:
+        serve(engine, prompts, 200, chunk)
+    assert found.restored > 1000
+    assert found.error < 1e-5

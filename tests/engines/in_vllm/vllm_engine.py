@@ -1,22 +1,48 @@
-"""Real vLLM on a CPU with the embedded model, in the process of the tests, so that they see its scheduler."""
+"""Real vLLM on a CPU with a small model, in the process of the tests, so that they see its scheduler."""
 
 import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # before vLLM is imported
 
 import torch
-from torch import Tensor
 from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
+from vllm import _custom_ops as ops
+from vllm.platforms import current_platform
 from vllm.v1.attention import selector
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from kvfold.models import embedded_folder
-
-CACHE = 48 * 2**20  # bytes
+CACHE = 4 * 2**20  # bytes
 BLOCK = 32  # tokens
 CHUNK = 512  # tokens of a step at most, unless a test says otherwise
+
+
+# Let PyTorch see products and attention, so that `batch_invariant` does.
+ops._supports_onednn = False
+type(current_platform).opaque_attention_op = classmethod(lambda _: False)
+
+
+def one_query_at_a_time(
+    q, keys, values, out, query_starts, lengths, scale, causal, alibi, window, table, cap, schedule, *others
+) -> None:
+    """vLLM's own attention, by a call for each query."""
+    assert causal
+    sizes, isa = (q.shape[1], keys.shape[1], q.shape[2]), _get_attn_isa(q.dtype, keys.shape[2], q.shape[2])
+    one = torch.tensor([0, 1], dtype=torch.int32)
+    for row, length in enumerate(lengths.tolist()):
+        first, end = query_starts[row : row + 2].tolist()
+        for token in range(first, end):
+            seen = torch.tensor([length - end + token + 1], dtype=torch.int32)
+            schedule = ops.cpu_attn_get_scheduler_metadata(
+                1, *sizes, seen, q.dtype, one, causal, window, isa, enable_kv_split=False
+            )
+            own, result = q[token : token + 1].clone(), torch.empty_like(q[:1])
+            of_row = (one, seen, scale, causal, alibi, window, table[row : row + 1], cap, schedule, *others)
+            torch.ops._C.cpu_attention_with_kv_cache(own, keys, values, result, *of_row)
+            out[token] = result[0]
 
 
 def answer(output: RequestOutput) -> tuple[list[int], list[float]]:
@@ -28,13 +54,14 @@ def answer(output: RequestOutput) -> tuple[list[int], list[float]]:
 class Engine:
     """An LLM with its scheduler at hand."""
 
-    def __init__(self, recipe: str | None, artifact: str | None = None, **options) -> None:
+    def __init__(self, model: Path, recipe: str | None, artifact: str | None = None, **options) -> None:
         selector._cached_get_attn_backend.cache_clear()  # it remembers the choice of the last engine
         given = {} if recipe is None else {"kvfold": {"recipe": recipe, "artifact": artifact}}
         settings = {
-            "model": str(embedded_folder()),
+            "model": str(model),
             "dtype": "float32",
             "enforce_eager": True,
+            "compilation_config": {"custom_ops": ["none"]},  # see above
             "max_model_len": 1024,
             "max_num_seqs": 8,
             "max_num_batched_tokens": CHUNK,
@@ -60,27 +87,19 @@ class Engine:
     def layers(self) -> list:
         return list(self.llm.llm_engine.vllm_config.compilation_config.static_forward_context.values())
 
-    def run(self, prompts: list[list[int]], tokens: int = 8, chunk: int = CHUNK) -> list[tuple[list[int], list[float]]]:
-        """The greedy continuation of each prompt and its log-probabilities."""
+    def generate(self, prompts: list[list[int]], tokens: int = 8, chunk: int = CHUNK) -> list[RequestOutput]:
+        """The greedy continuation of each prompt."""
         self.scheduler.max_num_scheduled_tokens = chunk
         sampling = SamplingParams(temperature=0, max_tokens=tokens, logprobs=0, ignore_eos=True)
-        outputs = self.llm.generate(
-            [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts], sampling, use_tqdm=False
-        )
-        return [answer(output) for output in outputs]
+        return self.llm.generate([TokensPrompt(prompt_token_ids=each) for each in prompts], sampling, use_tqdm=False)
+
+    def run(self, prompts: list[list[int]], **options) -> list[tuple[list[int], list[float]]]:
+        """Its tokens and their log-probabilities."""
+        return [answer(output) for output in self.generate(prompts, **options)]
 
     def alone(self, prompt: list[int], **options) -> tuple[list[int], list[float]]:
-        """The same for one prompt. Tiny requests run beside it: matrix products of a single row are computed in another
-        way than those of several, so that keys and values would not be the same."""
-        return self.run([prompt, *([5 + i] for i in range(7))], **options)[0]
-
-    def next_token(self, prompt: list[int]) -> Tensor:
-        """Log-probabilities of all tokens after a prompt."""
-        sampling = SamplingParams(temperature=0, max_tokens=1, logprobs=-1)
-        found = (
-            self.llm.generate(TokensPrompt(prompt_token_ids=prompt), sampling, use_tqdm=False)[0].outputs[0].logprobs
-        )
-        return torch.tensor([found[0][token].logprob for token in range(len(found[0]))])
+        """The same for one prompt."""
+        return self.run([prompt], **options)[0]
 
     def perplexity(self, prompts: list[list[int]]) -> float:
         """Of all tokens but the first of each prompt."""

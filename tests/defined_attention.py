@@ -1,0 +1,118 @@
+"""What a serving engine's attention should give, step by step, by its definition.
+
+`defined_attention` watches `Layer.attend`, which every serving engine calls. It keeps its own record of what was stored
+in each slot of the engine's pages, computes in float64 what every query should get from that, and notes how far the
+engine's result is from it. The same keys and values go both ways, so that no rounding of the model comes between.
+
+A token is read in 16 bits where it lies in a window of the query and either comes with the query's own step, or has
+a 16-bit copy that was made when the token was stored and was never lost. Where the copy was lost, or never made, a
+window reads what is packed, in 16 bits. All other tokens are read packed.
+"""
+
+import math
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from kvfold.codec import Codec
+from kvfold.engines.serving import Layer
+from kvfold.ops.pages import Step
+
+EXACT, PACKED, RESTORED = range(3)  # ways to read a token
+
+
+class Found:
+    """What was found in this process and in those that are forked from it."""
+
+    def __init__(self) -> None:
+        self._numbers = multiprocessing.Array("d", 3)
+
+    error = property(lambda self: self._numbers[0], doc="the largest, over the largest value that was read")
+    queries = property(lambda self: int(self._numbers[1]), doc="how many were looked at, in all layers")
+    restored = property(lambda self: int(self._numbers[2]), doc="reads of tokens in windows that had lost their copy")
+
+    def add(self, error: float, queries: int, restored: int) -> None:
+        with self._numbers.get_lock():
+            self._numbers[0] = max(self._numbers[0], math.inf if math.isnan(error) else error)
+            self._numbers[1] += queries
+            self._numbers[2] += restored
+
+
+class Record:
+    """The slots of a layer's pages, by what was stored in them."""
+
+    def __init__(self, layer: Layer) -> None:
+        pages = layer.pages
+        self.codecs, self.windows = (pages.key, pages.value), pages.windows
+        self.page_size, self.wide = pages.layout.page_size, pages.shadows.dtype
+        self.slots: dict[int, Tensor] = {}  # of a page: float64[ways, K and V, tokens, kv_heads, d]
+        self.copied: dict[int, Tensor] = {}  # bool[tokens]: whose 16-bit copy is that of when it was stored
+        self.shadow: dict[int, int] = {}  # of a page when it was last seen
+
+    def store(self, step: Step, k: Tensor, v: Tensor) -> None:
+        ways = torch.stack([self._ways(codec, x) for codec, x in zip(self.codecs, (k, v), strict=True)], dim=1)
+        for i, slot in enumerate(step.batch.slots.tolist()):
+            page, offset = divmod(slot, self.page_size)
+            if page not in self.slots:
+                self.slots[page] = ways.new_full((*ways.shape[:2], self.page_size, *ways.shape[3:]), torch.nan)
+                self.copied[page] = torch.zeros(self.page_size, dtype=torch.bool)
+            self.slots[page][:, :, offset] = ways[:, :, i]
+            self.copied[page][offset] = self.shadow[page] >= 0
+
+    def _ways(self, codec: Codec, x: Tensor) -> Tensor:
+        """Keys or values [tokens, kv_heads, d] as they are read in each way."""
+        y = codec.transform.forward(x)
+        packed = codec.dequantize(*codec.quantize(y.unsqueeze(-2))).squeeze(-2)
+        ways = {EXACT: y.to(self.wide), PACKED: packed, RESTORED: packed.to(self.wide)}
+        return torch.stack([codec.transform.inverse(ways[way].float()).double() for way in range(3)])
+
+    def see(self, shadow_of: Tensor) -> None:
+        """A page whose shadow is another than before has lost its copy."""
+        for page, shadow in enumerate(shadow_of.tolist()):
+            if self.shadow.get(page, -1) != shadow and page in self.copied:
+                self.copied[page].zero_()
+            self.shadow[page] = shadow
+
+    def attend(self, pages: Sequence[int], start: int, q: Tensor, scale: float) -> tuple[Tensor, float, int]:
+        """Queries [n, q_heads, d] from position `start` on: their outputs, the largest value, and how many reads were
+        of restored tokens."""
+        n, length = len(q), start + len(q)
+        slots = torch.cat([self.slots[page] for page in pages], dim=2)[:, :, :length]
+        copied = torch.cat([self.copied[page] for page in pages])[:length]
+        t, j = torch.arange(start, length).unsqueeze(1), torch.arange(length)
+        inside = (j < self.windows.sink) | (j > t - self.windows.recent)
+        exact = inside & ((j >= start) | copied)
+        way = torch.where(exact, EXACT, torch.where(inside, RESTORED, PACKED))
+        queries = q.double().unflatten(1, (slots.shape[3], -1))
+        logits = torch.einsum("thgd,wjhd->whgtj", queries, slots[:, 0]) * scale
+        logits = logits.gather(0, way.expand(1, *logits.shape[1:])).squeeze(0).masked_fill(j > t, -torch.inf)
+        weights = logits.softmax(-1) * (way == torch.arange(3).view(3, 1, 1, 1, 1))
+        out = torch.einsum("whgtj,wjhd->thgd", weights, slots[:, 1]).reshape(n, *q.shape[1:])
+        return out, slots[:, 1].abs().max().item(), int(((way == RESTORED) & (j <= t)).sum())
+
+
+@contextmanager
+def defined_attention() -> Iterator[Found]:
+    """Compare all attention of packed layers with its definition."""
+    found, records, attend = Found(), {}, Layer.attend
+
+    def watched(layer: Layer, steps, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor) -> None:
+        attend(layer, steps, q, k, v, scale, out)
+        record = records.setdefault(layer.pages.pool.data_ptr(), Record(layer))
+        record.see(steps[0][1].shadow_of)
+        for tokens, step in steps:
+            record.store(step, k[tokens], v[tokens])
+        for tokens, step in steps:
+            for row, (start, length) in enumerate(zip(step.starts, step.lengths, strict=True)):
+                own = slice(tokens.start + row * step.n, tokens.start + (row + 1) * step.n)
+                pages = step.table[row, : -(-length // step.page_size)].tolist()
+                expected, largest, restored = record.attend(pages, start, q[own], scale)
+                error = (out[own].double() - expected).abs().max().item() / largest
+                found.add(error, length - start, restored)
+
+    with patch.object(Layer, "attend", watched):
+        yield found
