@@ -21,13 +21,11 @@ else:
 
 @pytest.fixture(scope="session")
 def artifact(embedded, tmp_path_factory) -> str:
-    """A folder with what the recipes need of the embedded model."""
+    """A folder with the means of the embedded model."""
     from kvfold.calibration import calibrate
-    from kvfold.recipes import parse
     from kvfold.text import default_text, tokenize
 
     model, tokenizer = embedded
-    tokens = tokenize(default_text("calibration"), tokenizer, 1024)
     folder = tmp_path_factory.mktemp("artifact")
-    calibrate(model, tokens, 512, [parse("oscar-int2"), parse("gtq-k3v3")]).save(folder)
+    calibrate(model, tokenize(default_text("calibration"), tokenizer, 512), 512).save(folder)
     return str(folder)

@@ -2,15 +2,19 @@
 
 import multiprocessing
 import os
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import wraps
 from typing import Any, NamedTuple, TypeVar
 
 import sglang
 import sglang.srt.entrypoints.engine
-import sglang.srt.managers.scheduler
+from batch_invariance import BatchInvariant, extend_always
 from sglang.srt.distributed import parallel_state
+from sglang.srt.managers import scheduler
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+from sglang.srt.model_executor.model_runner import ModelRunner
 
 from kvfold.models import embedded_folder
 
@@ -39,14 +43,16 @@ def serve(
     recipe: str | None = None,
     artifact: str = "",
     budget: int | None = None,
+    prepare: Sequence[Callable[[], None]] = (),
     **arguments: Any,
 ) -> T:
     """scenario(engine), with stock SGLang where there is no recipe; `budget` is what SGLang finds free for the cache.
 
     Engine and scheduler are forked from this process, which has imported SGLang: that takes longer than all else.
+    `prepare` are changes of SGLang to make before that.
     """
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
-        return pool.submit(_serve, scenario, recipe, artifact, budget, arguments).result()
+        return pool.submit(_serve, scenario, recipe, artifact, budget, prepare, arguments).result()
 
 
 def _serve(
@@ -54,6 +60,7 @@ def _serve(
     recipe: str | None,
     artifact: str,
     budget: int | None,
+    prepare: Sequence[Callable[[], None]],
     arguments: dict[str, Any],
 ) -> T:
     multiprocessing.set_start_method = lambda *_, **__: None  # SGLang would spawn
@@ -62,11 +69,34 @@ def _serve(
         os.environ.update(KVFOLD_RECIPE=recipe, KVFOLD_ARTIFACT=artifact)
     if budget:
         KVCacheConfigurator._profile_available_bytes = lambda *_: budget
+    for change in prepare:
+        change()
     engine = sglang.Engine(**{"model_path": str(embedded_folder()), **ARGUMENTS, **arguments})
     try:
         return scenario(engine)
     finally:
         engine.shutdown()
+
+
+def be_batch_invariant() -> None:
+    """Let what is computed for a request not depend on its batch: see batch_invariance.py."""
+    mode = BatchInvariant()
+    extend_always().start()
+
+    def under_mode(method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def wrapped(*arguments: Any, **options: Any) -> Any:
+            with mode:
+                return method(*arguments, **options)
+
+        return wrapped
+
+    ModelRunner.forward, ModelRunner.sample = under_mode(ModelRunner.forward), under_mode(ModelRunner.sample)
+
+
+def retract_often() -> None:
+    """Let SGLang retract a request every other step where several are decoded, by its own switch for tests."""
+    scheduler.TEST_RETRACT, scheduler.TEST_RETRACT_INTERVAL = True, 2
 
 
 def ask(engine: sglang.Engine, prompts: Sequence[list[int]], tokens: int) -> list[Answer]:
@@ -86,6 +116,15 @@ def ask(engine: sglang.Engine, prompts: Sequence[list[int]], tokens: int) -> lis
 def ask_alone(engine: sglang.Engine, prompts: Sequence[list[int]], tokens: int) -> list[Answer]:
     """One after the other."""
     return [answer for prompt in prompts for answer in ask(engine, [prompt], tokens)]
+
+
+def forget(engine: sglang.Engine) -> None:
+    """Empty the prefix cache. SGLang refuses to while it still works on what it has answered already."""
+    for _ in range(100):
+        if engine.flush_cache().success:
+            return
+        time.sleep(0.1)
+    raise TimeoutError("SGLang does not come to rest")
 
 
 def tokens_that_fit(engine: sglang.Engine) -> int:
