@@ -323,7 +323,6 @@ def test_assisted_decoding_crops_rightly(small_model, small_caches, words, recip
     with batch_invariant():
         got = generate(small_model, inputs, cache, prompt_lookup_num_tokens=4, **options)
         assert torch.equal(got, generate(small_model, inputs, other, **options))
-    print("REMOVED", removed)
     assert sum(removed) > 0
 
 
