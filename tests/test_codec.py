@@ -222,11 +222,11 @@ BAD = [float("nan"), float("inf"), float("-inf")]
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_nan_and_inf_are_refused_wherever_they_are(bad, bits):
-    for place in range(67):  # past whatever vectors of numbers the processor works on at once
-        x = heavy_tailed(67)
-        x[place] = bad
-        with pytest.raises(ValueError, match="NaN, Inf or numbers beyond ±65504"):
-            affine.quantize(x, bits)
+    for place in range(72):  # past whatever vectors of numbers the processor works on at once
+        x = heavy_tailed(1, 72)
+        x[0, place] = bad
+        with pytest.raises(ValueError, match="NaN, Inf or numbers beyond"):
+            Codec(affine_slot(72, bits)).encode(x)
 
 
 @pytest.mark.parametrize("low", [-65520.0, -1e5, -3e38])
@@ -234,12 +234,11 @@ def test_nan_and_inf_are_refused_wherever_they_are(bad, bits):
 def test_numbers_that_sixteen_bit_metadata_cannot_hold_are_refused(low, bits):
     x = heavy_tailed(3, 64)
     x[1, 40] = low
-    with pytest.raises(ValueError, match="numbers beyond ±65504"):
-        affine.quantize(x, bits)
-    with pytest.raises(ValueError, match="numbers beyond ±65504"):
-        affine.quantize(torch.full((64,), -low), bits)
-    with pytest.raises(ValueError, match="numbers beyond ±65504"):
-        affine.quantize(torch.tensor([0.0, 3e38]), bits)
+    high = torch.zeros(1, 64)
+    high[0, 1] = 3e38
+    for vectors in (x, torch.full((1, 64), -low), high):
+        with pytest.raises(ValueError, match="numbers beyond the range of 16-bit floats"):
+            Codec(affine_slot(64, bits)).encode(vectors)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -533,16 +532,16 @@ def test_recipes_refuse_nan_and_inf(name, bad):
 
         store(x)
         x[3, 1, 63] = bad
-        with pytest.raises(ValueError, match=r"NaN, Inf or (numbers|vectors) beyond"):
+        with pytest.raises(ValueError, match="NaN, Inf or numbers beyond"):
             store(x)
 
 
 def test_sixteen_bit_slots_refuse_what_their_type_cannot_hold():
     x = torch.full((2, 64), 70000.0)
     Codec(raw_slot(64)).encode(x)
-    with pytest.raises(ValueError, match=r"beyond the range of torch\.float16"):
+    with pytest.raises(ValueError, match="beyond the range of 16-bit floats"):
         Codec(raw_slot(64), wide=torch.float16).encode(x)
-    with pytest.raises(ValueError, match=r"beyond the range of torch\.bfloat16"):
+    with pytest.raises(ValueError, match="beyond the range of 16-bit floats"):
         Codec(raw_slot(64)).encode(torch.full((2, 64), 3.4e38))
 
 

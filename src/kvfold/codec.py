@@ -12,6 +12,8 @@ from kvfold.packing import pack, unpack
 from kvfold.quantizers import affine, channelwise, codebook, kmeans
 from kvfold.transforms import Transform
 
+UNSTORABLE = "cannot store NaN, Inf or numbers beyond the range of 16-bit floats"
+
 
 def sixteen_bit(dtype: torch.dtype) -> torch.dtype:
     """The 16-bit type in which numbers of this type are kept."""
@@ -61,9 +63,36 @@ class Codec:
         """Transformed float32[..., kv_heads, sides, d] -> uint8[..., code_bytes] codes, float16[..., entries] metadata.
 
         Where metadata belong to pages, y is [pages, page_size, kv_heads, sides, d], and they are [pages, 1, …].
+        What 16-bit metadata or raw floats cannot hold is refused.
+        """
+        codes, meta, lost = self.quantize_or_zero(y)
+        if lost.any():
+            raise ValueError(UNSTORABLE)
+        return codes, meta
+
+    def quantize_or_zero(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`quantize`, with zero for vectors that it would refuse, and which these are, bool[..., kv_heads, sides].
+
+        Where metadata belong to pages, that is a page of a KV head.
         """
         if y.shape[-1] != self.layout.dims:
             raise ValueError(f"vectors of {y.shape[-1]} dims do not fit a slot of {self.layout.dims}")
+        codes, meta = self._quantize(y)
+        lost = ~self._finite(codes, meta)
+        if lost.any():
+            codes, meta = self._quantize(y.masked_fill(lost.unsqueeze(-1), 0))
+        return codes, meta, lost
+
+    def _finite(self, codes: Tensor, meta: Tensor) -> Tensor:
+        """bool[..., kv_heads, sides]: slots whose metadata and raw floats are finite."""
+        finite = meta[..., : self.layout.meta_numbers].isfinite().all(dim=-1)
+        for segment, part, _ in self.layout.split(codes, meta) if self.layout.has_raw else ():
+            if segment.rule == "raw":
+                finite &= part.contiguous().view(self.wide).isfinite().all(dim=-1)
+        return finite
+
+    def _quantize(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """`quantize`, where metadata and raw floats are not finite if 16 bits cannot hold them."""
         if self.layout.heads:
             return self._quantize_heads(y)
         codes, meta, ids = [], [], []
@@ -76,7 +105,7 @@ class Codec:
         for segment in self.layout.segments:
             part = y if segment.dims == y.shape[-1] else y[..., segment.start : segment.stop]
             if segment.rule == "raw":
-                codes.append(to_wide(part, self.wide).view(torch.uint8))
+                codes.append(part.to(self.wide).contiguous().view(torch.uint8))
                 continue
             if segment.rule == "affine":
                 part_codes, part_meta = affine.quantize(part, segment.bits)
@@ -113,10 +142,10 @@ class Codec:
         return x.add_(self._centroid(numbers.clamp_(0, self.centroids.shape[1] - 1), heads))  # unwritten slots: any
 
     def _quantize_heads(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """`quantize` where every KV head has a layout of its own."""
+        """`_quantize` where every KV head has a layout of its own."""
         codes, meta = [], []
         for layout, part in zip(self.layout.heads, y.split(1, dim=-3), strict=True):
-            part_codes, part_meta = replace(self, layout=layout).quantize(part)
+            part_codes, part_meta = replace(self, layout=layout)._quantize(part)
             codes.append(pad(part_codes, (0, self.layout.code_bytes - layout.code_bytes)))
             meta.append(pad(part_meta, (0, self.layout.meta_entries - layout.meta_entries)))
         return torch.cat(codes, dim=-3), torch.cat(meta, dim=-3)
@@ -147,11 +176,3 @@ class Codec:
 
 def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-
-
-def to_wide(y: Tensor, wide: torch.dtype) -> Tensor:
-    """Transformed vectors in the 16-bit type; what it cannot hold is refused."""
-    narrowed = y.to(wide)
-    if not torch.isfinite(narrowed).all():
-        raise ValueError(f"cannot store NaN, Inf or numbers beyond the range of {wide}")
-    return narrowed.contiguous()

@@ -106,6 +106,11 @@ class SlotLayout:
         return sum(segment.meta_entries for segment in self.segments) + self.centroid
 
     @cached_property
+    def meta_numbers(self) -> int:
+        """Metadata entries that are numbers. Those behind them name boosted coordinates or a centroid."""
+        return 2 * self.dims if self.per_page else self.meta_entries - self.centroid
+
+    @cached_property
     def per_page(self) -> bool:
         """Whether metadata belong to a page and not to a token, so that a page is quantized when it is full."""
         return any(segment.rule == "channel" for segment in self.segments)

@@ -1,5 +1,6 @@
 """What serving engines share: configuration, plans, and layers that attend over an engine's own pages."""
 
+import logging
 import random
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ from random_layers import fitted
 from recorded_graphs import KERNELS
 
 from kvfold.artifact import Artifact
+from kvfold.engines import serving
 from kvfold.engines.serving import Config, Faults, Layer, Plan, steps_of
 from kvfold.engines.shadow_table import ShadowTable
 from kvfold.geometry import Geometry, UnsupportedModel
@@ -143,7 +145,8 @@ class World:
         shadows = self.plan.shadows(requests, 256)
         pool = torch.empty(pages, KV_HEADS, self.plan.layouts[0].page_bytes, dtype=torch.uint8)
         copies = torch.empty(shadows, KV_HEADS, 2, PAGE, DIMS, dtype=torch.bfloat16)
-        self.layer = Layer(self.plan, 0, pool, copies, torch.zeros(1, dtype=torch.int32))
+        self.faults = Faults(pages * PAGE, pool.device, logging.getLogger())
+        self.layer = Layer(self.plan, 0, pool, copies, self.faults.marks)
         self.table, self.restore = (
             ShadowTable(self.plan.windows, PAGE, pages, shadows, "cpu"),
             Restore([self.layer.pages]),
@@ -158,8 +161,9 @@ class World:
     def randn(self, tokens, heads):
         return (torch.randn(tokens, heads, DIMS, generator=self.generator) + 0.3).to(self.dtype)
 
-    def step(self, *counts):
-        """The output of each request and what it has to be."""
+    def step(self, *counts, poisoned=None):
+        """Check the output of each request against what it has to be, and return all of them. The `poisoned` token of
+        the step holds NaN and Inf in some heads of its key and value."""
         starts = [len(keys) for keys in self.keys]
         for row, count in enumerate(counts):
             while len(self.held[row]) * PAGE < starts[row] + count:
@@ -185,7 +189,12 @@ class World:
         for _, step in () if self.ragged else steps:
             for name, derived in vars(replace(step).batch).items():  # from lists
                 assert torch.equal(torch.as_tensor(getattr(step.batch, name)), torch.as_tensor(derived))
-        self.layer.attend(steps, q, k, v, DIMS**-0.5, out)
+        given = k.clone(), v.clone()
+        if poisoned is not None:
+            for side, (codec, x, kept) in enumerate(zip(self.plan.codecs[0], given, (k, v), strict=True)):
+                x[poisoned, side:, 7] = (torch.nan, -torch.inf)[side]
+                kept[poisoned, side:] = codec.transform.mean[side:].to(self.dtype)
+        self.layer.attend(steps, q, *given, DIMS**-0.5, out)
         for row, (new_k, new_v) in enumerate(zip(k.split(counts), v.split(counts), strict=True)):
             self.keys[row] = torch.cat((self.keys[row], new_k.float()))
             self.values[row] = torch.cat((self.values[row], new_v.float()))
@@ -193,6 +202,7 @@ class World:
             for i, query in enumerate(queries):
                 expected = self.defined(row, starts[row] + i, starts[row], query.float())
                 torch.testing.assert_close(found[i].float(), expected, **self.error)
+        return out
 
     def defined(self, row, position, start, query):
         """Attention of one query in float64, with every token read as the definition says."""
@@ -289,13 +299,51 @@ def test_tokens_whose_copies_are_gone_are_read_packed():
     world.step(3, 1)
 
 
-def test_what_kernels_cannot_store_ends_a_later_step():
-    faults = Faults(torch.device("cpu"))
-    faults.check()
-    faults.flag.fill_(1)
-    faults.check()  # the flag is on its way
-    with pytest.raises(ValueError, match="cannot store NaN"):
-        faults.check()
+# Numbers that cannot be stored
+
+
+@pytest.mark.parametrize("recipe", ["saw-int4", "int2:sink=2,recent=3"])
+def test_what_one_request_cannot_store_changes_nothing_for_others(recipe):
+    """In prompts and in decoding. To its own request it is the mean, now and later."""
+    outs = [[], []]
+    for bad, found in zip((False, True), outs, strict=True):
+        world = World(recipe, requests=3)
+        for counts, poisoned in (((5, 7, 9), 8), ((1, 1, 1), 1), ((1, 3, 1), 3), ((1, 1, 1), None)):
+            out = world.step(*counts, poisoned=poisoned if bad else None)
+            found += [part for row, part in enumerate(out.split(counts)) if row != 1]
+        world.faults.count()
+        assert world.faults.count() == 3 * bad
+    assert all(map(torch.equal, *outs))
+
+
+class Log(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def test_tokens_that_cannot_be_stored_are_counted_and_told_once_a_minute(monkeypatch):
+    logger, log, now = logging.getLogger("test"), Log(), [100.0]
+    logger.addHandler(log)
+    monkeypatch.setattr(serving, "monotonic", lambda: now[0])
+    faults = Faults(64, torch.device("cpu"), logger)
+    assert faults.count() == 0
+    for seconds, slots, counted, told in (
+        (0, [3, 9], 0, None),  # what is counted now is seen by the next call
+        (1, [3], 2, 2),  # a slot that has another token now
+        (1, [], 3, None),
+        (58, [10, 11], 3, None),
+        (1, [], 5, 3),
+        (90, [], 5, None),
+    ):
+        now[0] += seconds
+        faults.marks[slots] = 1
+        assert faults.count() == counted
+        assert [line.split("keys or values of ")[1].split()[0] for line in log.lines] == ([str(told)] if told else [])
+        log.lines.clear()
 
 
 # Tensor parallelism

@@ -60,7 +60,8 @@ def a_layer(recipe, pages, folder):
     random_artifact(MODEL, [recipe]).save(folder)
     plan = Plan.make(Config(recipe, str(folder)), MODEL, PAGE, torch.bfloat16, DEVICE)
     pool = plan.layouts[0].allocate(pages, plan.kv_heads).to(DEVICE)
-    return Layer(plan, 0, pool, plan.allocate_shadows(2), torch.zeros(1, dtype=torch.int32, device=DEVICE))
+    faults = torch.zeros(pages * PAGE, dtype=torch.uint8, device=DEVICE)
+    return Layer(plan, 0, pool, plan.allocate_shadows(2), faults)
 
 
 def steps(starts, lengths, shadow_of, ragged=True):

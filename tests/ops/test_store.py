@@ -123,7 +123,7 @@ class Twins:
         """Both ways; `view` makes the kernel's inputs. Returns what both returned, by side."""
         new = naive.store(self.expected.pages(0), *x)
         got = triton.store(self.got.pages(0), *(view(side.to(DEVICE)) for side in x))
-        assert self.got.faults.item() == 0
+        assert not self.got.faults.any()
         assert (new is None) == (got is None)
         return [] if new is None else [(a, b.cpu()) for a, b in zip(new, got, strict=True)]
 
@@ -273,7 +273,7 @@ def test_a_token_of_each_sequence_is_turned_then_packed(case, ratio):
     queries = torch.einsum("shd,hde->she", q.squeeze(1).cpu().double(), matrix)
     torch.testing.assert_close(turned.q.cpu().double(), queries, rtol=0, atol=1e-4)
     triton.pack(twins.got.pages(0), turned.kv)
-    assert twins.got.faults.item() == 0
+    assert not twins.got.faults.any()
     assert not torch.equal(twins.got.pools[0], pool)
     twins.check([(a, b.cpu()) for a, b in zip(expected, turned.new, strict=True)])
 
@@ -412,71 +412,8 @@ def test_ties_go_to_even(dtype):
     twins.check(twins.store(x.to(dtype)))
 
 
-BAD = {"nan": torch.nan, "-inf": -torch.inf, "beyond float16": 1e6, "largest": 3e38}
-
-
-@pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
-@pytest.mark.parametrize(
-    "case",
-    [Case("int4"), Case("int4:recent=3"), Case("saw-int4:values=true"), Case("tq-k3v2")],
-    ids=str,
-)
-def test_what_cannot_be_stored_is_reported_and_writes_nothing(case, bad):
-    twins = Twins(case, 2)
-    x = twins.extend([4, 3])
-    broken, (side, row, column, head) = x.clone(), (1, 1, 2, 0)
-    broken[side, row, column, head, 5] = bad
-    with pytest.raises(ValueError, match="cannot"):
-        naive.store(twins.expected.pages(0), *broken)
-    new = naive.store(twins.expected.pages(0), *x)
-    got = triton.store(twins.got.pages(0), *broken.to(DEVICE))
-    assert twins.got.faults.item() == 1
-    page, place = twins.expected.tables.pages[row][0], column - 1
-    value_views = twins.expected.layouts[0].value_views  # the definition, less what must not be written
-    for view, old in zip(value_views(twins.expected.pools[0]), value_views(twins.pool), strict=True):
-        view[page, head, place] = old[page, head, place]
-    if new is not None:
-        assert got is not None
-        new[side][row, column, head] = 0
-        shadow = twins.expected.step.shadow_of[page]
-        if shadow >= 0:
-            old = twins.shadows.view(case.dtype)
-            twins.expected.shadows[0][shadow, head, side, place] = old[shadow, head, side, place]
-    twins.check([] if new is None else [(a, b.cpu()) for a, b in zip(new, got, strict=True)])
-
-
-@pytest.mark.parametrize("bad", [torch.nan, -torch.inf, 1e38])
-def test_what_cannot_be_turned_is_reported_and_not_packed(bad):
-    case = Case("oscar-int2:sink=2,recent=3")
-    twins = Twins(case, 3)
-    x = twins.extend([1, 1, 1])
-    broken = x.clone()
-    broken[0, 1, 0, 1, 5] = bad
-    naive.store(twins.expected.pages(0), *x)
-    q = torch.randn(3, 1, 4, case.dims, generator=twins.generator).to(DEVICE, case.dtype)
-    turned = turn(twins.got.pages(0), q, *broken.to(DEVICE))
-    triton.pack(twins.got.pages(0), turned.kv)
-    assert twins.got.faults.item() == 1
-    page, place = (index[1] for index in slots(twins.expected))
-    layout = twins.expected.layouts[0]
-    for array, old in zip(layout.key_views(twins.expected.pools[0]), layout.key_views(twins.pool), strict=True):
-        array[page, 1, place] = old[page, 1, place]
-    check_pools(twins.expected, twins.expected.pools[0], twins.expected, twins.got.pools[0].cpu(), twins.pool)
-    assert turned.new[0].isfinite().all()
-
-
 def test_padding_is_no_fault():
     run(Case("tq-k3v2"), [[1, 6]])
-
-
-def test_faults_stay_until_they_are_raised():
-    twins = Twins(Case("int4"), 1)
-    x = twins.extend([2]).to(DEVICE)
-    triton.store(twins.got.pages(0), *x * torch.nan)
-    triton.store(twins.got.pages(0), *x)
-    with pytest.raises(ValueError, match="cannot store NaN, Inf"):
-        twins.got.check_faults()
-    twins.got.check_faults()
 
 
 # --- refusals

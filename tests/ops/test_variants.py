@@ -61,7 +61,7 @@ with tempfile.TemporaryDirectory() as folder:
     plan = Plan.make(Config(recipe, folder), model, 16, torch.bfloat16)
 table = ShadowTable(plan.windows, 16, 2048, 64, torch.device("cpu"))
 pools = [layout.allocate(2048, KV_HEADS) for layout in plan.layouts]
-faults = torch.zeros(1, dtype=torch.int32)
+faults = torch.zeros(2048 * 16, dtype=torch.uint8)
 layers = [Layer(plan, i, pool, plan.allocate_shadows(64), faults) for i, pool in enumerate(pools)]
 hopper = Choice("", "", gluon.attend, gluon.step), Choice("", "", unpacked.attend)
 older = Choice("", "", portable.attend), Choice("", "", portable.attend)

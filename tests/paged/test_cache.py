@@ -359,13 +359,12 @@ class World:
         self.cache.extend(counts)
         for before in range(layer):
             self.cache.attend(before, q[before], *kv[before], self.setup.scale)
-        memory = [tensor.clone() for tensor in (*self.cache.pools, *self.cache.shadows)]
         with pytest.raises(ValueError, match="NaN"):
             self.cache.attend(layer, q[layer], *kv[layer], self.setup.scale)
-        assert all(same_bits(*pair) for pair in zip(memory, (*self.cache.pools, *self.cache.shadows), strict=True))
         self.cache.crop(counts)
         self.tops = list(self.starts)
         assert self.cache.lengths == self.starts
+        self.poison()  # whatever the step has written
 
     def crop(self, counts: Sequence[int]) -> bool:
         """Roll back; false where that is refused, which it may be beyond what is promised."""
@@ -958,27 +957,30 @@ def test_sequences_that_are_empty_for_long():
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 3e38])
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_failing_store_writes_nothing(bad, which):
+def test_a_failing_step_leaves_nothing_behind(bad, which):
+    """Once it is taken back, the next one reads what it would without it."""
     setup = Setup("saw-int4:sink=4,recent=8")
-    cache = make_cache(setup, 2)
+    caches = [make_cache(setup, 2) for _ in range(2)]
     generator = torch.Generator().manual_seed(0)
     kv = torch.randn(2, 2, 12, setup.kv_heads, setup.dims, generator=generator)
     q = torch.randn(2, 12, setup.kv_heads * setup.ratio, setup.dims, generator=generator)
-    cache.extend([12, 9])
-    cache.attend(0, q, *kv, setup.scale)
-    cache.extend([12, 12])
-    before = [tensor.clone() for tensor in (*cache.pools, *cache.shadows)]
-    kv[which, 1, 11, 1, 3] = bad
-    with pytest.raises(ValueError, match="NaN, Inf or numbers beyond"):
+    for cache in caches:
+        cache.extend([12, 9])
         cache.attend(0, q, *kv, setup.scale)
-    assert all(same_bits(*pair) for pair in zip(before, (*cache.pools, *cache.shadows), strict=True))
-    cache.crop([12, 12])
-    cache.extend([12, 12])
-    kv[which, 1, 11, 1, 3] = 0
-    assert cache.attend(0, q, *kv, setup.scale).isfinite().all()
+    broken = kv.clone()
+    broken[which, 1, 11, 1, 3] = bad
+    caches[0].extend([12, 12])
+    with pytest.raises(ValueError, match="cannot store NaN, Inf or numbers beyond the range of 16-bit floats"):
+        caches[0].attend(0, q, *broken, setup.scale)
+    caches[0].crop([12, 12])
+    outs = []
+    for cache in caches:
+        cache.extend([12, 12])
+        outs.append(cache.attend(0, q, *kv, setup.scale))
+    assert torch.equal(*outs)
 
 
-def test_what_only_the_window_cannot_hold_is_refused_before_anything_is_written():
+def test_what_only_the_window_cannot_hold_is_refused():
     """70000 packs, as the upper end of a range, but is no float16."""
     setup = Setup("int4:recent=8", centred=False, wide=torch.float16)
     cache = make_cache(setup)
@@ -986,10 +988,8 @@ def test_what_only_the_window_cannot_hold_is_refused_before_anything_is_written(
     q = torch.rand(1, 5, setup.kv_heads * setup.ratio, setup.dims)
     kv[0, 0, 4, 0, 0] = 70000
     cache.extend([5])
-    with pytest.raises(ValueError, match=r"beyond the range of torch\.float16"):
+    with pytest.raises(ValueError, match="beyond the range of 16-bit floats"):
         cache.attend(0, q, *kv, setup.scale)
-    assert (cache.pools[0] == 0xFF).all()
-    assert cache.shadows[0].isnan().all()
 
 
 @pytest.mark.parametrize(
@@ -1010,12 +1010,12 @@ def test_what_a_full_page_could_not_hold_is_refused_when_it_arrives(setup, side,
     q = torch.rand(1, 3, setup.kv_heads * setup.ratio, setup.dims)
     cache.extend([2])  # of the 4 tokens of a page
     cache.attend(0, q[:, :2], *kv[:, :, :2], setup.scale)
-    before = [tensor.clone() for tensor in (*cache.pools, *cache.shadows)]
     cache.extend([1])
     kv[side, 0, 2, 1, 3] = sign * 65536
-    with pytest.raises(ValueError, match="cannot quantize NaN, Inf or numbers beyond ±65504, the range of 16-bit meta"):
+    with pytest.raises(ValueError, match="cannot store NaN, Inf or numbers beyond"):
         cache.attend(0, q[:, 2:], *kv[:, :, 2:], setup.scale)
-    assert all(same_bits(*pair) for pair in zip(before, (*cache.pools, *cache.shadows), strict=True))
+    cache.crop([1])
+    cache.extend([1])
     kv[side, 0, 2, 1, 3] = sign * 65280
     cache.attend(0, q[:, 2:], *kv[:, :, 2:], setup.scale)
     cache.extend([2])  # with the opposite one the page is full: the widest range that there is
@@ -1028,9 +1028,12 @@ def test_a_single_bit_by_channel_spans_half_the_range():
     codec = Codec(channel_slot(16, 1))
     cache = PagedCache([(codec, codec)], 1, 1, page_size=2)
     kv = torch.zeros(2, 1, 1, 1, 16)
-    kv[0, ..., 3] = 40000
+    kv[0, ..., 3] = 32640
     cache.extend([1])
-    with pytest.raises(ValueError, match="beyond ±32752"):
+    cache.attend(0, torch.zeros(1, 1, 1, 16), *kv, 1)
+    kv[0, ..., 3] = 32768  # the next bfloat16
+    cache.extend([1])
+    with pytest.raises(ValueError, match="cannot store"):
         cache.attend(0, torch.zeros(1, 1, 1, 16), *kv, 1)
 
 

@@ -5,7 +5,7 @@ Engines pack in other processes than answer /metrics. With PROMETHEUS_MULTIPROC_
 
 from prometheus_client import Gauge
 
-from kvfold.engines.serving import Late, Plan
+from kvfold.engines.serving import Faults, Late, Plan
 from kvfold.engines.shadow_table import ShadowTable
 
 EVERY = 16  # steps
@@ -19,6 +19,13 @@ _token_bytes, _compression, _shadows, _shadows_used = (
         ("shadow_pages_used", "16-bit copies that belong to a page."),
     )
 )
+# A token shows in several ranks of one model: a sum over processes would count it several times.
+_non_finite = Gauge(
+    "kvfold:non_finite_tokens",
+    "Tokens whose keys or values held NaN, Inf or numbers beyond the range of 16-bit floats, stored as zeros: of the "
+    "rank that saw most.",
+    multiprocess_mode="max",
+)
 
 
 class Gauges:
@@ -29,8 +36,10 @@ class Gauges:
         self.steps = 0
         self.used = Late(plan.device)
 
-    def step(self, table: ShadowTable) -> None:
-        """Show how many shadows were in use a few steps ago."""
+    def step(self, table: ShadowTable, faults: Faults) -> None:
+        """Show how many shadows were in use a few steps ago, and what could not be stored up to then."""
         if self.steps % EVERY == 0:
-            _shadows_used.set(self.used.read(table.used))
+            if table.windows:
+                _shadows_used.set(self.used.read(table.used))
+            _non_finite.set(faults.count())
         self.steps += 1

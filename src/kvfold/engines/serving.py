@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, groupby, product
+from logging import Logger
+from time import monotonic
 from typing import Any, Self
 
 import torch
@@ -17,13 +19,14 @@ from kvfold.engines.shadow_table import shadows_needed
 from kvfold.geometry import Geometry
 from kvfold.layout import PageLayout, raw_slot
 from kvfold.ops.dispatch import Ops, check_dtype, choose
-from kvfold.ops.pages import UNSTORABLE, Batch, LayerPages, Step
+from kvfold.ops.pages import Batch, LayerPages, Step
 from kvfold.recipe import Recipe
 from kvfold.recipes import parse
 from kvfold.windows import Windows
 
 RECIPE, ARTIFACT = "KVFOLD_RECIPE", "KVFOLD_ARTIFACT"  # environment variables
 WARM_UP = (1, 2, 4, 8, 16, 32, 64, 128, 8192)  # tokens of a request for which steps run different kernels
+QUIET = 60.0  # seconds between two warnings of numbers that cannot be stored
 MANY_SHORT = (0,) * 64, 128  # and a step of requests, from where on and how many tokens of each, that runs others
 
 
@@ -174,15 +177,33 @@ class Late:
 
 
 class Faults:
-    """What kernels could not store. They set a flag on the device, which a later step sees."""
+    """Counts tokens of which something could not be stored: `store` marks their slots, and goes on with zeros.
 
-    def __init__(self, device: torch.device) -> None:
-        self.flag = torch.zeros(1, dtype=torch.int32, device=device)
+    A token counts once, in whatever layers and heads it shows: marks are taken away when they are counted, which is
+    long before a slot gets another token.
+    """
+
+    def __init__(self, slots: int, device: torch.device, logger: Logger) -> None:
+        self.marks = torch.zeros(slots, dtype=torch.uint8, device=device)
+        self.logger = logger
+        self._counted = torch.zeros(1, dtype=torch.int64, device=device)
         self._seen = Late(device)
+        self._told, self._quiet_until = 0, 0.0
 
-    def check(self) -> None:
-        if self._seen.read(self.flag):
-            raise ValueError(f"kvfold: {UNSTORABLE}")
+    def count(self) -> int:
+        """All tokens up to the last call of this. Says in the log how many are new, at most once a minute."""
+        self._counted += self.marks.sum()
+        self.marks.zero_()
+        count = self._seen.read(self._counted)
+        if count > self._told and monotonic() >= self._quiet_until:
+            self.logger.warning(
+                "kvfold: keys or values of %d tokens held NaN, Inf or numbers beyond the range of 16-bit floats; zeros "
+                "are stored in their place. Only the requests of these tokens see it. Check the model's weights, and "
+                "its dtype: float16 overflows where bfloat16 does not",
+                count - self._told,
+            )
+            self._told, self._quiet_until = count, monotonic() + QUIET
+        return count
 
 
 class Layer:

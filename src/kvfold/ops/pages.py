@@ -12,8 +12,6 @@ from kvfold.codec import Codec
 from kvfold.layout import PageLayout
 from kvfold.windows import Windows
 
-UNSTORABLE = "cannot store NaN, Inf or numbers beyond the range of 16-bit floats"
-
 T = TypeVar("T")
 
 
@@ -162,7 +160,7 @@ class LayerPages:
     pool: Tensor  # uint8[pages, kv_heads, page_bytes]
     sides: list[tuple[slice, Tensor, Tensor]]  # layout.sides(pool): views of it, by token
     shadows: Tensor  # 16-bit float [shadow pages, kv_heads, 2 (K, V), page_size, d]
-    faults: Tensor  # int32[1], which kernels set where a number cannot be stored, since they cannot raise
+    faults: Tensor  # uint8[pages · page_size]: 1 where `store` met what cannot be stored
 
     def codec(self, sides: slice) -> Codec:
         """The codec whose layout these sides (0: keys, 1: values) have."""

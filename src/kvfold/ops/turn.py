@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kvfold.ops.pages import LayerPages
 from kvfold.ops.rotate import head_stride, terms_and_shift
 from kvfold.ops.sizes import ceil_div
-from kvfold.ops.store.triton import BFLOAT_BITS, HALF_BITS, Operands, below, check, sixteen_bits
+from kvfold.ops.store.triton import Operands, below, check, sixteen_bits
 from kvfold.transforms import Transform
 
 ROWS = 16  # as many as tensor cores take
@@ -40,8 +40,9 @@ def turn(pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, overlaps: bool = Fa
     and values to shadows. With `overlaps`, it is launched before the kernel before it ends, and waits for that; and the
     next may begin beside it.
 
-    Where 16 bits cannot hold one of a program's coordinates of a vector, these become 0, shadows stay as they are, and
-    `pages.faults` becomes 1.
+    Keys and values that 16 bits cannot hold are zero in the copies, and their tokens are marked in `pages.faults`, as
+    `naive.store` says. A program does not see the numbers of another. So where they are finite, only the WIDTH
+    coordinates around a number beyond the range are zero.
     """
     check(pages, k, v)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
@@ -118,8 +119,9 @@ def _turn_side(
     for i in tl.static_range(len(operands.matrices)):
         entry = head * operands.head + coordinate[:, None] * DIMS + column[None, :]
         terms += (tl.load(operands.matrices[i] + entry),)
-    read = coordinate if len(operands.matrices) > 0 else column
-    states = tl.load(x[:, None] + read[None, :], mask=exists[:, None], other=0.0)
+    states = tl.load(x[:, None] + coordinate[None, :], mask=exists[:, None], other=0.0)
+    if len(operands.matrices) == 0:
+        y = tl.load(x[:, None] + column[None, :], mask=exists[:, None], other=0.0).to(tl.float32)
     if operands.shift is not None:
         shift = tl.load(operands.shift + head * DIMS + column)[None, :]
     shadow = tl.load(memory.shadow_of + slot // PAGE, mask=slot >= 0, other=-1)
@@ -128,16 +130,16 @@ def _turn_side(
         for i in tl.static_range(len(terms)):
             y = tl.dot(states.to(terms[i].dtype), terms[i], y)
         y *= FACTOR
-    else:
-        y = states.to(tl.float32)
     if operands.shift is not None:
         y += tl.where(kept[:, None], shift, 0.0)
     tl.store(to[:, None] + column[None, :], y, mask=exists[:, None])
 
-    sound = (slot >= 0) & below((y,), BFLOAT_BITS if BFLOAT else HALF_BITS)
-    tl.store(memory.faults + tl.zeros_like(slot), 1, mask=(slot >= 0) & ~sound)
+    sound = (slot >= 0) & below((y,), BFLOAT)
+    if len(operands.matrices) == 0:  # a rotation spreads NaN and Inf over all coordinates
+        sound = sound & below((states.to(tl.float32),), BFLOAT)
+    tl.store(memory.faults + slot, 1, mask=(slot >= 0) & ~sound)
     copy = sixteen_bits((y,), sound, BFLOAT)[0]
     in_new = memory.new + ((WHICH * sequences + sequence) * kv_heads + head) * DIMS
     tl.store(in_new[:, None] + column[None, :], copy, mask=kept[:, None])
     in_shadow = memory.shadows + (((shadow * kv_heads + head) * 2 + WHICH) * PAGE + slot % PAGE) * DIMS
-    tl.store(in_shadow[:, None] + column[None, :], copy, mask=((shadow >= 0) & sound)[:, None])
+    tl.store(in_shadow[:, None] + column[None, :], copy, mask=(shadow >= 0)[:, None])

@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvfold.codec import Codec
+from kvfold.codec import UNSTORABLE, Codec
 from kvfold.layout import PageLayout
 from kvfold.ops.dispatch import choose
-from kvfold.ops.pages import UNSTORABLE, LayerPages, Step
+from kvfold.ops.pages import LayerPages, Step
 from kvfold.paged.shadows import Shadows
 from kvfold.paged.tables import PageTables
 from kvfold.windows import Windows
@@ -44,7 +44,7 @@ class PagedCache:
         self.shadow_map = Shadows(max(self.windows, key=lambda windows: (windows.group, windows.recent, windows.sink)))
         self.reserved = 0  # pages of each sequence
         self.step = self._describe(self.lengths, 0)
-        self.faults = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self.faults = torch.zeros(0, dtype=torch.uint8, device=self.device)
         self.pools = [layout.allocate(0, kv_heads, self.device) for layout in self.layouts]
         self._sides = self._views()
         self.shadows = [
@@ -66,8 +66,7 @@ class PagedCache:
         """Make room for sequences of `tokens` tokens. Steps of one token each up to there move no memory, and a step
         that brings as many tokens as the last describes itself where that did: a CUDA graph of it can be replayed."""
         self.reserved = -(-tokens // self.tables.page_size)
-        self.pools = [_grown(pool, len(self.lengths) * self.reserved) for pool in self.pools]
-        self._sides = self._views()
+        self._grow(len(self.lengths) * self.reserved)
         pages = max(len(windows.pages(tokens - 1, tokens, self.tables.page_size)) for windows in self.windows)
         self.shadows = [
             _grown(shadows, len(self.lengths) * (pages + 1)) if windows else shadows
@@ -80,9 +79,7 @@ class PagedCache:
         copies = self.tables.extend(counts)
         shadow_copies = [pair for copy in copies if (pair := self.shadow_map.copy(*copy)) is not None]
         self.shadow_map.update(self.tables, starts)
-        if self.tables.capacity > len(self.pools[0]):
-            self.pools = [_grown(pool, self.tables.capacity) for pool in self.pools]
-            self._sides = self._views()
+        self._grow(self.tables.capacity)
         self.shadows = [
             _grown(shadows, self.shadow_map.capacity) if windows else shadows
             for shadows, windows in zip(self.shadows, self.windows, strict=True)
@@ -94,6 +91,15 @@ class PagedCache:
         last, self.step = self.step, self._describe(starts, max(counts, default=0))
         if self.reserved and "batch" in vars(last) and last.n == self.step.n and last.batch.update(self.step.batch):
             self.step.described(last.batch)
+
+    def _grow(self, pages: int) -> None:
+        """Make room for so many pages."""
+        if pages <= len(self.pools[0]):
+            return
+        self.pools = [_grown(pool, pages) for pool in self.pools]
+        self._sides = self._views()
+        more = len(self.pools[0]) * self.tables.page_size - len(self.faults)
+        self.faults = torch.cat((self.faults, self.faults.new_zeros(more)))
 
     def _views(self) -> list[list[tuple[slice, Tensor, Tensor]]]:
         return [
@@ -136,17 +142,18 @@ class PagedCache:
         """Pack the step's new tokens of a layer and attend its queries, float32 or in `out`.
 
         All are [sequences, n, heads, d] with n the largest of the step's counts, left-padded where a count is smaller.
+        What cannot be stored raises, on a GPU with the last layer: then the step is to be taken back by `crop`.
         """
         pages, ops = self.pages(layer), choose(self.layouts[layer], q.shape[2] // self.kv_heads, self.device)
         out = ops.step(pages, q, k, v, scale, out)
-        if layer == len(self.layouts) - 1 and self.device.type == "cuda":
+        if layer == len(self.layouts) - 1 or self.device.type != "cuda":
             self.check_faults()
         return out
 
     def check_faults(self) -> None:
-        """Raise where kernels met what cannot be stored in the last step; not while a CUDA graph is captured."""
+        """Raise where `store` met what cannot be stored; not while a CUDA graph is captured."""
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if not capturing and self.faults.item():
+        if not capturing and self.faults.any():
             self.faults.zero_()
             raise ValueError(UNSTORABLE)
 

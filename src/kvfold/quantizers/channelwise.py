@@ -7,11 +7,10 @@ from kvfold.packing import pack, unpack
 from kvfold.quantizers.affine import SMALLEST_SCALE
 
 
-def check(x: Tensor, bits: int) -> None:
-    """Refuse numbers x with which a page might not be quantized, whatever its other tokens are."""
+def storable(x: Tensor, bits: int) -> Tensor:
+    """[..., d] -> bool[...]: vectors with which a page can be quantized, whatever its other tokens are."""
     largest = torch.finfo(torch.float16).max * min(1, (2**bits - 1) / 2)  # a scale spans two of them
-    if not (x.float().abs() <= largest).all():  # 16 bits would round the bound
-        raise ValueError(f"cannot quantize NaN, Inf or numbers beyond ±{largest:g}, the range of 16-bit metadata")
+    return (x.float().abs() <= largest).all(dim=-1)  # 16 bits would round the bound
 
 
 def quantize(x: Tensor, bits: int, boosted: int) -> tuple[Tensor, Tensor]:
@@ -19,6 +18,7 @@ def quantize(x: Tensor, bits: int, boosted: int) -> tuple[Tensor, Tensor]:
 
     The `boosted` channels with the largest mean |x| of a page have 2·bits bits: the low ones lie with those of all
     other channels, the high ones behind them. Metadata are the scales, the offsets, and the boosted channels as bytes.
+    Scales or offsets are not finite where 16 bits cannot hold them.
     """
     levels = torch.full_like(x[:, :1], 2**bits - 1)
     # sums of 16-bit numbers are exact in float64 and ties go to the lowest channel, whatever the batch
@@ -27,8 +27,6 @@ def quantize(x: Tensor, bits: int, boosted: int) -> tuple[Tensor, Tensor]:
     levels.scatter_(-1, channels, 2 ** (2 * bits) - 1)
     low, high = x.amin(dim=1, keepdim=True), x.amax(dim=1, keepdim=True)
     scale, offset = ((high - low) / levels).half(), low.half()
-    if not (torch.isfinite(scale) & torch.isfinite(offset)).all():
-        raise ValueError("cannot quantize NaN, Inf or numbers beyond ±65504, the range of 16-bit metadata")
     codes = ((x - offset.float()) / scale.float().clamp_min(SMALLEST_SCALE)).round_().clamp_(min=0)
     codes = torch.minimum(codes, levels).to(torch.uint8)
     packed = [pack(codes & (2**bits - 1), bits)]

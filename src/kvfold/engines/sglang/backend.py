@@ -42,14 +42,14 @@ class PackedPool(KVCache):
         # no dtype of K and V: kernels that rotate keys would write them here
         super().__init__(size, page_size, torch.uint8, layer_num, device, enable_memory_saver, start_layer, end_layer)
         pages = size // page_size + 1  # the first is SGLang's, for padding
-        self.faults = Faults(plan.device)
+        self.faults = Faults(pages * page_size, plan.device, logger)
         self.layers = [
             Layer(
                 plan,
                 index,
                 layout.allocate(pages, plan.kv_heads, plan.device),
                 plan.allocate_shadows(0 if layout.is_raw else shadows),
-                self.faults.flag,
+                self.faults.marks,
             )
             for index, layout in enumerate(plan.layouts)
         ]
@@ -107,9 +107,7 @@ class PackedBackend(AttentionBackend):
         SGLang may already write what it decides for the next step there."""
         if forward_batch.forward_mode.is_idle():
             return
-        self.pool.faults.check()
-        if self.pool.shadows.windows:
-            self.pool.gauges.step(self.pool.shadows)
+        self.pool.gauges.step(self.pool.shadows, self.pool.faults)
         requests = forward_batch.req_pool_indices
         self.table = self.tables[: len(requests)] if len(requests) <= len(self.tables) else self._table(len(requests))
         self._read_pages(requests, self.table)

@@ -119,22 +119,27 @@ class Engine:
                     f"kvfold: {self.shadows} shadow pages for the windows of --max-num-seqs {scheduler.max_num_seqs} "
                     "requests leave nothing of the memory for the cache"
                 )
-        self.faults = Faults(self.device)
+        self.faults: Faults | None = None  # once it is known how many pages there are
         self.layers: dict[str, Layer] = {}  # by vLLM's names, once they have run
         self.restore: Restore | None = None
 
-    def add(self, name: str, layer: Layer) -> None:
+    def add(self, name: str, pool: Tensor, shadows: Tensor) -> Layer:
         """A layer whose pages are known now. Before the last is, no page has lost its shadow."""
+        slots = len(pool) * self.plan.page_size
+        if self.faults is None or len(self.faults.marks) != slots:
+            self.faults = Faults(slots, self.device, logger)
+        layer = Layer(self.plan, extract_layer_index(name), pool, shadows, self.faults.marks)
         self.layers[name] = layer
         if len(self.layers) == len(self.plan.layouts):
             self.restore = Restore([layer.pages for layer in self.layers.values()])
             if self.config.compilation_config.cudagraph_mode.has_full_cudagraphs():  # else a request would wait for it
                 warm_up(self.layers.values())
+        return layer
 
     def forget(self) -> None:
         """Let go of the pages of all layers: on a GPU, vLLM measures CUDA graphs with a few that it frees again."""
         self.layers.clear()
-        self.restore = None
+        self.restore = self.faults = None
 
     @classmethod
     def of(cls, config: VllmConfig) -> "Engine":
@@ -220,14 +225,14 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PackedMetadata:
         step = common_attn_metadata
-        self.engine.faults.check()
         slots, table = step.slot_mapping[: step.num_actual_tokens], step.block_table_tensor
         starts = step.compute_num_computed_tokens()
         if self.shadows.windows:
             lost = self.shadows.update(slots, starts, step.seq_lens, table)
             if self.engine.restore is not None:
                 self.engine.restore(*lost)
-            self.gauges.step(self.shadows)
+        if self.engine.faults is not None:
+            self.gauges.step(self.shadows, self.engine.faults)
         if self.device.type == "cpu":
             lists = starts.tolist(), step.seq_lens.tolist()
             described = (slots, starts, step.seq_lens)
@@ -314,8 +319,6 @@ class PackedImpl(AttentionImpl[PackedMetadata]):
             return output.zero_()
         packed = self.engine.layers.get(layer.layer_name)
         if packed is None or packed.pages.pool.data_ptr() != kv_cache.data_ptr():
-            index = extract_layer_index(layer.layer_name)
-            packed = Layer(self.engine.plan, index, kv_cache.flatten(2), self.shadows, self.engine.faults.flag)
-            self.engine.add(layer.layer_name, packed)
+            packed = self.engine.add(layer.layer_name, kv_cache.flatten(2), self.shadows)
         packed.attend(attn_metadata.steps, query, key, value, self.scale, output)
         return output

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from kvfold.codec import to_wide
 from kvfold.ops.pages import LayerPages
 from kvfold.quantizers import channelwise
 
@@ -12,34 +11,53 @@ def store(pages: LayerPages, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | No
     """Pack the step's tokens k, v [sequences, n, kv_heads, d] into their slots, and into the shadows of their pages.
 
     Returns them transformed and in 16 bits, which is what queries of the same step read inside their windows, or None
-    without windows. Everything is computed, and checked, before the first byte is written.
+    without windows.
+
+    NaN, Inf and numbers beyond the range of 16-bit floats cannot be stored. Where the key or value of a token in a KV
+    head has one, so that its slot or its 16-bit copy cannot hold it, both are zero, which is the mean, and
+    `pages.faults` becomes 1 at the slot of the token. Who owns the pages decides what follows from that.
     """
     step = pages.step
     page, shadow, offset = step.slots
     transformed = (pages.key.transform.forward(step.gather(k)), pages.value.transform.forward(step.gather(v)))
     y = torch.stack(transformed, dim=2)  # [tokens, kv_heads, 2, d]
-    wide = to_wide(y, pages.shadows.dtype) if pages.windows else None
-    packed: list[tuple[list[Tensor], tuple[Tensor, ...], tuple[Tensor, Tensor]]] = []
-    for sides, *views in pages.sides:
+    wide = y.to(pages.shadows.dtype) if pages.windows else None
+    lost = _lost_copies(pages, y, wide)
+    y = y.masked_fill(lost.unsqueeze(-1), 0)
+    for sides, codes, meta in pages.sides:
         codec = pages.codec(sides)
+        index: tuple[Tensor, ...] = (page, offset)
         if codec.layout.per_page:
-            assert wide is not None
-            # what the page could not hold when it is full is refused now, and not with some later token
-            channelwise.check(wide[:, :, sides], codec.layout.segments[0].bits)
-            filled, tokens = _filled(pages, step.scatter(wide[:, :, sides]), sides)
-            packed.append((views, (filled,), codec.quantize(tokens.float())))
+            filled, tokens = _filled(pages, step.scatter(y[:, :, sides].to(pages.shadows.dtype)), sides)
+            index = (filled,)
+            new_codes, new_meta = codec.quantize(tokens.float())
         else:
-            packed.append((views, (page, offset), codec.quantize(y[:, :, sides])))
-
-    for (codes, meta), index, (new_codes, new_meta) in packed:
+            new_codes, new_meta, refused = codec.quantize_or_zero(y[:, :, sides])
+            lost[:, :, sides] |= refused
         codes[index] = new_codes
         # as integers: names in metadata may be NaN, whose bits deterministic algorithms change on GPUs
         meta.view(torch.int16)[index] = new_meta.view(torch.int16)
+    if lost.any():
+        pages.faults[(page * step.page_size + offset)[lost.flatten(1).any(dim=1)]] = 1
     if wide is None:
         return None
+    wide = wide.masked_fill(lost.unsqueeze(-1), 0)
     kept = shadow >= 0
     pages.shadows[shadow[kept], :, :, offset[kept]] = wide[kept]
     return step.scatter(wide[:, :, 0]), step.scatter(wide[:, :, 1])
+
+
+def _lost_copies(pages: LayerPages, y: Tensor, wide: Tensor | None) -> Tensor:
+    """bool[tokens, kv_heads, 2]: which vectors y [tokens, kv_heads, 2, d] their 16-bit copies cannot hold; or their
+    page could not, once it is full and quantized as a whole."""
+    if wide is None:
+        return torch.zeros(y.shape[:-1], dtype=torch.bool, device=y.device)
+    lost = ~wide.isfinite().all(dim=-1)
+    for sides, *_ in pages.sides:
+        layout = pages.codec(sides).layout
+        if layout.per_page:
+            lost[:, :, sides] |= ~channelwise.storable(wide[:, :, sides], layout.segments[0].bits)
+    return lost
 
 
 def _filled(pages: LayerPages, new: Tensor, sides: slice) -> tuple[Tensor, Tensor]:

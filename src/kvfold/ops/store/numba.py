@@ -28,7 +28,6 @@ from kvfold.ops.compiled import (
     widened,
 )
 from kvfold.ops.pages import LayerPages
-from kvfold.ops.store import naive
 from kvfold.quantizers import lloyd_max
 from kvfold.quantizers.affine import SMALLEST_SCALE
 
@@ -38,43 +37,31 @@ Arguments = arguments(
     *PAGES, "levels", "boundaries",
     "key", "value", "key_mean", "value_mean",
     "key_rotation", "key_rotations", "value_rotation", "value_rotations",
-    "codes", "code_bytes", "meta", "entries", "wide", "slots", "shadow_of", "shadows", "shadow_pages",
-    "tokens", "kv_heads", "dims", "page_size", "windows", "faults",
+    "wide", "slots", "shadow_of", "shadows", "shadow_pages", "faults",
+    "tokens", "kv_heads", "dims", "page_size", "windows",
     floats=("key_factor", "value_factor"),
 )  # fmt: skip
 
 
 def store(pages: LayerPages, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Pack the step's tokens k, v [sequences, n, kv_heads, d] into their slots, and into the shadows of their pages.
-
-    Returns them transformed and in 16 bits, or None without windows. Everything is computed, and checked, before the
-    first byte is written.
-    """
+    """As `naive.store`."""
     batch, layout = pages.step.batch, pages.layout
     slots, (kv_heads, dims) = batch.slots.long().contiguous(), k.shape[2:]
     tokens = slots.shape[0]
     key, value = k.float().contiguous(), v.float().contiguous()
     wide = torch.empty(2, *k.shape, dtype=pages.shadows.dtype) if pages.windows else None
-    code_bytes, entries = (
-        max(getattr(slot, name) for slot in (layout.key, layout.value)) for name in ("code_bytes", "meta_entries")
-    )
-    codes = torch.empty(tokens, kv_heads, 2, code_bytes, dtype=torch.uint8)
-    meta = torch.empty(tokens, kv_heads, 2, entries, dtype=torch.float16)
     by_key, by_value = dense(pages.key.transform, dims), dense(pages.value.transform, dims)
     told = Arguments(
         0, 0, 0, *described(pages),
         lloyd_max.level_table(k.device).data_ptr(), lloyd_max.boundary_table(k.device).data_ptr(),
         key.data_ptr(), value.data_ptr(), by_key.mean.data_ptr(), by_value.mean.data_ptr(),
         by_key.matrix.data_ptr(), by_key.matrix.shape[0], by_value.matrix.data_ptr(), by_value.matrix.shape[0],
-        codes.data_ptr(), code_bytes, meta.data_ptr(), entries, 0 if wide is None else wide.data_ptr(),
-        slots.data_ptr(), batch.shadow_of.data_ptr(), pages.shadows.data_ptr(), pages.shadows.shape[0],
-        tokens, kv_heads, dims, layout.page_size, wide is not None, 0,
+        0 if wide is None else wide.data_ptr(), slots.data_ptr(), batch.shadow_of.data_ptr(),
+        pages.shadows.data_ptr(), pages.shadows.shape[0], pages.faults.data_ptr(),
+        tokens, kv_heads, dims, layout.page_size, wide is not None,
         by_key.factor, by_value.factor,
     )  # fmt: skip
-    _quantize(told, tokens * kv_heads)
-    if told.faults:
-        return naive.store(pages, k, v)  # which says what is wrong with them
-    _write(told, tokens * kv_heads)
+    _store(told, tokens * kv_heads)
     return None if wide is None else (wide[0], wide[1])
 
 
@@ -139,23 +126,59 @@ def _narrow(x, half, words):
     return all_finite
 
 
+@njit(**EXACT)
+def _clip(x, kept):
+    """To the magnitude that `kept` of them do not exceed. NaN stays."""
+    limit = np.sort(np.abs(x))[kept - 1]
+    for j in range(len(x)):
+        if x[j] > limit:
+            x[j] = limit
+        elif x[j] < -limit:
+            x[j] = -limit
+
+
+@njit(**EXACT)
+def _slot(x, segments, levels, boundaries, half, unpacked, codes, meta):
+    """Into the codes and metadata of a slot, and whether what it holds is finite. x is used up."""
+    all_finite = True
+    for j in range(len(x)):  # minima and maxima may not see a NaN
+        all_finite &= abs(x[j]) < np.inf
+    for i in range(len(segments)):
+        segment = segments[i]
+        part, stored = x[segment.start : segment.start + segment.dims], unpacked[: segment.stored]
+        entries, packed = meta[segment.entry :], codes[segment.byte :]
+        first = 1 << segment.bits  # of a codebook's levels
+        if segment.rule == AFFINE:
+            all_finite &= _affine(part, first - 1, stored, entries)
+            _pack(stored, segment.bits, packed)
+        elif segment.rule == CODEBOOK:
+            all_finite &= _codebook(part, levels[first:], boundaries[first : 2 * first - 1], stored, entries)
+            _pack(stored, segment.bits, packed)
+        else:
+            all_finite &= _narrow(part, half, packed[: 2 * segment.dims].view(np.uint16))
+    return all_finite
+
+
 @kernel(Arguments)
-def _quantize(p):
-    """A KV head of a token: both sides, transformed, in 16 bits and as codes and metadata."""
+def _store(p):
+    """A KV head of a token: both sides, transformed, into their slots, and in 16 bits."""
     a = carray(p, 1)[0]
     sides, segments = array(a.sides, 2, SIDE), array(a.segments, (2, a.most), SEGMENT)
     levels, boundaries = array(a.levels, 512, np.float32), array(a.boundaries, 512, np.float32)
     slots, half = array(a.slots, a.tokens, np.int64), a.half != 0
+    pool, words = array(a.pool, a.pool_bytes, np.uint8), array(a.pool, a.pool_bytes // 2, np.uint16)
     wide = array(a.wide, (2, a.tokens * a.kv_heads, a.dims), np.uint16)
-    codes = array(a.codes, (a.tokens * a.kv_heads, 2, a.code_bytes), np.uint8)
-    meta = array(a.meta, (a.tokens * a.kv_heads, 2, a.entries), np.uint16)
+    pages = a.pool_bytes // a.page_stride
+    shadow_of, faults = array(a.shadow_of, pages, np.int64), array(a.faults, pages * a.page_size, np.uint8)
+    shadows = array(a.shadows, (a.shadow_pages, a.kv_heads, 2, a.page_size, a.dims), np.uint16)
     unpacked, x, y = np.empty(a.dims + 7, np.uint8), np.empty(a.dims, np.float32), np.empty(a.dims, np.float32)
     task = take(p, TASK)
     while task < a.tasks:
-        head, padding = task % a.kv_heads, slots[task // a.kv_heads] < 0
-        if padding and a.windows:
+        head, slot = task % a.kv_heads, slots[task // a.kv_heads]
+        page, place = slot // a.page_size, slot % a.page_size
+        if slot < 0 and a.windows:  # padding
             wide[:, task] = 0
-        for side in range(0 if padding else 2):
+        for side in range(2 if slot >= 0 else 0):
             given, mean = (a.value, a.value_mean) if side else (a.key, a.key_mean)
             at, count = (a.value_rotation, a.value_rotations) if side else (a.key_rotation, a.key_rotations)
             x[:] = array(given, (a.tokens * a.kv_heads, a.dims), np.float32)[task]
@@ -163,53 +186,18 @@ def _quantize(p):
                 x -= array(mean, (a.kv_heads, a.dims), np.float32)[head]
             rotations = array(at, (count, a.dims, a.dims), np.float64)
             rotate(x, rotations, head, a.value_factor if side else a.key_factor, y)
-            storable = True
-            for j in range(a.dims):
-                storable &= abs(y[j]) < np.inf
-            if a.windows:
-                storable &= _narrow(y, half, wide[side, task])
-            if sides[side].kept < a.dims:
-                limit = np.sort(np.abs(y))[sides[side].kept - 1]
-                for j in range(a.dims):
-                    y[j] = min(max(y[j], -limit), limit)
-            for i in range(sides[side].segments):
-                segment = segments[side, i]
-                part, stored = y[segment.start : segment.start + segment.dims], unpacked[: segment.stored]
-                entries, packed = meta[task, side, segment.entry :], codes[task, side, segment.byte :]
-                first = 1 << segment.bits  # of a codebook's levels
-                if segment.rule == AFFINE:
-                    storable &= _affine(part, first - 1, stored, entries)
-                    _pack(stored, segment.bits, packed)
-                elif segment.rule == CODEBOOK:
-                    storable &= _codebook(part, levels[first:], boundaries[first : 2 * first - 1], stored, entries)
-                    _pack(stored, segment.bits, packed)
-                else:
-                    storable &= _narrow(part, half, packed[: 2 * segment.dims].view(np.uint16))
-            if not storable:
-                a.faults = 1
-        task = take(p, TASK)
-
-
-@kernel(Arguments)
-def _write(p):
-    """A KV head of a token: into its slots, and into the shadow of its page."""
-    a = carray(p, 1)[0]
-    sides, slots = array(a.sides, 2, SIDE), array(a.slots, a.tokens, np.int64)
-    pool, words = array(a.pool, a.pool_bytes, np.uint8), array(a.pool, a.pool_bytes // 2, np.uint16)
-    wide = array(a.wide, (2, a.tokens * a.kv_heads, a.dims), np.uint16)
-    codes = array(a.codes, (a.tokens * a.kv_heads, 2, a.code_bytes), np.uint8)
-    meta = array(a.meta, (a.tokens * a.kv_heads, 2, a.entries), np.uint16)
-    shadow_of = array(a.shadow_of, a.pool_bytes // a.page_stride, np.int64)
-    shadows = array(a.shadows, (a.shadow_pages, a.kv_heads, 2, a.page_size, a.dims), np.uint16)
-    task = take(p, TASK)
-    while task < a.tasks:
-        head, slot = task % a.kv_heads, slots[task // a.kv_heads]
-        page, place = slot // a.page_size, slot % a.page_size
-        for side in range(2 if slot >= 0 else 0):
-            at, s = page * a.page_stride + head * a.head_stride, sides[side]
-            byte, entry = at + s.codes + place * s.code_stride, at // 2 + s.meta + place * s.meta_stride
-            pool[byte : byte + s.code_stride] = codes[task, side, : s.code_stride]
-            words[entry : entry + s.meta_stride] = meta[task, side, : s.meta_stride]
+            held = _narrow(y, half, wide[side, task]) if a.windows else True
+            s, of_head = sides[side], page * a.page_stride + head * a.head_stride
+            byte, entry = of_head + s.codes + place * s.code_stride, of_head // 2 + s.meta + place * s.meta_stride
+            codes, meta = pool[byte : byte + s.code_stride], words[entry : entry + s.meta_stride]
+            if s.kept < a.dims:
+                _clip(y, s.kept)
+            held &= _slot(y, segments[side, : s.segments], levels, boundaries, half, unpacked, codes, meta)
+            if not held:
+                y[:], faults[slot] = f4(0), 1
+                _slot(y, segments[side, : s.segments], levels, boundaries, half, unpacked, codes, meta)
+                if a.windows:
+                    wide[side, task] = 0
             if a.windows and shadow_of[page] >= 0:
                 shadows[shadow_of[page], head, side, place] = wide[side, task]
         task = take(p, TASK)

@@ -99,8 +99,7 @@ def store(pages: LayerPages, k: Tensor, v: Tensor, overlaps: bool = False) -> tu
     """As `naive.store`, for 16-bit k and v. With `overlaps`, it is launched before the kernel before it ends, and waits
     for that; and the next may begin beside it.
 
-    Nothing waits for the device, so what cannot be stored raises no error: no byte of that token's key (or value) of
-    that KV head is written, and `pages.faults` becomes 1.
+    Where a vector cannot be stored, its metadata are zeros. Its codes may be any then, and decode to zero.
     """
     check(pages, k, v)
     new = torch.empty(2, *k.shape, dtype=pages.shadows.dtype, device=k.device) if pages.windows else None
@@ -155,7 +154,7 @@ def _launch(
     else:
         blocks = MANY if dims <= 128 else MANY_WIDE
     _store[ceil_div(sequences * n, blocks.tokens), kv_heads, 2](
-        _source(k), key, KEY, _source(v), value, VALUE, *ranks, batch.slots, memory, sequences * n, bool(pages.windows),
+        _source(k), key, KEY, _source(v), value, VALUE, *ranks, batch.slots, memory, sequences * n,
         pages.shadows.dtype == torch.bfloat16, pages.layout.page_size, pages.layout.page_bytes, blocks.tokens,
         blocks.rows, overlaps, late, num_warps=blocks.warps, num_stages=blocks.stages, maxnreg=blocks.registers,
         **({"launch_pdl": True} if overlaps else {}),
@@ -209,29 +208,25 @@ def coded(dims, run, part):
 @triton.jit(do_not_specialize=["key_rank", "value_rank", "tokens"], do_not_specialize_on_alignment=["slots"])
 def _store(
     k, key, KEY: tl.constexpr, v, value, VALUE: tl.constexpr, key_rank, value_rank, slots, memory, tokens,
-    WINDOWS: tl.constexpr, BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, OVERLAPS: tl.constexpr, LATE: tl.constexpr,
+    BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    OVERLAPS: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     if OVERLAPS:
         if not LATE:
             gdc_wait()
         gdc_launch_dependents()
     if tl.program_id(2) == 0:
-        _store_side(
-            k, key, key_rank, slots, memory, tokens, 0, KEY, WINDOWS, BFLOAT, PAGE_SIZE, PAGE_BYTES, BLOCK, ROWS
-        )
+        _store_side(k, key, key_rank, slots, memory, tokens, 0, KEY, BFLOAT, PAGE_SIZE, PAGE_BYTES, BLOCK, ROWS)
     else:
-        _store_side(
-            v, value, value_rank, slots, memory, tokens, 1, VALUE, WINDOWS, BFLOAT, PAGE_SIZE, PAGE_BYTES, BLOCK, ROWS
-        )
+        _store_side(v, value, value_rank, slots, memory, tokens, 1, VALUE, BFLOAT, PAGE_SIZE, PAGE_BYTES, BLOCK, ROWS)
     if LATE:
         gdc_wait()
 
 
 @triton.jit
 def _store_side(
-    source, operands, rank, slots, memory, tokens, WHICH: tl.constexpr, PLAN: tl.constexpr, WINDOWS: tl.constexpr,
-    BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    source, operands, rank, slots, memory, tokens, WHICH: tl.constexpr, PLAN: tl.constexpr, BFLOAT: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     SEGMENTS: tl.constexpr = len(PLAN.side.parts)
     head = tl.program_id(1).to(tl.int64)
@@ -250,10 +245,10 @@ def _store_side(
             ys += (_loaded(vectors, operands, exists, head, PLAN, i),)
 
     sound = stored
-    clipped = ys
-    if WINDOWS:
+    if memory.new is not None:
         for i in tl.static_range(SEGMENTS):
-            sound = sound & below(ys[i], BFLOAT_BITS if BFLOAT else HALF_BITS)
+            sound = sound & below(ys[i], BFLOAT)
+    clipped = ys
     if PLAN.clipped:
         limit = _largest((_joined(ys),) if PLAN.alike else ys, stored, rank)[:, None]
         clipped = ()
@@ -263,7 +258,7 @@ def _store_side(
     for i in tl.static_range(SEGMENTS):
         quantized += (_quantized(clipped[i], memory.levels, memory.boundaries, PLAN, i),)
         sound = sound & quantized[i][1]
-    tl.store(memory.faults + tl.zeros_like(slot), 1, mask=stored & ~sound)
+    tl.store(memory.faults + slot, 1, mask=stored & ~sound)
 
     page = slot // PAGE_SIZE
     place = slot % PAGE_SIZE
@@ -272,15 +267,15 @@ def _store_side(
     for i in tl.static_range(SEGMENTS):
         if PLAN.side.rule[i] == RAW:
             floats = entries + (PLAN.side.codes + PLAN.side.byte[i]) // 2 + place * (PLAN.side.code_stride // 2)
-            _store_parts(quantized[i][0], floats, sound, PLAN, i)
+            _store_parts(sixteen_bits(quantized[i][0], sound, PLAN.bfloat), floats, stored, PLAN, i)
         else:
-            _store_codes(quantized[i][0], codes + PLAN.side.byte[i], sound, PLAN, i)
+            _store_codes(quantized[i][0], codes + PLAN.side.byte[i], stored, PLAN, i)
             meta = entries + PLAN.side.meta + PLAN.side.entry[i] + place * PLAN.side.meta_stride
-            column = tl.arange(0, quantized[i][2].shape[1])[None, :]
-            tl.store(meta[:, None] + column, quantized[i][2].to(tl.int16, bitcast=True), mask=sound[:, None])
+            at = meta[:, None] + tl.arange(0, quantized[i][2].shape[1])[None, :]
+            tl.store(at, tl.where(sound[:, None], quantized[i][2].to(tl.int16, bitcast=True), 0), mask=stored[:, None])
 
     if memory.new is not None:
-        shadow = tl.load(memory.shadow_of + page, mask=sound, other=-1)
+        shadow = tl.load(memory.shadow_of + page, mask=stored, other=-1)
         in_shadow = memory.shadows + (((shadow * heads + head) * 2 + WHICH) * PAGE_SIZE + place) * PLAN.side.head_dim
         in_new = memory.new + ((WHICH * tokens + token.to(tl.int64)) * heads + head) * PLAN.side.head_dim
         for i in tl.static_range(SEGMENTS):
@@ -439,14 +434,13 @@ def _clamped(ys, limit):
 
 @triton.jit
 def _quantized(ys, levels, boundaries, PLAN: tl.constexpr, SEGMENT: tl.constexpr):
-    """Codes (of raw segments: floats), whether 16 bits can hold all, and the metadata float16[BLOCK, entries]."""
+    """Codes (of raw segments: numbers), whether 16 bits can hold all, and the metadata float16[BLOCK, entries]."""
     if PLAN.side.rule[SEGMENT] == AFFINE:
         segment = _affine(ys, PLAN, SEGMENT)
     elif PLAN.side.rule[SEGMENT] == CODEBOOK:
         segment = _codebook(ys, levels, boundaries, PLAN, SEGMENT)
     else:
-        sound = below(ys, BFLOAT_BITS if PLAN.bfloat else HALF_BITS)
-        segment = (sixteen_bits(ys, sound, PLAN.bfloat), sound)
+        segment = (ys, below(ys, PLAN.bfloat))
     return segment
 
 
@@ -555,12 +549,12 @@ def _store_parts(ys, pointers, rows, PLAN: tl.constexpr, SEGMENT: tl.constexpr):
 
 
 @triton.jit
-def below(ys, BITS: tl.constexpr):
-    """Whether all magnitudes of each vector are below that of these bits; NaN is above all."""
+def below(ys, BFLOAT: tl.constexpr):
+    """Whether 16 bits can hold all numbers of each vector."""
     most = _magnitude(ys[0])
     for part in tl.static_range(1, len(ys)):
         most = tl.maximum(most, _magnitude(ys[part]))
-    return tl.max(most, axis=1) < BITS
+    return tl.max(most, axis=1) < (BFLOAT_BITS if BFLOAT else HALF_BITS)
 
 
 @triton.jit

@@ -1,0 +1,280 @@
+"""NaN, Inf and numbers beyond the range of 16-bit floats: zeros are stored in their place, their tokens are marked, and
+nothing else changes by a bit."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from test_attend import World, codecs
+from test_store import DEVICE, Case, Plain, Twins, plain, slots
+from torch import Tensor
+
+from kvfold.codec import Codec
+from kvfold.layout import Segment, SlotLayout, affine_slot, channel_slot
+from kvfold.ops.attend import blocked, unpacked
+from kvfold.ops.attend import triton as portable
+from kvfold.ops.store import naive, triton
+from kvfold.ops.turn import turn
+from kvfold.paged import PagedCache
+from kvfold.windows import Windows
+
+pytestmark = [pytest.mark.usefixtures("_poisoned_memory"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+
+BAD = {"nan": torch.nan, "-inf": -torch.inf, "beyond metadata": -2e8}  # of which bfloat16 holds the last
+CASES = [
+    Case("int4"),
+    Case("int4:recent=3", 128),
+    Case("int8:sink=2,group=40", 80, torch.float16),
+    Case("saw-int4:values=true", page_size=16),
+    Case("oscar-int2:sink=2,recent=3"),
+    Case("oscar-int2:sink=0,recent=0", 64, torch.float16),
+    Case("tq-k3v2"),
+    plain(SlotLayout((Segment(0, 16, 16, "raw"), Segment(16, 40, 2), Segment(40, 53, 3, "codebook")))),
+]
+
+
+def name(case: Case | Plain) -> str:
+    return str(case) if isinstance(case, Case) else "segments of each kind"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A vector of a step: sequence, token of the step, side, KV head."""
+
+    row: int
+    token: int
+    side: int
+    head: int
+
+
+COORDINATE = 20
+COUNTS = (4, 3, 1)
+# two of one token, which is to be marked once
+PLACES = (Place(0, 3, 0, 1), Place(1, 1, 0, 0), Place(1, 1, 1, 1), Place(2, 0, 1, 0))
+
+
+class Poisoned:
+    """A step with numbers that cannot be stored, and what is to be stored: that of the same step with means, which are
+    zero when transformed, in the place of whole vectors."""
+
+    def __init__(self, case: Case | Plain, bad: float, counts=COUNTS, places=PLACES, where=COORDINATE) -> None:
+        self.case, self.counts, self.places = case, counts, places
+        self.twins = Twins(case, len(counts))
+        self.x = self.twins.extend(counts)
+        self.stored = self.x.float()
+        for place in places:
+            at = (place.side, place.row, max(counts) - counts[place.row] + place.token, place.head)
+            self.x[at][..., where] = bad
+            mean = case.codecs[place.side].transform.mean
+            self.stored[at] = 0 if mean is None else mean[place.head].float()
+
+    def slot(self, place: Place) -> tuple[int, int]:
+        """Page and offset."""
+        tables, size = self.twins.expected.tables, self.case.page_size
+        token = tables.lengths[place.row] - self.counts[place.row] + place.token
+        return tables.pages[place.row][token // size], token % size
+
+    def check(self, store: Callable, any_codes: bool) -> None:
+        """`any_codes`: under metadata of zeros codes may be any."""
+        expected, cache = naive.store(self.twins.expected.pages(0), *self.stored), self.twins.got
+        assert not self.twins.expected.faults.any()
+        got = store(cache.pages(0), *self.x.to(DEVICE))
+        marked = {page * self.case.page_size + offset for page, offset in map(self.slot, self.places)}
+        assert set(cache.faults.nonzero().flatten().tolist()) == marked
+        if any_codes:
+            self.check_zeros(cache)
+        assert (got is None) == (expected is None)
+        self.twins.check([(a, b.cpu()) for a, b in zip(expected or (), got or (), strict=True)])
+
+    def check_zeros(self, cache: PagedCache) -> None:
+        """What could not be packed decodes to zero. Afterwards it has the expected codes."""
+        layout = cache.layouts[0]
+        for place in self.places:
+            page, offset = self.slot(place)
+            views, codec = (layout.key_views, layout.value_views)[place.side], self.case.codecs[place.side]
+            codes, meta = (array[page, place.head, offset] for array in views(cache.pools[0]))
+            assert (codec.dequantize(codes.cpu()[None, None], meta.cpu()[None, None]) == 0).all()
+            codes.copy_(views(self.twins.expected.pools[0])[0][page, place.head, offset])
+
+
+# --- store
+
+IMPLEMENTATIONS = ("naive", "numba", "triton")
+
+
+def store_of(implementation: str) -> Callable:
+    if implementation == "numba" and DEVICE.type == "cuda":
+        pytest.skip("numba compiles for CPUs")
+    return pytest.importorskip(f"kvfold.ops.store.{implementation}").store
+
+
+BLOCKS = Case("saw-int4:order=16,group=32,sink=2,recent=3"), Case("gtq-k3v3:recent=2")  # rotated in blocks
+WITHOUT_KERNEL = Case("gtq-k3v3:per_head=true"), Case("kmeans-int4:centroids=4")
+BOTH = [
+    *(pytest.param(case, bad, id=f"{name(case)}-{said}") for case in CASES for said, bad in BAD.items()),
+    *((case, bad) for case in (*BLOCKS, Case("bf16", 80)) for bad in (torch.nan, -torch.inf)),
+]
+
+
+@pytest.mark.parametrize(("case", "bad"), [*BOTH, *((case, torch.nan) for case in WITHOUT_KERNEL)])
+def test_the_definition_stores_zeros(case, bad):
+    Poisoned(case, bad).check(naive.store, any_codes=False)
+
+
+@pytest.mark.parametrize(("case", "bad"), BOTH)
+def test_the_kernel_for_cpus_stores_zeros(case, bad):
+    Poisoned(case, bad).check(store_of("numba"), any_codes=False)
+
+
+@pytest.mark.parametrize(("case", "bad"), [*BOTH[:3], *BOTH[3:24:4], *BOTH[24::2]])  # one or two of most cases
+def test_the_kernel_for_gpus_stores_zeros(case, bad):
+    Poisoned(case, bad).check(triton.store, any_codes=True)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("recipe", ["saw-int4:values=true", "saw-int4:values=true,recent=3"])
+def test_finite_numbers_whose_rotation_16_bits_cannot_hold(implementation, recipe):
+    """-60000 is a float16. Times √64 it is none."""
+    store = store_of(implementation)
+    poisoned = Poisoned(Case(recipe, dtype=torch.float16), -60000, where=slice(None))
+    poisoned.check(store, any_codes=implementation == "triton")
+
+
+UNROTATED_VALUES = Case("saw-int4:sink=2,recent=3", 128)
+TURNED = [
+    *((UNROTATED_VALUES, bad) for bad in (torch.nan, torch.inf)),
+    (Case("oscar-int2:sink=2,recent=3,clip=false", 128), torch.nan),
+    (Case("oscar-int2:recent=3,clip=false", 128, torch.float16), -torch.inf),
+    (Case("gtq-k3v3:recent=2", 64, torch.float16), torch.nan),
+]
+
+
+@pytest.mark.parametrize(("case", "bad"), TURNED, ids=str)
+def test_what_is_turned_and_packed_is_zero(case, bad):
+    """Beside queries of other sequences, with NaN in those of one: no other query changes by a bit."""
+    counts, places = (1,) * 9, (Place(3, 0, 0, 1), Place(3, 0, 1, 1), Place(7, 0, 1, 0))
+    poisoned = Poisoned(case, bad, counts, places)
+    q = torch.randn(9, 1, 4, case.dims, generator=poisoned.twins.generator).to(DEVICE, case.dtype)
+    clean = turn(poisoned.twins.got.pages(0), q, *poisoned.stored.to(DEVICE, case.dtype)).q
+    assert not poisoned.twins.got.faults.any()
+    q[3] = torch.nan
+
+    def store(pages, k, v):
+        turned = turn(pages, q, k, v)
+        triton.pack(pages, turned.kv)
+        others = torch.arange(9, device=DEVICE) != 3
+        assert torch.equal(turned.q[others], clean[others])
+        return turned.new
+
+    poisoned.check(store, any_codes=True)
+
+
+def test_finite_numbers_that_16_bits_cannot_hold_turn_into_finite_ones():
+    """A program sees a part of a vector, and leaves the others as they are."""
+    case = Case("saw-int4:recent=3,order=128", 128, torch.float16)
+    twins = Twins(case, 1)
+    x = twins.extend([1])
+    x[0] = 30000  # times √128 in the first coordinate
+    turned = turn(twins.got.pages(0), torch.zeros(1, 1, 2, 128, dtype=torch.float16, device=DEVICE), *x.to(DEVICE))
+    assert twins.got.faults.sum() == 1
+    assert all(side.isfinite().all() for side in turned.new)
+    assert (turned.new[0][..., :64] == 0).all()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_what_only_the_copy_cannot_hold_is_zero_in_both(implementation):
+    """120000 packs, as the upper end of a range, but is no float16."""
+    store = store_of(implementation)
+    far = torch.zeros(2, 64)
+    far[1, 7] = -60000
+    twins = Twins(plain(affine_slot(64, 4), mean=far, dtype=torch.float16, windows=Windows(2, 3)), 1)
+    x = twins.extend([3])
+    x[:, :, :, 1, 7] = -60000
+    x[1, 0, 2, 1, 7] = 60000
+    new = store(twins.got.pages(0), *x.to(DEVICE))
+    page, place = (int(index[2]) for index in slots(twins.got))
+    assert twins.got.faults.nonzero().tolist() == [[page * 4 + place]]
+    assert (new[1][0, 2, 1] == 0).all()
+    assert (new[1][0, 2, 0] != 0).all()
+    assert (new[0][0, 2, 1, :7] != 0).all()
+    shadow = int(twins.got.step.shadow_of[page])
+    assert (twins.got.shadows[0][shadow, 1, 1, place] == 0).all()
+    _, meta = twins.got.layouts[0].value_views(twins.got.pools[0])
+    assert (meta[page, 1, place] == 0).all()
+    assert (meta[page, 0, place, 0] != 0).all()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_what_clipping_takes_away_is_stored(implementation):
+    """Inf is clipped as any large number is; NaN is not."""
+    twins = Twins(plain(affine_slot(64, 2), clip=0.9), 1)
+    x = twins.extend([2])
+    x[0, 0, 1, 0, 9], x[1, 0, 1, 0, 9] = torch.inf, -torch.inf
+    limited = x.clone()
+    limited[0, 0, 1, 0, 9], limited[1, 0, 1, 0, 9] = 1000, -1000
+    naive.store(twins.expected.pages(0), *limited)
+    store_of(implementation)(twins.got.pages(0), *x.to(DEVICE))
+    assert not twins.got.faults.any()
+    twins.check([])
+
+
+def test_blocks_of_many_tokens(monkeypatch):
+    monkeypatch.setattr(triton, "MANY_VECTORS", 1)
+    Poisoned(Case("saw-int4:recent=4", page_size=16), torch.nan).check(triton.store, any_codes=True)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 65536.0])
+def test_pages_that_are_quantized_as_a_whole(bad):
+    """Neither when a token comes nor when its page is full is there anything but zeros in its place."""
+    codec, value = Codec(channel_slot(16, 2)), Codec(affine_slot(16, 2))
+    caches = [PagedCache([(codec, value)], 2, 1, page_size=4) for _ in range(2)]
+    generator = torch.Generator().manual_seed(0)
+    for count in (2, 1, 3):
+        x = torch.randn(2, 1, count, 2, 16, generator=generator).bfloat16()
+        clean = x.clone()
+        if count == 1:
+            x[0, 0, 0, 1, 3], clean[0, 0, 0, 1] = bad, 0
+        for cache, tokens in zip(caches, (x, clean), strict=True):
+            cache.extend([count])
+            new = naive.store(cache.pages(0), *tokens)
+            assert all(side.isfinite().all() for side in new)
+            assert cache.faults.nonzero().tolist() == ([[2]] if cache is caches[0] and count != 2 else [])
+    for a, b in zip(*((cache.pools[0], cache.shadows[0]) for cache in caches), strict=True):
+        assert torch.equal(a.view(torch.int16), b.view(torch.int16))
+
+
+# --- attend: a query with NaN beside others
+
+
+def numba_attend(*arguments) -> Tensor:
+    return pytest.importorskip("kvfold.ops.attend.numba").attend(*arguments)
+
+
+DECODE, EXTEND = (1, 1, 1), (5, 2, 9)
+PATHS = {
+    "portable-decode": (portable.attend, DECODE),
+    "portable-extend": (portable.attend, EXTEND),
+    "unpacked": (unpacked.attend, EXTEND),
+    "torch-decode": (blocked.attend, DECODE),
+    "torch-extend": (blocked.attend, EXTEND),
+    "numba": (numba_attend, DECODE),
+}
+
+
+@pytest.mark.parametrize(("attend", "counts"), PATHS.values(), ids=PATHS)
+def test_a_query_with_nan_changes_no_other(attend, counts, monkeypatch):
+    """Neither of another sequence, nor of another token or head of its own."""
+    monkeypatch.setattr(unpacked, "MIN_QUERIES", 3)
+    monkeypatch.setattr(unpacked, "MIN_TOKENS", 4)
+    world = World(codecs("saw-int4", 64, 2), 3, sink=4, recent=6)
+    world.fill(20, 33, 7)
+    pages, new = world.fill(*counts)
+    q = world.queries(max(counts))
+    expected = attend(pages, q, new, world.scale)
+    poisoned = torch.zeros(q.shape[:3], dtype=torch.bool, device=q.device)
+    poisoned[1] = True
+    poisoned[2, -1, 3] = True  # one head of one token
+    q[poisoned] = torch.nan
+    got = attend(pages, q, new, world.scale)
+    assert torch.equal(got[~poisoned], expected[~poisoned])
