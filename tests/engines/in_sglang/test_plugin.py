@@ -1,6 +1,8 @@
 """The plugin: what fits, what is refused, what happens when it fails, and decoding as CUDA graphs see it."""
 
+import math
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures.process import BrokenProcessPool
@@ -9,11 +11,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from prometheus_client import REGISTRY
 from recorded_graphs import KERNELS, recorder
 from served import serving
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang_engine import ask, serve, tokens_that_fit
+from sglang_engine import Answer, ask, serve, tokens_that_fit
 from tiny_models import random_tokens, tiny
 
 from kvfold.calibration import calibrate
@@ -24,6 +30,7 @@ from kvfold.engines.shadow_table import shadows_needed
 from kvfold.models import embedded_folder
 from kvfold.ops.restore import Restore
 from kvfold.recipes import parse
+from kvfold.text import default_text, tokenize
 
 MIB = 2**20
 PAGE, PAGES = 16, 24
@@ -156,18 +163,6 @@ def test_hooks_that_do_not_take_effect_end_the_start(hook, stand_in, reason, art
     assert f"ValueError: kvfold: SGLang {reason}" in capfd.readouterr().err
 
 
-def test_a_number_that_cannot_be_stored_ends_the_engine(artifact, monkeypatch, capfd):
-    forward = RadixAttention.forward
-
-    def poisoned(layer, q, k, v, batch, *others, **options):
-        return forward(layer, q, k + torch.nan if layer.layer_id == 7 else k, v, batch, *others, **options)
-
-    monkeypatch.setattr(RadixAttention, "forward", poisoned)
-    with pytest.raises(BrokenProcessPool):
-        serve(partial(ask, prompts=[[1, 2, 3]], tokens=1), "int4", artifact, max_total_tokens=512)
-    assert "ValueError: cannot quantize NaN" in capfd.readouterr().err
-
-
 KERNELS_BESIDE_SGLANG = """
 import importlib, pkgutil
 import sglang.srt.managers.scheduler
@@ -190,6 +185,52 @@ def test_kernels_call_nothing_that_sglang_replaces():
     assert int(told.stdout.splitlines()[-1]) > 50
 
 
+# Numbers that cannot be stored
+
+POISON = 9  # a token that is in no prompt
+
+
+def ask_beside_nan(engine, prompts: list[list[int]]) -> list[list[Answer]]:
+    """Answers without the poisoned token, with it in the first two prompts, and without it again."""
+    first, last, *others = prompts
+    broken = [*first[:10], POISON, *first[11:20], POISON, *first[21:]], [*last[:-1], POISON]
+    return [ask(engine, [*some, *others], 17) for some in ((first, last), broken, (first, last))]
+
+
+def test_nan_of_one_request_changes_nothing_for_others(artifact, embedded, monkeypatch, capfd):
+    """Not a bit, beside it and in the pages that it had. It is counted, and what comes after it is finite."""
+    tokens = tokenize(default_text("evaluation"), embedded[1], 1000).tolist()
+    prompts = [tokens[200 * i :][:length] for i, length in enumerate((30, 18, 40, 7))]
+    assert POISON not in tokens
+    embed, process, waiting = VocabParallelEmbedding.forward, Scheduler.process_input_requests, []
+
+    def poisoned(layer, tokens):
+        return embed(layer, tokens).masked_fill((tokens == POISON).unsqueeze(-1), torch.nan)
+
+    def together(scheduler, requests):
+        """All prompts begin in one step, so that sizes of matrix products are the same every time."""
+        for request in requests:
+            if isinstance(request, TokenizedGenerateReqInput):
+                waiting.append(request)
+            else:
+                process(scheduler, [request])
+        if len(waiting) == len(prompts):
+            process(scheduler, sorted(waiting, key=lambda request: len(request.input_ids)))
+            waiting.clear()
+
+    monkeypatch.setattr(VocabParallelEmbedding, "forward", poisoned)
+    monkeypatch.setattr(Scheduler, "process_input_requests", together)
+    options = {"max_total_tokens": 512, "disable_radix_cache": True, "log_level": "warning"}
+    before, beside, after = serve(
+        partial(ask_beside_nan, prompts=prompts), "int2:sink=4,recent=20", artifact, **options
+    )
+    assert beside[2:] == before[2:]
+    assert after == before
+    logprobs = beside[0].logprobs + beside[1].logprobs[1:]  # without that of the poisoned token itself
+    assert all(map(math.isfinite, logprobs))
+    assert re.findall("keys or values of (.*) tokens held NaN", capfd.readouterr().err) == ["3"]
+
+
 # The server
 
 
@@ -203,6 +244,7 @@ def test_the_server_answers_and_shows_its_gauges():
     # of 4 requests: one page of the first 4 tokens, 4 of the last 39; and up to 4 that a step begins
     assert gauges["kvfold:shadow_pages"] == 4 * (1 + 4 + 4)
     assert gauges["kvfold:shadow_pages_used"] >= 1
+    assert gauges["kvfold:non_finite_tokens"] == 0
     assert any(name.startswith("sglang:prompt_tokens_total") for name in gauges)
     assert "30 packed" in server.printed
 
@@ -331,14 +373,17 @@ def test_requests_that_decode_keep_their_copies_while_prompts_are_read():
     assert torch.equal(shadows.of[kept >= 0], kept[kept >= 0])
 
 
+@pytest.mark.usefixtures("_poisoned_memory")
 def test_a_later_step_tells_what_kernels_could_not_store(monkeypatch):
+    """A token counts once, in however many of its heads it cannot be stored; padding does not."""
     monkeypatch.setattr("kvfold.engines.serving.choose", lambda *_: KERNELS)
-    requests = Requests(backend("int4:centre=false"), [37, 13])
-    q, k, v = tokens(3, torch.Generator().manual_seed(0))
-    v[1, 0, 5] = torch.nan
-    requests.grow()
-    requests.backend.init_forward_metadata_out_graph(requests.batch)
-    requests.decode(q, k, v)
-    requests.backend.init_forward_metadata_out_graph(requests.batch)
-    with pytest.raises(ValueError, match="kvfold: cannot store NaN"):
+    requests, generator = Requests(backend("int4:centre=false"), [37, 13]), torch.Generator().manual_seed(0)
+    requests.extend(*tokens(37 + 13, generator))
+    q, k, v = tokens(3, generator)
+    k[1, :, 3], v[1, 0, 5], v[2] = torch.inf, torch.nan, torch.nan
+    for _ in range(33):
+        requests.grow()
         requests.backend.init_forward_metadata_out_graph(requests.batch)
+        if requests.lengths[0] == 38:
+            assert requests.decode(q, k, v)[:2].isfinite().all()
+    assert REGISTRY.get_sample_value("kvfold:non_finite_tokens") == 1

@@ -1,11 +1,13 @@
 """Requests through real vLLM: what a request gets does not depend on how it is scheduled."""
 
+import math
 from functools import partial
 from unittest.mock import patch
 
 import pytest
 import torch
 from defined_attention import defined_attention
+from prometheus_client import REGISTRY
 from transformers import DynamicCache
 from vllm_engine import BLOCK, CACHE, Engine
 
@@ -13,6 +15,7 @@ import kvfold
 from kvfold.evaluate.logits import compare
 
 LENGTHS = (62, 31, 95, 1, 64, 30, 17, 100)  # of prompts; most fill their last block within a few tokens
+POISON = 9  # a token that is in no prompt
 WINDOWS = "oscar-int2:sink=16,recent=40"
 RECIPES = (None, "saw-int4", "int2", "gtq-k3v3:sink=0", WINDOWS)  # None: vLLM without kvfold
 
@@ -90,6 +93,43 @@ def test_requests_share_pages(engine, words):
     engine.forget()
     assert engine.run([shared + tail for tail in tails]) == alone
     assert engine.run([shared + tail for tail in tails]) == alone
+
+
+@pytest.fixture
+def _poison(engine):
+    """The embedding of a token is NaN, and with it its key and value in every layer."""
+    embedding = engine.runner.model.model.embed_tokens
+    hook = embedding.register_forward_hook(
+        lambda _, given, out: out.masked_fill((given[0] == POISON).unsqueeze(-1), torch.nan)
+    )
+    yield
+    hook.remove()
+
+
+@pytest.mark.usefixtures("_batch_invariant", "_poison")
+def test_nan_of_one_request_changes_nothing_for_others(engine, prompts):
+    """Not a bit, beside it and in the pages that it had. It is counted, and what comes after it is finite.
+
+    vLLM's own cache on a CPU hands NaN on to who gets such a page next.
+    """
+    if engine.recipe not in ("saw-int4", WINDOWS):
+        pytest.skip("one recipe with windows and one without are enough")
+    first, last, *others = prompts[:5]
+    assert not any(POISON in prompt for prompt in prompts)
+    broken = [*first[:20], POISON, *first[21:40], POISON, *first[41:]], [*last[:-1], POISON]
+
+    def run(*poisoned: list[int]):
+        engine.forget()
+        return engine.run([*poisoned, *others], tokens=17)
+
+    clean, counted = run(first, last), REGISTRY.get_sample_value("kvfold:non_finite_tokens")
+    found = run(*broken)
+    assert found[2:] == clean[2:]
+    assert run(first, last) == clean
+    logprobs = found[0][1] + found[1][1][1:]  # without that of the poisoned token itself
+    assert all(map(math.isfinite, logprobs))
+    engine.run([first], tokens=17)  # what is counted shows up to 32 steps later
+    assert REGISTRY.get_sample_value("kvfold:non_finite_tokens") == counted + 3
 
 
 def test_attention_is_what_its_definition_says(packed_engine, prompts):

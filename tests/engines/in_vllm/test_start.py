@@ -169,5 +169,6 @@ def test_the_server_answers_and_shows_its_gauges():
     assert gauges["kvfold:bytes_per_token"] == (32 + 4) * 2 * 3 * 30
     assert gauges["kvfold:compression"] == pytest.approx(128 / 36)
     assert gauges["kvfold:shadow_pages_used"] >= 1
+    assert gauges["kvfold:non_finite_tokens"] == 0
     assert any(name.startswith("vllm:prompt_tokens_total") for name in gauges)
     assert "30 packed" in server.printed

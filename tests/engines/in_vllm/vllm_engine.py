@@ -80,8 +80,12 @@ class Engine:
         return self.llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
 
     @property
+    def runner(self):
+        return self.core.model_executor.driver_worker.worker.model_runner
+
+    @property
     def builder(self):
-        return self.core.model_executor.driver_worker.worker.model_runner.attn_groups[0][0].get_metadata_builder()
+        return self.runner.attn_groups[0][0].get_metadata_builder()
 
     @property
     def layers(self) -> list:
