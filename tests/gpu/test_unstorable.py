@@ -1,0 +1,74 @@
+"""NaN and Inf of one sequence on a GPU: what `Ops.step` of all others reads and writes stays the same to the bit."""
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip(f"kernels for GPUs need one, and torch {torch.__version__} sees none", allow_module_level=True)
+
+from kvfold.bench.graphs import capture
+from kvfold.bench.kernels import Case, fill
+from kvfold.recipes import parse
+
+DEVICE = torch.device("cuda")
+POISONED, HALF = 4, 6  # sequences: all of its step is NaN; a coordinate of a value is Inf
+RECIPES = [
+    "int4:centre=false",
+    "int8",
+    "saw-int4",
+    "saw-int4:sink=4,recent=8",
+    "oscar-int2:group=128",
+    "oscar-int2:sink=0,recent=0",
+    "gtq-k3v3",
+    "gtq-k3v3:sink=4,recent=8",
+    "bf16",
+]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("op", "text"), [("decode", "9x700"), ("extend", "9x700+80"), ("extend", "9x2000+70")])
+@torch.no_grad()
+def test_nan_of_one_sequence_changes_no_other(recipe, op, text):
+    """Decoded, eager and as a CUDA graph; prompts that are unpacked, or not."""
+    case = Case.parse(op, text)
+    ops, pages, *clean, _ = fill(case, parse(recipe), DEVICE)
+    memory = pages.pool, pages.shadows
+    before = [x.clone() for x in memory]
+    given = [x.clone() for x in clean]
+    broken = [x.clone() for x in clean]
+    for x in broken:
+        x[POISONED, -1] = torch.nan
+    broken[2][HALF, -1, 3, 70] = torch.inf
+
+    def step():
+        return ops.step(pages, *given, case.scale)
+
+    def after(run, states):
+        """The output of a step, and all that it has written."""
+        for x, was in zip((*memory, *given), (*before, *states), strict=True):
+            x.copy_(was)
+        pages.faults.zero_()
+        out = run()
+        return [x.clone() for x in (out, *memory)], pages.faults.nonzero().flatten().tolist()
+
+    expected, none = after(step, clean)
+    assert none == []
+    runs = [step]
+    if op == "decode":
+        graph, replayed = capture(lambda: None, step)
+        runs.append(lambda: (graph.replay(), replayed)[1])
+    page, _, offset = pages.step.slots
+    slots = (page * case.page + offset).view(case.batch, case.new)[:, -1]
+    for run in runs:
+        (out, pool, _), marked = after(run, broken)
+        assert sorted(marked) == sorted(slots[[POISONED, HALF]].tolist())
+        others = [row for row in range(case.batch) if row not in (POISONED, HALF)]
+        assert torch.equal(out[others], expected[0][others])
+        assert out[HALF].isfinite().all()
+        tables = pages.step.table
+        assert torch.equal(pool[tables[others]], expected[1][tables[others]])
+        views = pages.layout.value_views(pool)
+        for sequence, head in ((POISONED, 0), (HALF, 3)):
+            last = slots[sequence]
+            codes, meta = (x[last // case.page, head, last % case.page] for x in views)
+            assert (pages.value.dequantize(codes[None, None], meta[None, None]) == 0).all()
