@@ -158,7 +158,7 @@ class Row:
     dtype: str
     tokens: str
     error: float | None  # relative; None: there is no number
-    allowed_error: float | None  # twice that of the definition with operands of 16 bits
+    allowed_error: float | None  # twice that of the definition with operands and outputs of 16 bits
     ok: bool
     problem: str
     device: str

@@ -1,5 +1,6 @@
 """What ops have to return, in float64 from the bytes that they see, and how far from it they may be: twice as far as
-the same maths with all that tensor cores multiply, or that is quantized, rounded to 16 bits."""
+the same maths with all that tensor cores multiply, that is quantized, or that flash attention returns, rounded to
+16 bits."""
 
 import math
 from collections.abc import Iterator
@@ -32,7 +33,7 @@ def attend_error(pages: LayerPages, q: Tensor, new: New, scale: float, outputs: 
 def attend(pages: LayerPages, q: Tensor, new: New, scale: float, row: int, dtype: torch.dtype | None = None) -> Tensor:
     """What `naive.attend` returns for a sequence, all its queries at once: float32[n, q_heads, d]; NaN for padding.
 
-    With a `dtype`, transformed queries, keys, values and weights are rounded to it.
+    With a `dtype`, transformed queries, keys, values, weights and outputs are rounded to it.
     """
     step, windows = pages.step, pages.windows
     position = step.positions[row].unsqueeze(1).to(q.device)
@@ -61,7 +62,7 @@ def attend(pages: LayerPages, q: Tensor, new: New, scale: float, row: int, dtype
         weights = rounded(torch.softmax(logits, dim=-1))
         for states, mask in read:
             outs[head] += (weights * mask) @ rounded(states[:, head, 1])
-    return pages.value.transform.inverse(outs.permute(2, 0, 1, 3).flatten(1, 2).float())
+    return pages.value.transform.inverse(rounded(outs).permute(2, 0, 1, 3).flatten(1, 2).float())
 
 
 def store_error(pages: LayerPages, k: Tensor, v: Tensor, new: New) -> tuple[float, float]:
@@ -168,5 +169,5 @@ def relative_error(x: Tensor, exact: Tensor) -> float:
 
 
 def allowed_error(rounded: Tensor, exact: Tensor) -> float:
-    """Twice that of the same maths with 16-bit operands. That may be 0, of a single token for example."""
+    """Twice that of the same maths in 16 bits. That may be 0, of a single stored token for example."""
     return 2 * (relative_error(rounded, exact) + EPSILON)
