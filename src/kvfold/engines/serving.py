@@ -16,6 +16,7 @@ from kvfold import __version__
 from kvfold.artifact import Artifact
 from kvfold.codec import Codec, sixteen_bit
 from kvfold.engines.shadow_table import shadows_needed
+from kvfold.engines.start import ARTIFACT, RECIPE
 from kvfold.geometry import Geometry
 from kvfold.layout import PageLayout, raw_slot
 from kvfold.ops.dispatch import Ops, check_dtype, choose
@@ -24,7 +25,6 @@ from kvfold.recipe import Recipe
 from kvfold.recipes import parse
 from kvfold.windows import Windows
 
-RECIPE, ARTIFACT = "KVFOLD_RECIPE", "KVFOLD_ARTIFACT"  # environment variables
 WARM_UP = (1, 2, 4, 8, 16, 32, 64, 128, 8192)  # tokens of a request for which steps run different kernels
 QUIET = 60.0  # seconds between two warnings of numbers that cannot be stored
 MANY_SHORT = (0,) * 64, 128  # and a step of requests, from where on and how many tokens of each, that runs others

@@ -11,9 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from forked import Ended, forked
 from prometheus_client import REGISTRY
 from recorded_graphs import KERNELS, recorder
 from served import serving
+from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
@@ -24,7 +26,7 @@ from tiny_models import random_tokens, tiny
 
 from kvfold.calibration import calibrate
 from kvfold.engines.serving import Config, Plan
-from kvfold.engines.sglang import plugin
+from kvfold.engines.sglang import hooks
 from kvfold.engines.sglang.backend import PackedBackend, PackedPool
 from kvfold.engines.shadow_table import shadows_needed
 from kvfold.models import embedded_folder
@@ -131,7 +133,82 @@ def test_attention_that_cannot_be_packed_is_refused(options, what):
         backend("int4:centre=false", model)
 
 
+ALLOWED = {name: values[0] for name, values in hooks.PLAIN.items()}
+
+
+@pytest.mark.parametrize("flag", sorted(hooks.PLAIN.keys() - {"disable_prefill_cuda_graph"}))
+def test_flags_that_are_refused_are_named(flag):
+    hooks.refuse(SimpleNamespace(**ALLOWED))
+    with pytest.raises(ValueError, match=f"^--{flag.replace('_', '-')} another does not go together"):
+        hooks.refuse(SimpleNamespace(**ALLOWED | {flag: "another"}))
+
+
+@pytest.mark.parametrize(
+    ("flag", "version", "refused"),
+    [
+        ("enable_hierarchical_cache", "0.5.17", True),
+        ("disable_prefill_cuda_graph", "0.5.99", True),
+        ("enable_kv_cache_sharding", "0.5.21", False),
+        ("enable_kv_cache_sharding", "0.5.22", True),
+    ],
+)
+def test_a_flag_that_sglang_has_renamed_ends_the_start(flag, version, refused, monkeypatch):
+    """Else it would no longer be refused. Older versions do not have all of them."""
+    monkeypatch.setattr(hooks, "version", lambda _: version)
+    arguments = SimpleNamespace(**{name: value for name, value in ALLOWED.items() if name != flag})
+    if refused:
+        with pytest.raises(
+            ValueError, match=f"SGLang {version} has no --{flag.replace('_', '-')}, which kvfold has to"
+        ):
+            hooks.refuse(arguments)
+    else:
+        hooks.refuse(arguments)
+
+
+def test_a_graph_of_what_is_done_before_each_step_is_refused(monkeypatch):
+    monkeypatch.setenv("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "1")
+    if not hasattr(envs, hooks.GLUE):
+        pytest.skip("SGLang 0.5.19 brought it")
+    with pytest.raises(ValueError, match="SGLANG_ENABLE_METADATA_GLUE_GRAPH does not go together"):
+        hooks.refuse(SimpleNamespace(**ALLOWED))
+
+
 # Failures
+
+LOAD = """
+from prometheus_client import REGISTRY
+before = set(sys.modules)
+load_plugins()
+print(*sorted(sys.modules.keys() - before))
+print(*[metric.name for metric in REGISTRY.collect() if "kvfold" in metric.name])
+"""
+BROKEN = "sys.modules['kvfold.layout'] = None; load_plugins()"
+
+
+@pytest.fixture(scope="module")
+def loaded() -> list[Ended]:
+    """SGLang's plugins: without a recipe, with a kvfold that cannot be imported, and with a recipe that is unknown."""
+    imports = "import sys\nfrom sglang.srt.plugins import load_plugins"
+    recipes = ("", LOAD), ("", BROKEN), ("int4", BROKEN), ("int5", "load_plugins()")
+    return forked(imports, [({"KVFOLD_RECIPE": recipe}, code) for recipe, code in recipes])
+
+
+def test_nothing_of_kvfold_is_loaded_where_nothing_asks_for_it(loaded):
+    modules, gauges = loaded[0].printed.splitlines()
+    assert {name for name in modules.split() if name.startswith(("kvfold", "sglang", "torch"))} == {
+        *("kvfold", "kvfold.engines", "kvfold.engines.start", "kvfold.engines.sglang", "kvfold.engines.sglang.plugin")
+    }
+    assert not gauges
+    assert loaded[1].status == 0, loaded[1].errors
+
+
+@pytest.mark.parametrize(("number", "named"), [(2, "kvfold.layout"), (3, "unknown recipe 'int5'")])
+def test_what_fails_while_kvfold_is_loaded_ends_sglang_with_one_line(loaded, number, named):
+    """Which would log it and serve in 16 bits."""
+    assert loaded[number].status == 1
+    *_, last = loaded[number].errors.splitlines()
+    assert last.startswith("kvfold cannot serve this: ")
+    assert named in last
 
 
 def test_a_command_line_that_cannot_be_served_ends_with_one_line():
@@ -157,7 +234,7 @@ def test_a_hook_that_sglang_does_not_have_ends_it(artifact, monkeypatch):
     ],
 )
 def test_hooks_that_do_not_take_effect_end_the_start(hook, stand_in, reason, artifact, monkeypatch, capfd):
-    monkeypatch.setattr(plugin, hook, stand_in)
+    monkeypatch.setattr(hooks, hook, stand_in)
     with pytest.raises(BrokenProcessPool):  # SGLang ends its whole process when a scheduler does
         serve(tokens_that_fit, "int4", artifact, max_total_tokens=512)
     assert f"ValueError: kvfold: SGLang {reason}" in capfd.readouterr().err

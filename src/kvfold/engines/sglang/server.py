@@ -10,8 +10,9 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import prepare_server_args
 from sglang.srt.utils import kill_process_tree
 
-from kvfold.engines.serving import ARTIFACT, RECIPE, Config
-from kvfold.engines.sglang.plugin import BACKEND
+from kvfold.engines.serving import Config
+from kvfold.engines.sglang.hooks import BACKEND
+from kvfold.engines.start import ARTIFACT, RECIPE
 
 CPU_FLAGS = ("--device", "cpu", "--dtype", "float32", "--grammar-backend", "none", "--max-total-tokens", "32768")
 
