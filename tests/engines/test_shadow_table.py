@@ -56,40 +56,64 @@ class Model:
 
 
 class Pages:
-    """An engine's scheduler: requests that come, grow, share full pages of a prefix, and go."""
+    """An engine's scheduler: requests come, grow, sit steps out, share full pages of a prefix, and go. The pages of one
+    that has gone can be found again as a prefix until they are given to another."""
 
     def __init__(self, draw, page_size, pool, most_requests, most_tokens):
         self.draw, self.page_size, self.free = draw, page_size, list(range(pool))
         self.most_requests, self.most_tokens = most_requests, most_tokens
-        self.requests = []  # [length, pages]
-        self.held = [0] * pool
+        self.requests, self.pauses = [], []  # [length, pages], and how many steps each will sit out
+        self.gone = []  # full pages of those that have gone, and how often each had been given away
+        self.held, self.given = [0] * pool, [0] * pool
 
     def step(self):
-        """(start, length, pages) of every running request, after some have gone and others have come."""
-        for request in list(self.requests):
+        """(start, length, pages) of every request in the step, after some have gone and others have come."""
+        for number in reversed(range(len(self.requests))):
             if self.draw(st.integers(0, 9)) == 0:
-                self.requests.remove(request)
-                for page in request[1]:
+                length, pages = self.requests.pop(number)
+                self.pauses.pop(number)
+                full = pages[: length // self.page_size]
+                self.gone.append((full, [self.given[page] for page in full]))
+                for page in pages:
                     self.drop(page)
-        tokens, batch = self.most_tokens, []
-        for request in self.requests:
-            tokens -= (count := self.draw(st.integers(1, max(1, min(3, tokens)))))
-            self.grow(request, count, batch)
+        tokens, batch, self.resting = self.most_tokens, [], []
+        for number, request in enumerate(self.requests):
+            if self.pauses[number] or tokens == 0:
+                self.pauses[number] = max(0, self.pauses[number] - 1)
+                self.resting.append(request)
+                continue
+            most = self.draw(st.sampled_from((1, 1, 3, 24)))  # a token, or a chunk of a prompt
+            count = self.draw(st.integers(1, min(most, tokens)))
+            if self.grow(request, count, batch):
+                tokens -= count
+                self.pauses[number] = self.draw(st.sampled_from((0, 0, 0, 1, 9)))
+            else:
+                self.resting.append(request)
         while len(self.requests) < self.most_requests and tokens > 0 and self.draw(st.booleans()):
-            pages = []
-            if self.requests and self.draw(st.booleans()):  # a prefix of another request, of full pages
-                length, other = self.draw(st.sampled_from(self.requests))
-                pages = other[: self.draw(st.integers(0, length // self.page_size))]
-            for page in pages:
-                self.held[page] += 1
-            request = [len(pages) * self.page_size, list(pages)]
+            pages = self.prefix() if self.draw(st.booleans()) else []
+            request = [len(pages) * self.page_size, pages]
             tokens -= (count := self.draw(st.integers(1, tokens)))
             if self.grow(request, count, batch):
                 self.requests.append(request)
+                self.pauses.append(self.draw(st.sampled_from((0, 0, 9))))
             else:
                 for page in pages:
                     self.drop(page)
         return batch
+
+    def prefix(self):
+        """Full pages of another request, which this one holds too."""
+        running = [pages[: length // self.page_size] for length, pages in self.requests]
+        kept = [full for full, given in self.gone if given == [self.given[page] for page in full]]
+        if not running + kept:
+            return []
+        pages = self.draw(st.sampled_from(running + kept))
+        pages = pages[: self.draw(st.integers(0, len(pages)))]
+        for page in pages:
+            if not self.held[page]:
+                self.free.remove(page)
+            self.held[page] += 1
+        return pages
 
     def grow(self, request, count, batch):
         start, pages = request
@@ -99,6 +123,7 @@ class Pages:
         for _ in range(wanted):
             pages.append(self.free.pop(self.draw(st.integers(0, len(self.free) - 1))))
             self.held[pages[-1]] = 1
+            self.given[pages[-1]] += 1
         request[0] = start + count
         batch.append((start, request[0], list(pages)))
         return True
@@ -152,48 +177,34 @@ def test_it_does_what_the_model_does(update, data):
 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_windows_of_running_requests_have_their_shadows(data):
+def test_requests_that_run_never_lose_a_shadow(data):
+    """Be they in the step or not, for however long, and whoever comes."""
     windows = Windows(data.draw(st.integers(0, 10)), data.draw(st.integers(0, 14)))
-    page_size, requests, tokens = data.draw(st.sampled_from((1, 2, 4, 8))), data.draw(st.integers(1, 4)), 40
+    page_size, requests = data.draw(st.sampled_from((1, 2, 4, 8))), data.draw(st.integers(1, 5))
+    tokens = data.draw(st.sampled_from((8, 40)))
     shadows = shadows_needed(windows, page_size, requests, tokens)
     table = ShadowTable(windows, page_size, 64, max(1, shadows), "cpu")
     pages = Pages(data.draw, page_size, 64, requests, tokens)
-    for _ in range(data.draw(st.integers(1, 12))):
+
+    def window(length, position, held):
+        """The pages that a query at `position` reads in 16 bits."""
+        tokens = [*range(min(windows.sink, length)), *range(max(0, position + 1 - windows.recent), position)]
+        return {held[token // page_size] for token in tokens}
+
+    for _ in range(data.draw(st.integers(1, 20))):
+        before = [(request, window(request[0], *request)) for request in pages.requests]
         batch = pages.step()
-        if not batch:
-            continue
-        before = table.of.clone()
-        restored, _, count = table.update(*device_tensors(batch, page_size, 0))
+        running = [id(request) for request in pages.requests]
+        kept = set().union(*(reads for request, reads in before if id(request) in running))
+        resting = [(0, *request) for request in pages.resting]
+        if resting:
+            if data.draw(st.booleans()):  # an engine may tell of all that run
+                resting += [(0, start, held) for start, _, held in batch]
+            table.rest(*device_tensors(resting, page_size, 0)[2:])
+        if batch:
+            restored, _, count = table.update(*device_tensors(batch, page_size, 0))
+            assert not kept & set(restored[:count].tolist())
+        for length, held in pages.requests:
+            assert all(table.of[page] >= 0 for page in window(length, length, held))
         for start, length, held in batch:
-            for position in (start, length):
-                window = [*range(min(windows.sink, length)), *range(max(0, position + 1 - windows.recent), position)]
-                assert all(table.of[held[token // page_size]] >= 0 for token in window)
-        assert all(before[page] < 0 for page in restored[:count])
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.data())
-def test_requests_that_rest_keep_their_shadows(data):
-    """Some have begun to decode. Then prompts are read, in chunks; the requests end with their first token."""
-    windows = Windows(data.draw(st.integers(0, 10)), data.draw(st.integers(1, 14)))
-    page_size, resting, tokens = data.draw(st.sampled_from((1, 2, 4, 8))), data.draw(st.integers(1, 4)), 24
-    table = ShadowTable(windows, page_size, 4000, shadows_needed(windows, page_size, resting + 1, tokens), "cpu")
-    free = iter(range(4000))  # a page is used once
-
-    def grow(start, length, pages):
-        pages += (next(free) for _ in range(-(-length // page_size) - len(pages)))
-        return start, length, pages
-
-    decoding = [grow(0, data.draw(st.integers(1, tokens // resting)), []) for _ in range(resting)]
-    table.update(*device_tensors(decoding, page_size, 0))
-    for _ in range(data.draw(st.integers(1, 12))):
-        prompt = (0, 0, [])
-        for _ in range(data.draw(st.integers(1, 3))):
-            _, _, lengths, pages = device_tensors([*decoding, prompt], page_size, 0)
-            table.rest(lengths, pages)
-            prompt = grow(prompt[1], prompt[1] + data.draw(st.integers(1, tokens)), prompt[2])
-            *_, restored = table.update(*device_tensors([prompt], page_size, 0))
-            assert not restored
-    for _, length, pages in decoding:
-        window = [*range(min(windows.sink, length)), *range(max(0, length + 1 - windows.recent), length)]
-        assert all(table.of[pages[token // page_size]] >= 0 for token in window)
+            assert all(table.of[page] >= 0 for page in window(length, start, held))

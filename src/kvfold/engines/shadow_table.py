@@ -16,7 +16,7 @@ class ShadowTable:
     A page gets a shadow in the first step in which a window of some request reaches into it: the one that windows
     needed longest ago. If the page holds older tokens then, as it does when a request finds a prefix whose shadows are
     gone, the shadow is to be restored from it. A page that is written anew loses the shadow of its former contents.
-    Requests that run and are not in a step, as those that decode while SGLang reads prompts, keep theirs by `rest`.
+    Requests that run and are not in a step keep theirs by `rest`, which an engine calls before each such step.
 
     In all tensors -1 addresses one entry more than there are pages or shadows. What is not to be written goes there.
     """
@@ -113,10 +113,11 @@ def most_pages(tokens: int, page_size: int) -> int:
 
 
 def shadows_needed(windows: Windows, page_size: int, requests: int, tokens: int) -> int:
-    """How many shadows a step of so many requests and tokens needs at once, at most.
+    """How many shadows a step of so many tokens needs at once, at most, while so many requests run.
 
-    Each request reads the pages of its sink and of its recent window before the step. The step begins at most one page
-    for each request and one for each `page_size` tokens, and a window reaches into no more of them than it has pages.
+    Each request, be it in the step or not, reads the pages of its sink and of its recent window before the step. The
+    step begins at most one page for each request and one for each `page_size` tokens, and a window reaches into no more
+    of them than it has pages.
     """
     sink, recent = -(-windows.sink // page_size), most_pages(windows.recent - 1, page_size)
     begun = min(requests + tokens // page_size, requests * recent)

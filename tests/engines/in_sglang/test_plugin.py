@@ -21,6 +21,7 @@ from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.server_args import ServerArgs
 from sglang_engine import Answer, ask, serve, tokens_that_fit
 from tiny_models import random_tokens, tiny
 
@@ -28,7 +29,7 @@ from kvfold.calibration import calibrate
 from kvfold.engines.serving import Config, Plan
 from kvfold.engines.sglang import hooks
 from kvfold.engines.sglang.backend import PackedBackend, PackedPool
-from kvfold.engines.shadow_table import shadows_needed
+from kvfold.engines.shadow_table import ShadowTable, shadows_needed
 from kvfold.models import embedded_folder
 from kvfold.ops.restore import Restore
 from kvfold.recipes import parse
@@ -329,7 +330,14 @@ def test_the_server_answers_and_shows_its_gauges():
 # Steps
 
 
-def backend(recipe: str, model: torch.nn.Module | None = None, shadows: int = 40, pages: int = PAGES) -> PackedBackend:
+def backend(
+    recipe: str,
+    model: torch.nn.Module | None = None,
+    shadows: int = 40,
+    pages: int = PAGES,
+    requests: int = 3,
+    longest: int = 8 * PAGE,
+) -> PackedBackend:
     plan = Plan.make(Config(parse(recipe)), MODEL, PAGE, torch.bfloat16)
     pool = PackedPool(
         *(plan, shadows, pages * PAGE),
@@ -340,9 +348,38 @@ def backend(recipe: str, model: torch.nn.Module | None = None, shadows: int = 40
         start_layer=0,
         end_layer=1,
     )
-    requests = SimpleNamespace(req_to_token=torch.zeros(4, 8 * PAGE, dtype=torch.int32), free_slots=[3])
+    table = torch.zeros(1 + requests, longest, dtype=torch.int32)
+    requests = SimpleNamespace(req_to_token=table, free_slots=list(range(3, 1 + requests)))
     model = model or torch.nn.Module()
     return PackedBackend(SimpleNamespace(token_to_kv_pool=pool, req_to_token_pool=requests, model=model, device="cpu"))
+
+
+def reading(backend: PackedBackend, rows: list[int], starts: list[int], lengths: list[int]) -> SimpleNamespace:
+    """A batch of prompts, as SGLang's scheduler would describe it."""
+    slots = [backend.req_to_token[row, start:end] for row, start, end in zip(rows, starts, lengths, strict=True)]
+    return SimpleNamespace(
+        forward_mode=ForwardMode.EXTEND,
+        batch_size=len(rows),
+        num_padding=0,
+        seq_lens=torch.tensor(lengths),
+        extend_prefix_lens=torch.tensor(starts),
+        extend_prefix_lens_cpu=starts,
+        extend_seq_lens_cpu=[end - start for start, end in zip(starts, lengths, strict=True)],
+        out_cache_loc=torch.cat(slots).long(),
+        req_pool_indices=torch.tensor(rows),
+    )
+
+
+def decoding(rows: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor, padding: int) -> SimpleNamespace:
+    """A batch of one token of each request, as it is padded for a CUDA graph."""
+    return SimpleNamespace(
+        forward_mode=ForwardMode.DECODE,
+        batch_size=len(rows),
+        num_padding=padding,
+        seq_lens=lengths,
+        out_cache_loc=slots,
+        req_pool_indices=rows,
+    )
 
 
 class Requests:
@@ -356,27 +393,12 @@ class Requests:
         for row, own in enumerate(pages[:16].view(2, 8), 1):
             backend.req_to_token[row] = (own.unsqueeze(1) * PAGE + torch.arange(PAGE)).flatten()
         self.rows, self.after, self.slots = (torch.zeros(3, dtype=torch.int64) for _ in range(3))
-        self.batch = SimpleNamespace(
-            forward_mode=ForwardMode.DECODE, seq_lens=self.after, out_cache_loc=self.slots, req_pool_indices=self.rows
-        )
+        self.batch = decoding(self.rows, self.after, self.slots, padding=1)
 
     def extend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        batch = self.prompts([1, 2], self.lengths)
+        batch = reading(self.backend, [1, 2], [0, 0], self.lengths)
         self.backend.init_forward_metadata(batch)
         return self.backend.forward_extend(q, k, v, self.layer, batch)
-
-    def prompts(self, rows: list[int], lengths: list[int]) -> SimpleNamespace:
-        """A batch of them, from their first tokens on."""
-        slots = [self.backend.req_to_token[row, :length] for row, length in zip(rows, lengths, strict=True)]
-        return SimpleNamespace(
-            forward_mode=ForwardMode.EXTEND,
-            seq_lens=torch.tensor(lengths),
-            extend_prefix_lens=torch.zeros(len(rows), dtype=torch.int64),
-            extend_prefix_lens_cpu=[0] * len(rows),
-            extend_seq_lens_cpu=lengths,
-            out_cache_loc=torch.cat(slots).long(),
-            req_pool_indices=torch.tensor(rows),
-        )
 
     def grow(self) -> None:
         """Another token of each."""
@@ -434,20 +456,126 @@ def test_a_captured_step_reads_what_the_next_ones_bring(monkeypatch):
     assert torch.equal(own.backend.pool.shadows.of, plain.backend.pool.shadows.of)
 
 
+class Crowd:
+    """As many requests as can run, each with pages of its own; one that comes takes the place of one that has gone."""
+
+    def __init__(self, requests: int, tokens: int, recent: int = 20) -> None:
+        recipe = f"int4:centre=false,sink=4,recent={recent}"
+        self.windows = parse(recipe).windows
+        shadows = shadows_needed(self.windows, PAGE, requests, tokens)
+        self.backend = backend(recipe, shadows=shadows, pages=1000, requests=requests, longest=16 * PAGE)
+        self.free, self.lengths = iter(range(1, 1000)), {}
+
+    def come(self, row: int, prefix: int = 0) -> None:
+        """With so many tokens in pages that an earlier request has left, whose copies are gone. Further pages of the
+        former request stay in the table."""
+        self.lengths[row] = prefix
+        self.backend.requests.free_slots = sorted(set(range(1, len(self.backend.lengths))) - self.lengths.keys())
+        self.grow(row, 0, prefix)
+
+    def grow(self, row: int, start: int, length: int) -> None:
+        for page in range(-(-start // PAGE), -(-length // PAGE)):
+            first = next(self.free) * PAGE
+            self.backend.req_to_token[row, page * PAGE : (page + 1) * PAGE] = torch.arange(first, first + PAGE)
+
+    def read(self, tokens: dict[int, int]) -> None:
+        """So many tokens of each prompt."""
+        starts = [self.lengths[row] for row in tokens]
+        self.lengths |= {row: self.lengths[row] + count for row, count in tokens.items()}
+        lengths = [self.lengths[row] for row in tokens]
+        for row, start, length in zip(tokens, starts, lengths, strict=True):
+            self.grow(row, start, length)
+        self.backend.init_forward_metadata(reading(self.backend, list(tokens), starts, lengths))
+
+    def decode(self, rows: list[int]) -> None:
+        """One token of each, and a row of padding."""
+        for row in rows:
+            self.grow(row, self.lengths[row], self.lengths[row] + 1)
+            self.lengths[row] += 1
+        given, lengths = torch.tensor([*rows, 0]), torch.tensor([*(self.lengths[row] for row in rows), 1])
+        slots = self.backend.req_to_token[given, lengths - 1].long()
+        self.backend.init_forward_metadata(decoding(given, lengths, slots, padding=1))
+
+    def copies(self, row: int) -> dict[int, int]:
+        """The copy of each page that the next token of a request reads in 16 bits."""
+        length = self.lengths[row]
+        tokens = {*range(min(self.windows.sink, length)), *range(max(0, length + 1 - self.windows.recent), length)}
+        pages = {int(self.backend.req_to_token[row, token]) // PAGE for token in tokens}
+        return {page: int(self.backend.pool.shadows.of[page]) for page in pages}
+
+
 def test_requests_that_decode_keep_their_copies_while_prompts_are_read():
     """Of a third request, again and again, which ends with its first token."""
-    recipe = parse("int4:centre=false,sink=4,recent=20")
-    shadows = shadows_needed(recipe.windows, PAGE, requests=3, tokens=64)
-    requests = Requests(backend(str(recipe), shadows=shadows, pages=PAGES + 80), [37, 13])
-    requests.extend(*tokens(50, torch.Generator().manual_seed(0)))
-    shadows, table = requests.backend.pool.shadows, requests.backend.req_to_token
-    kept = shadows.of.clone()
-    assert (kept >= 0).any()
-    requests.backend.requests.free_slots = []
-    for first in range(PAGES + 1, PAGES + 80, 4):  # pages that were nobody's
-        table[3, : 4 * PAGE] = torch.arange(first * PAGE, (first + 4) * PAGE)
-        requests.backend.init_forward_metadata(requests.prompts([3], [4 * PAGE]))
-    assert torch.equal(shadows.of[kept >= 0], kept[kept >= 0])
+    crowd = Crowd(3, tokens=4 * PAGE)
+    for row, length in ((1, 37), (2, 13)):
+        crowd.come(row)
+        crowd.read({row: length})
+    kept = [crowd.copies(row) for row in (1, 2)]
+    for _ in range(20):
+        crowd.come(3)
+        crowd.read({3: 4 * PAGE})
+    assert [crowd.copies(row) for row in (1, 2)] == kept
+    assert all(copy >= 0 for copies in kept for copy in copies.values())
+
+
+def test_a_burst_of_prefix_hits_costs_requests_that_decode_no_copy():
+    """Requests come where longer ones have gone: neither their lengths nor the rest of their pages count any more."""
+    crowd = Crowd(12, tokens=4 * PAGE, recent=72)
+    old, new = range(1, 7), range(7, 13)
+    for row in (*old, *new):
+        crowd.come(row)
+        for _ in range(3):
+            crowd.read({row: 4 * PAGE})
+    crowd.decode([*old, *new])
+    kept = [crowd.copies(row) for row in old]
+    for row in new:
+        crowd.come(row, prefix=6 * PAGE)
+    crowd.read(dict.fromkeys(new, 10))
+    assert [crowd.copies(row) for row in old] == kept
+    assert all(copy >= 0 for row in range(1, 13) for copy in crowd.copies(row).values())
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_a_prompt_keeps_its_copies_between_two_chunks_while_others_decode(kernels, monkeypatch):
+    if kernels:  # as a CUDA graph would run it
+        monkeypatch.setattr("kvfold.engines.serving.choose", lambda *_: KERNELS)
+    crowd = Crowd(8, tokens=2 * PAGE)
+    assert crowd.backend.captured is kernels
+    decoding, waiting = list(range(1, 8)), 8
+    for row in (*decoding, waiting):
+        crowd.come(row)
+        crowd.read({row: 2 * PAGE - row % 3})
+    kept = crowd.copies(waiting)
+    for _ in range(5 * PAGE):
+        crowd.decode(decoding)
+    assert crowd.copies(waiting) == kept
+    assert all(copy >= 0 for row in (*decoding, waiting) for copy in crowd.copies(row).values())
+
+
+def test_a_real_scheduler_costs_no_running_request_a_copy(wide_heads, monkeypatch):
+    """Three requests decode between two chunks of a long prompt, long enough to need the copies of others."""
+    if not hasattr(ServerArgs, "prefill_decode_interval"):
+        pytest.skip("SGLang 0.5.19 brought it")
+    update = ShadowTable.update
+
+    def checked(*arguments):
+        *restored, count = update(*arguments)
+        assert not count, "a copy was lost"
+        return *restored, count
+
+    monkeypatch.setattr(ShadowTable, "update", checked)
+    prompts = [random_tokens(n, seed=n).tolist() for n in (12, 13, 14, 90)]
+    answers = serve(
+        partial(ask, prompts=prompts, tokens=130),
+        "int4:centre=false,sink=4,recent=20",
+        model_path=wide_heads[0],
+        context_length=512,
+        max_running_requests=4,
+        chunked_prefill_size=4 * PAGE,
+        max_total_tokens=1024,
+        prefill_decode_interval=120,
+    )
+    assert [len(answer.tokens) for answer in answers] == [130] * 4
 
 
 @pytest.mark.usefixtures("_poisoned_memory")

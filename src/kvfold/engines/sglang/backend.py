@@ -111,15 +111,23 @@ class PackedBackend(AttentionBackend):
         requests = forward_batch.req_pool_indices
         self.table = self.tables[: len(requests)] if len(requests) <= len(self.tables) else self._table(len(requests))
         self._read_pages(requests, self.table)
+        if self.pool.shadows.windows:
+            if not forward_batch.forward_mode.is_decode():  # requests that are new took the place of former ones
+                self.lengths[requests] = forward_batch.extend_prefix_lens.int()
+            self._rest(forward_batch)
 
     def _read_pages(self, requests: Tensor, table: Tensor) -> None:
         tokens = self.req_to_token[requests.unsqueeze(1), self.firsts]
         torch.div(tokens, self.pool.page_size, rounding_mode="floor", out=table)
 
-    def _rest(self) -> None:
-        """While prompts are read, requests that decode are in no step: their windows are told to the shadow table."""
-        free = set(self.requests.free_slots)
-        running = [request for request in range(1, len(self.lengths)) if request not in free]  # 0 is for padding
+    def _rest(self, forward_batch: ForwardBatch) -> None:
+        """Requests that run without being in the step keep their shadows: those that decode while prompts are read, and
+        a prompt between two chunks while others decode. Nothing is to be done where there are none."""
+        padding = 0 if isinstance(forward_batch, ForwardBatch) else forward_batch.num_padding  # of a CUDA graph
+        free = self.requests.free_slots
+        if len(self.lengths) - 1 - len(free) <= forward_batch.batch_size - padding:
+            return
+        running = sorted(set(range(1, len(self.lengths))) - set(free))  # 0 is for padding
         rows = torch.tensor(running, dtype=torch.int64, pin_memory=self.lengths.is_cuda)
         rows = rows.to(self.lengths.device, non_blocking=True)
         self._read_pages(rows, table := self._table(len(rows)))
@@ -137,8 +145,6 @@ class PackedBackend(AttentionBackend):
         starts = lengths - 1 if mode.is_decode() else forward_batch.extend_prefix_lens
         slots = torch.where(slots < page_size, -1, slots)  # the first page is for padding
         if shadows.windows:
-            if not mode.is_decode():
-                self._rest()
             self.lengths[forward_batch.req_pool_indices] = lengths.int()
             kept = torch.where(slots < 0, 0, lengths) if mode.is_decode() else lengths  # nothing of padding
             self.pool.restore(*shadows.update(slots, torch.minimum(starts, kept), kept, table))
