@@ -4,17 +4,18 @@ import copy
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import vllm
+from forked import Ended, forked
 from served import kvfold, serving
 from vllm import EngineArgs
+from vllm.v1.attention.backend import AttentionBackend
 
-from kvfold.engines.vllm import backend, plugin
+from kvfold.engines.start import RECIPE
+from kvfold.engines.vllm import backend
 from kvfold.models import embedded_folder
 
 
@@ -113,19 +114,108 @@ def test_an_artifact_of_other_weights_is_refused(config, artifact, tmp_path):
         backend.make_plan(changed)
 
 
-def test_other_versions_are_refused(config, monkeypatch):
+def test_another_version_is_served_if_it_has_the_hooks(config, monkeypatch):
     monkeypatch.setattr(vllm, "__version__", "0.33.1")
-    with pytest.raises(ValueError, match=r"kvfold serves with vLLM 0\.32, this is 0\.33\.1"):
-        backend.make_plan(config)
+    backend.refuse(config)
+    monkeypatch.delattr(AttentionBackend, "customize_spec")
+    with pytest.raises(
+        ValueError, match=r"vLLM 0\.33\.1 has no AttentionBackend\.customize_spec; .* tested with 0\.32"
+    ):
+        backend.refuse(config)
 
 
-def test_a_plugin_that_cannot_be_imported_stops_vllm(monkeypatch):
-    """vLLM only swallows what fails while it imports the entry point's own module, which therefore imports nothing."""
-    monkeypatch.setitem(sys.modules, "kvfold.engines.vllm.backend", None)
-    with pytest.raises(ImportError):
-        plugin.register()
-    code = "import sys, kvfold.engines.vllm.plugin; print([m for m in ('torch', 'vllm') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+def test_memory_is_taken_once_however_often_an_engine_is_made(config, monkeypatch):
+    monkeypatch.setattr(backend, "get_tensor_model_parallel_rank", lambda: 0)
+    changed = copy.copy(config)
+    changed.cache_config = copy.copy(config.cache_config)
+    changed.cache_config.kv_cache_memory_bytes = 2**33
+    changed.additional_config = {"kvfold": {"recipe": "int4:centre=false,recent=40"}}
+    engine = backend.Engine(changed)
+    # 30 layers and 3 KV heads, K and V of 64 numbers of 16 bits
+    left = 2**33 - engine.shadows * 30 * 3 * 2 * config.cache_config.block_size * 64 * 2
+    assert changed.cache_config.kv_cache_memory_bytes == left
+    backend.Engine(changed)
+    assert changed.cache_config.kv_cache_memory_bytes == left
+
+
+# What vLLM loads
+
+MAKE = f"EngineArgs({str(embedded_folder())!r}, dtype='float32').create_engine_config()"
+IMPORTS = f"""
+import os, sys
+os.environ |= {{"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_PLUGINS": ""}}
+from vllm import plugins
+from vllm.engine.arg_utils import EngineArgs
+{MAKE}
+del os.environ["VLLM_PLUGINS"]
+plugins.plugins_loaded = False
+"""
+ASK = MAKE.replace("'float32'", "'float32', additional_config={'kvfold': {'recipe': 'int4'}}")
+GPU = "from vllm.platforms import current_platform; type(current_platform).is_cpu = lambda _: False; "  # a stand-in
+UNUSED = f"""
+from prometheus_client import REGISTRY
+from vllm.config import set_current_vllm_config
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+with set_current_vllm_config({MAKE}):
+    print(AttentionBackendEnum.CPU_ATTN.get_class().__module__)
+print(*sorted(name for name in sys.modules if name.startswith("kvfold")))
+print(*[metric.name for metric in REGISTRY.collect() if "kvfold" in metric.name])
+"""
+BROKEN = "sys.modules['kvfold.layout'] = None; "
+MOVED = "import vllm.v1.attention.backends.registry as registry; del registry.register_backend; "
+PER_KIND = "{'backend_per_kind': {'full_attention': 'TRITON_ATTN'}}"
+ENDS = [  # KVFOLD_RECIPE, what is run, and what the last line names
+    ("", BROKEN + ASK, "kvfold.layout"),
+    ("int4", BROKEN + MAKE, "kvfold.layout"),
+    ("", MOVED + ASK, "register_backend"),
+    ("int4", MOVED + MAKE, "register_backend"),
+    ("int5", MAKE, "unknown recipe 'int5'"),
+    ("", GPU + ASK.replace("dtype", "attention_backend='FLASH_ATTN', dtype"), "--attention-backend FLASH_ATTN"),
+    ("", GPU + ASK.replace("dtype", f"attention_config={PER_KIND}, dtype"), "--attention-backend TRITON_ATTN"),
+]
+SERVE = f"""
+from kvfold.engines.serving import Config
+from kvfold.engines.vllm.server import serve
+from kvfold.recipes import parse
+serve({str(embedded_folder())!r}, "embedded", Config(parse("int4:centre=false")), [])
+"""
+
+
+@pytest.fixture(scope="module")
+def starts() -> list[Ended]:
+    """Of vLLM."""
+    others = UNUSED, MOVED + MAKE, *(f"{GPU}print({made}.attention_config.backend)" for made in (MAKE, ASK))
+    ends = [({RECIPE: recipe}, code) for recipe, code, _ in ENDS]
+    return forked(IMPORTS, [*(({}, code) for code in others), *ends, ({"VLLM_PLUGINS": ""}, SERVE)])
+
+
+def test_nothing_of_kvfold_is_loaded_where_nothing_asks_for_it(starts):
+    assert starts[0].printed.splitlines() == [
+        "vllm.v1.attention.backends.cpu_attn",
+        "kvfold kvfold.engines kvfold.engines.start kvfold.engines.vllm kvfold.engines.vllm.plugin",
+        "",
+    ], starts[0].errors
+
+
+def test_what_kvfold_cannot_register_stops_nobody_who_does_not_ask_for_it(starts):
+    assert starts[1].status == 0, starts[1].errors
+
+
+def test_a_recipe_chooses_the_backend_on_a_gpu(starts):
+    assert [start.printed for start in starts[2:4]] == ["None\n", "AttentionBackendEnum.CUSTOM\n"]
+
+
+@pytest.mark.parametrize(("number", "named"), [(i, named) for i, (_, _, named) in enumerate(ENDS, 4)])
+def test_what_fails_while_kvfold_is_loaded_ends_vllm_with_one_line(starts, number, named):
+    assert starts[number].status == 1
+    *_, last = starts[number].errors.splitlines()
+    assert last.startswith("kvfold cannot serve this: ")
+    assert named in last
+    assert "Traceback" not in starts[number].errors
+
+
+def test_the_server_needs_the_plugin(starts):
+    assert starts[-1].errors.endswith("install kvfold with pip, and see VLLM_PLUGINS\n")
 
 
 @pytest.mark.parametrize(

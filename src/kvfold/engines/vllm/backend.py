@@ -26,31 +26,44 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from kvfold.artifact import digest_model
 from kvfold.engines.gauges import Gauges
-from kvfold.engines.serving import Config, Faults, Layer, Plan, decode_step, steps_of, warm_up
+from kvfold.engines.serving import Faults, Layer, Plan, decode_step, steps_of, warm_up
 from kvfold.engines.shadow_table import ShadowTable
+from kvfold.engines.vllm.plugin import asked_for
+from kvfold.geometry import Geometry
 from kvfold.layout import ALIGNMENT
 from kvfold.ops.pages import Step
 from kvfold.ops.restore import Restore
 
-VERSIONS = "0.32"  # of vLLM; the hooks that are used change from one to the next
+TESTED = "0.32"  # the version of vLLM that kvfold is tested with
+HOOKS = {  # what vLLM has to have so that it calls what is below, and says what is asked for there
+    AttentionBackend: (
+        *("get_impl_cls", "get_builder_cls", "get_supported_kernel_block_sizes", "supported_kv_cache_layouts"),
+        *("supports_kv_connector", "customize_spec"),
+    ),
+    AttentionMetadataBuilder: ("_cudagraph_support", "reorder_batch_threshold", "requires_block_table_width", "build"),
+    AttentionSpec: ("state_content_bytes",),
+    CommonAttentionMetadata: ("compute_num_computed_tokens", "seq_lens_cpu_upper_bound"),
+}
 
 logger = init_logger("vllm.kvfold")  # below vLLM's own, so that it is shown
 
 
-def asked_for(config: VllmConfig) -> Config | None:
-    """What a vLLM configuration, or else the environment, asks kvfold for."""
-    extra = config.additional_config
-    return Config.read(extra.get("kvfold") if isinstance(extra, dict) else None)
-
-
-def check_version() -> None:
-    if not vllm.__version__.startswith(f"{VERSIONS}."):
-        raise ValueError(f"kvfold serves with vLLM {VERSIONS}, this is {vllm.__version__}")
+def require() -> None:
+    """Refuse a vLLM that would leave out some of this."""
+    for owner, names in HOOKS.items():
+        for name in names:
+            if not hasattr(owner, name) and name not in owner.__annotations__:
+                raise ValueError(
+                    f"vLLM {vllm.__version__} has no {owner.__name__}.{name}; kvfold is tested with {TESTED}: "
+                    "pip install 'kvfold[vllm]'"
+                )
+    if not vllm.__version__.startswith(f"{TESTED}."):
+        logger.warning_once("kvfold is tested with vLLM %s, and this is %s", TESTED, vllm.__version__)
 
 
 def refuse(config: VllmConfig) -> None:
     """Refuse what would give wrong answers, before anything is loaded."""
-    check_version()
+    require()
     parallel, cache = config.parallel_config, config.cache_config
     reasons = {
         "multi-head latent attention (MLA) caches one vector for all heads, which cannot be packed yet": (
@@ -78,6 +91,7 @@ def refuse(config: VllmConfig) -> None:
     for reason, applies in reasons.items():
         if applies:
             raise ValueError(f"kvfold: {reason}")
+    Geometry.from_config(config.model_config.hf_config.to_dict())
 
 
 def make_plan(config: VllmConfig, rank: int = 0, device: torch.device | str = "cpu") -> Plan:
@@ -113,7 +127,8 @@ class Engine:
         scheduler, cache = config.scheduler_config, config.cache_config
         self.shadows = self.plan.shadows(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
         if cache.kv_cache_memory_bytes is not None:  # then nothing is measured: what was given is for both
-            cache.kv_cache_memory_bytes -= self.plan.shadow_bytes(self.shadows)
+            given = vars(cache).setdefault("kvfold_given", cache.kv_cache_memory_bytes)  # an engine may be made anew
+            cache.kv_cache_memory_bytes = given - self.plan.shadow_bytes(self.shadows)
             if cache.kv_cache_memory_bytes <= 0:
                 raise ValueError(
                     f"kvfold: {self.shadows} shadow pages for the windows of --max-num-seqs {scheduler.max_num_seqs} "
@@ -205,6 +220,11 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
     ) -> None:
         super().__init__(spec, layer_names, config, device)
         self.config, self.engine = config, Engine.of(config)
+        if len(layer_names) != len(self.engine.plan.layouts):
+            raise ValueError(
+                f"kvfold: vLLM gives it {len(layer_names)} layers of {len(self.engine.plan.layouts)}, and would serve "
+                "the others in 16 bits"
+            )
         self.engine.forget()
         self.page_size = spec.block_size
         requests = config.scheduler_config.max_num_seqs

@@ -9,8 +9,10 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed
 from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from kvfold.engines.serving import ARTIFACT, RECIPE, Config
+from kvfold.engines.serving import Config
+from kvfold.engines.start import ARTIFACT, RECIPE
 from kvfold.engines.vllm.backend import make_plan
 
 CPU_CACHE = 2**30  # bytes, where neither a flag nor VLLM_CPU_KVCACHE_SPACE says otherwise
@@ -25,12 +27,15 @@ def serve(model: str, name: str, config: Config, flags: Sequence[str]) -> None:
     args = parser.parse_args([model, "--served-model-name", name, *_platform_flags(), *flags])
     validate_parsed_serve_args(args)
     args.model = args.model_tag
-    make_plan(AsyncEngineArgs.from_cli_args(args).create_engine_config())
+    config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
+    if not AttentionBackendEnum.CUSTOM.is_overridden():
+        raise ImportError("vLLM did not load kvfold's plugin: install kvfold with pip, and see VLLM_PLUGINS")
+    make_plan(config)
     ServeSubcommand.cmd(args)
 
 
 def _platform_flags() -> list[str]:
     if not current_platform.is_cpu():
-        return ["--attention-backend", "CUSTOM", "--block-size", "64"]
+        return ["--block-size", "64"]
     explicit = [] if os.environ.get("VLLM_CPU_KVCACHE_SPACE") else ["--kv-cache-memory-bytes", str(CPU_CACHE)]
     return ["--dtype", "float32", "--enforce-eager", *explicit]
