@@ -20,7 +20,7 @@ def engine(small):
         small,
         f"int2:sink=8,recent={RECENT},centre=false",
         block_size=16,
-        max_num_batched_tokens=64,
+        max_num_batched_tokens=64,  # for which few copies are needed
         scheduler_reserve_full_isl=False,  # a request begins though its prompt may not fit beside the others
     )
     yield engine
@@ -46,6 +46,11 @@ def check_copies(shadows: ShadowTable) -> None:
     assert len(set(pages.values())) == len(pages) == shadows.used
 
 
+def add_request(engine: Engine, name: str, prompt: list[int], tokens: int) -> None:
+    sampling = SamplingParams(temperature=0, max_tokens=tokens, logprobs=0, ignore_eos=True)
+    engine.llm.llm_engine.add_request(name, TokensPrompt(prompt_token_ids=prompt), sampling)
+
+
 def serve(
     engine: Engine, prompts: list[list[int]], requests: int, chunk: int
 ) -> dict[str, tuple[int, int, list, list]]:
@@ -58,8 +63,7 @@ def serve(
     while waiting or running:
         for name in waiting[: max(draw.randint(0, 3), 4 - len(running))]:
             prompt, tokens = asked[name]
-            sampling = SamplingParams(temperature=0, max_tokens=tokens, logprobs=0, ignore_eos=True)
-            llm.add_request(name, TokensPrompt(prompt_token_ids=prompts[prompt]), sampling)
+            add_request(engine, name, prompts[prompt], tokens)
             waiting.remove(name)
             running.append(name)
         if draw.random() < 0.05:
@@ -104,3 +108,70 @@ def test_requests_that_find_prefixes_without_copies_read_them_packed(engine, pro
         serve(engine, prompts, 200, chunk)
     assert found.restored > 1000
     assert found.error < 1e-5
+
+
+# Requests that run without being in a step
+
+BUDGET = RECENT - 8  # tokens of a step
+
+
+def missing_copies(engine: Engine) -> dict[str, list[int]]:
+    """Pages of each running request that its next token reads in 16 bits and that have no copy."""
+    windows, of, missing = engine.builder.shadows.windows, engine.builder.shadows.of, {}
+    for request in engine.scheduler.running:
+        length = request.num_computed_tokens
+        (pages,) = engine.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        tokens = {*range(min(windows.sink, length)), *range(max(0, length + 1 - windows.recent), length)}
+        missing[request.request_id] = [page for page in {pages[token // 16] for token in tokens} if of[page] < 0]
+    return missing
+
+
+def steps(engine: Engine, count: int) -> int:
+    """So many, none of which may cost a running request a copy. How many requests sat steps out, all in all."""
+    resting = 0
+    for _ in range(count):
+        engine.llm.llm_engine.step()
+        assert not any(missing_copies(engine).values())
+        resting += len(engine.builder.engine.requests.resting)
+    return resting
+
+
+@pytest.fixture
+def running(engine):
+    """Nothing else, and nothing of it afterwards."""
+    engine.forget()
+    with patch.object(engine.scheduler, "max_num_scheduled_tokens", BUDGET):
+        yield engine
+        llm = engine.llm.llm_engine
+        llm.abort_request([request.request_id for request in engine.scheduler.running], internal=True)
+        while llm.has_unfinished_requests():
+            llm.step()
+    add_request(engine, "last", [5], 1)
+    while llm.has_unfinished_requests():
+        llm.step()
+    assert len(engine.builder.engine.requests.pages) == 1
+    assert not engine.builder.engine.requests.resting
+
+
+def test_requests_for_which_the_token_budget_does_not_suffice_keep_their_copies(running, words):
+    """A long prompt comes first, as that of a request does that began before them."""
+    for number in range(3):
+        add_request(running, str(number), words[200 * number :][: 70 + 9 * number], 60)
+    steps(running, 10)
+    add_request(running, "long", words[1000:1900], 1)
+    steps(running, 1)
+    running.scheduler.running.insert(0, running.scheduler.running.pop())
+    assert steps(running, 900 // BUDGET) >= 3 * (900 // BUDGET - 1)
+    steps(running, 5)
+
+
+def test_a_prompt_keeps_its_copies_between_two_chunks(running, words):
+    """As vLLM defers them where other ranks of data parallelism are to read theirs at the same time."""
+    for number in range(7):
+        add_request(running, str(number), words[60 * number :][:45], 150)
+    steps(running, 12)
+    add_request(running, "prompt", words[500:600], 1)
+    steps(running, 2)
+    with patch.object(running.core, "_should_throttle_prefills", lambda: True):
+        assert steps(running, 80) >= 79
+    steps(running, 3)

@@ -2,7 +2,8 @@
 implementation packs and attends."""
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, wraps
+from pkgutil import resolve_name
 from typing import Any, ClassVar
 
 import torch
@@ -29,12 +30,14 @@ from kvfold.engines.gauges import Gauges
 from kvfold.engines.serving import Faults, Layer, Plan, decode_step, steps_of, warm_up
 from kvfold.engines.shadow_table import ShadowTable
 from kvfold.engines.vllm.plugin import asked_for
+from kvfold.engines.vllm.requests import Requests
 from kvfold.geometry import Geometry
 from kvfold.layout import ALIGNMENT
 from kvfold.ops.pages import Step
 from kvfold.ops.restore import Restore
 
 TESTED = "0.32"  # the version of vLLM that kvfold is tested with
+RUNNERS = ("vllm.v1.worker.gpu_model_runner:GPUModelRunner", "vllm.v1.worker.gpu.model_runner:GPUModelRunner")  # V1, V2
 HOOKS = {  # what vLLM has to have so that it calls what is below, and says what is asked for there
     AttentionBackend: (
         *("get_impl_cls", "get_builder_cls", "get_supported_kernel_block_sizes", "supported_kv_cache_layouts"),
@@ -120,6 +123,7 @@ class Engine:
     much memory is left for pages, and shadow pages are allocated then."""
 
     current: ClassVar["Engine"]
+    followed: ClassVar[set[type]] = set()  # classes that show their steps
 
     def __init__(self, config: VllmConfig) -> None:
         self.config, self.device = config, config.device_config.device
@@ -137,6 +141,9 @@ class Engine:
         self.faults: Faults | None = None  # once it is known how many pages there are
         self.layers: dict[str, Layer] = {}  # by vLLM's names, once they have run
         self.restore: Restore | None = None
+        self.requests = Requests()
+        if self.plan.windows:
+            follow_steps(resolve_name(RUNNERS[config.use_v2_model_runner]))
 
     def add(self, name: str, pool: Tensor, shadows: Tensor) -> Layer:
         """A layer whose pages are known now. Before the last is, no page has lost its shadow."""
@@ -163,6 +170,22 @@ class Engine:
             with torch.device("cpu"):  # vLLM makes layers where the default is their own
                 cls.current = cls(config)
         return cls.current
+
+
+def follow_steps(runner: Any) -> None:
+    """Show the engine each step that vLLM's scheduler sends to this worker, by the class that runs it."""
+    if runner in Engine.followed:
+        return
+    execute = runner.execute_model
+
+    @wraps(execute)
+    def followed(self: Any, scheduler_output: Any, *others: Any, **options: Any) -> Any:
+        if self.cache_config is Engine.current.config.cache_config:  # and not another engine's in this process
+            Engine.current.requests.follow(scheduler_output)
+        return execute(self, scheduler_output, *others, **options)
+
+    runner.execute_model = followed
+    Engine.followed.add(runner)
 
 
 class PackedBackend(AttentionBackend):
@@ -248,6 +271,8 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         slots, table = step.slot_mapping[: step.num_actual_tokens], step.block_table_tensor
         starts = step.compute_num_computed_tokens()
         if self.shadows.windows:
+            if self.engine.requests.resting:
+                self.shadows.rest(*self.engine.requests.described(self.device))
             lost = self.shadows.update(slots, starts, step.seq_lens, table)
             if self.engine.restore is not None:
                 self.engine.restore(*lost)

@@ -1,0 +1,64 @@
+"""Which requests of a worker run without being in a step, out of what vLLM's scheduler sends it.
+
+A running request sits steps out when the others use up the token budget, when its prompt waits between two chunks, or
+when its session waits for input. The worker is not told so: the step just does not name it.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+
+class Requests:
+    def __init__(self) -> None:
+        self.pages: dict[str, list[int]] = {}  # of each request that runs
+        self.resting: dict[str, int] = {}  # how many tokens each of those has that are not in the step
+        self._last: SchedulerOutput | None = None
+        self._described: tuple[Tensor, Tensor] | None = None
+
+    def follow(self, step: "SchedulerOutput") -> None:
+        """Take note of a step before it runs."""
+        before = dict(self.resting)
+        for name in (*step.finished_req_ids, *(step.preempted_req_ids or ())):
+            self.pages.pop(name, None)
+            self.resting.pop(name, None)
+        if self._last is not None:
+            left = (self._last.num_scheduled_tokens.keys() - step.num_scheduled_tokens.keys()) & self.pages.keys()
+            if left:
+                self.resting |= {name: length for name, length in _lengths(self._last).items() if name in left}
+        for name in self.resting.keys() & step.num_scheduled_tokens.keys():
+            del self.resting[name]
+        for new in step.scheduled_new_reqs:
+            self.pages[new.req_id] = list(new.block_ids[0])
+        cached = step.scheduled_cached_reqs
+        for name, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if name in cached.resumed_req_ids:
+                self.pages[name] = list(blocks[0])
+            elif blocks:
+                self.pages[name] += blocks[0]
+        self._last = step
+        if self.resting != before:
+            self._described = None
+
+    def described(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Lengths [requests] and pages [requests, pages] of those that rest, in device memory."""
+        if self._described is None:
+            lengths = torch.tensor(list(self.resting.values()), pin_memory=device.type == "cuda", device="cpu")
+            rows = [torch.tensor(self.pages[name], device="cpu") for name in self.resting]
+            table = pad_sequence(rows, batch_first=True)
+            table = table.pin_memory() if device.type == "cuda" else table
+            self._described = lengths.to(device, non_blocking=True), table.to(device, non_blocking=True)
+        return self._described
+
+
+def _lengths(step: "SchedulerOutput") -> dict[str, int]:
+    """How many tokens each request of a step has after it."""
+    cached = step.scheduled_cached_reqs
+    computed = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
+    computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    return {name: tokens + step.num_scheduled_tokens[name] for name, tokens in computed.items()}
