@@ -1,0 +1,130 @@
+"""How a step is described on a GPU: the kernels that read the description give what the definition says."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from recorded_graphs import KERNELS
+from tiny_models import tiny
+from vllm import EngineArgs
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from kvfold.engines.serving import Layer
+from kvfold.engines.vllm import backend
+from kvfold.ops.attend import naive as attend
+from kvfold.ops.dispatch import Choice, Ops
+from kvfold.ops.store import naive as store
+
+pytestmark = pytest.mark.usefixtures("_poisoned_memory")
+
+RECIPE = "int4:centre=false,sink=4,recent=20"
+PAGE, PAGES, WIDTH = 16, 24, 8
+KV_HEADS, RATIO, DIMS = 2, 2, 64
+
+
+def defined(pages, q, new, scale, out):
+    return out.copy_(attend.attend(pages, q, new, scale))
+
+
+DEFINITION = Ops(*(Choice("naive", "", run) for run in (store.store, defined, defined)))
+
+
+def builder(config, layers: int) -> backend.PackedMetadataBuilder:
+    """As vLLM makes it for the first layers of the model."""
+    spec = FullAttentionSpec(block_size=PAGE, num_kv_heads=KV_HEADS, head_size=DIMS, dtype=torch.float16)
+    names = [f"model.layers.{i}.self_attn.attn" for i in range(layers)]
+    return backend.PackedMetadataBuilder(spec, names, config, torch.device("cpu"), WIDTH)
+
+
+class Device:
+    """A builder and a layer of its own, which run as on a GPU or by the definition."""
+
+    def __init__(self, config, gpu: bool) -> None:
+        self.builder = builder(config, layers=2)
+        assert self.builder.shadows.windows  # made now, on the CPU
+        plan = self.builder.engine.plan
+        pool = torch.empty(PAGES, KV_HEADS, plan.layouts[0].page_bytes, dtype=torch.uint8)
+        shadows = plan.allocate_shadows(self.builder.engine.shadows)
+        self.layer = Layer(plan, 0, pool, shadows, torch.zeros(1, dtype=torch.int32))
+        self.layer.ops = KERNELS if gpu else DEFINITION
+        if gpu:
+            self.builder.device = SimpleNamespace(type="cuda")
+
+    def run(self, step: CommonAttentionMetadata, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = torch.full_like(q, torch.nan)
+        self.steps = self.builder.build(0, step).steps
+        self.layer.attend(self.steps, q, k, v, DIMS**-0.5, out)
+        return out
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    tiny(head_dim=DIMS).save_pretrained(tmp_path)
+    monkeypatch.setattr(backend, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(backend.Engine, "current", None, raising=False)
+    given = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "block_size": PAGE, "max_model_len": WIDTH * PAGE}
+    asked = {"kvfold": {"recipe": RECIPE}}
+    config = EngineArgs(str(tmp_path), dtype="float16", additional_config=asked, **given).create_engine_config()
+    config.cache_config.num_gpu_blocks = PAGES
+    return config
+
+
+class Requests:
+    """Three requests with pages here and there, as vLLM's scheduler would describe them: those that decode first."""
+
+    def __init__(self) -> None:
+        self.table = torch.randperm(PAGES, generator=torch.Generator().manual_seed(0)).view(3, WIDTH).int()
+        self.lengths = [0, 0, 0]
+
+    def step(self, counts: list[int], padding: int = 0) -> CommonAttentionMetadata:
+        """So many tokens of each request, and rows of padding for a CUDA graph."""
+        slots = []
+        for row, count in enumerate(counts):
+            for token in range(self.lengths[row], self.lengths[row] + count):
+                slots.append(int(self.table[row, token // PAGE]) * PAGE + token % PAGE)
+            self.lengths[row] += count
+        starts = torch.tensor([0, *counts, *[0] * padding]).cumsum(0).int()
+        lengths = torch.tensor([*self.lengths, *[0] * padding], dtype=torch.int32)
+        return CommonAttentionMetadata(
+            query_start_loc=starts,
+            query_start_loc_cpu=starts,
+            seq_lens=lengths,
+            seq_lens_cpu_upper_bound=lengths,
+            num_reqs=len(lengths),
+            num_actual_tokens=len(slots) + padding,
+            max_query_len=max(counts),
+            max_seq_len=max(self.lengths),
+            block_table_tensor=torch.cat((self.table, self.table.new_zeros(padding, WIDTH))),
+            slot_mapping=torch.tensor(slots + [-1] * padding),
+        )
+
+
+def test_kernels_read_what_the_definition_says(config):
+    """Of prompts, of chunks beside requests that decode, and of requests that decode, over the ends of pages."""
+    gpu, definition, requests = Device(config, gpu=True), Device(config, gpu=False), Requests()
+    randn = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    kept = set()
+    for counts in ([1, 1, 21], [1, 14, 9], [1, 1, 1], [1, 1, 1], [1, 1, 5], [1, 1, 1]):
+        decodes = max(counts) == 1
+        tokens = sum(counts) + decodes  # and a row of padding, where a CUDA graph would run
+        q, k, v = (randn(tokens, heads, DIMS).half() for heads in (KV_HEADS * RATIO, KV_HEADS, KV_HEADS))
+        before = list(requests.lengths)
+        padded = requests.step(counts, padding=1 if decodes else 0)
+        requests.lengths = before
+        plain, real = requests.step(counts), sum(counts)
+        found = gpu.run(padded, q, k, v)[:real]
+        expected = definition.run(plain, q[:real], k[:real], v[:real])
+        torch.testing.assert_close(found, expected, atol=5e-3, rtol=1e-2)
+        assert torch.equal(gpu.builder.shadows.of, definition.builder.shadows.of)
+        tokens, step = gpu.steps[0]
+        if decodes:
+            assert (tokens, len(gpu.steps)) == (slice(4), 1)
+            kept.add((step.batch.table.data_ptr(), step.batch.starts.data_ptr()))
+    assert len(kept) == 1, "a CUDA graph reads where the first step lay"
+
+
+def test_layers_that_vllm_gives_to_another_backend_are_refused(config):
+    with pytest.raises(ValueError, match="vLLM gives it 1 layers of 2, and would serve the others in 16 bits"):
+        builder(config, layers=1)
