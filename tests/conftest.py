@@ -1,3 +1,4 @@
+import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +8,10 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: kernels run on the CPU
+    if importlib.util.find_spec("triton"):
+        import interpreter
+
+        interpreter.patch_language_once_per_launch()
 
 from kvfold.models import EMBEDDED, load_model
 
