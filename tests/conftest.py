@@ -24,6 +24,12 @@ def _poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture
+def _untouched_memory(_poisoned_memory: None) -> None:
+    """Fresh memory as the system gives it, so that only what is used is resident."""
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(scope="session")
 def embedded():
     """(model, tokenizer) of the embedded model, in float32 on the CPU."""

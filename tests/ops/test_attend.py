@@ -514,11 +514,6 @@ def test_what_no_query_reads_may_be_anything(recipes, counts, sink, recent):
     compare(kernels.attend(pages, q, new, world.scale), pages, q, new, world.scale)
 
 
-@pytest.fixture
-def _untouched_memory(_poisoned_memory: None) -> None:
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.usefixtures("_untouched_memory")
 def test_addresses_past_two_to_the_31():
     """Pages and shadows at both ends of memory for more than 2^31 numbers of 16 bits, of which only these are used."""

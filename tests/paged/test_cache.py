@@ -5,7 +5,7 @@ import functools
 import itertools
 import random
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,12 +31,7 @@ ROLLBACK = 32  # what the documentation promises
 LAYERS = 2
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _poisoned_memory() -> Iterator[None]:
-    """Fresh memory is 0xFF bytes, and NaN as numbers of 16 or 32 bits."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("_poisoned_memory")
 
 
 def test_fresh_memory_is_poisoned():
@@ -1211,13 +1206,6 @@ def test_a_cropped_cache_is_used_again():
         cache.crop([64, 60])
         cache.extend([64, 60])
     assert cache.allocated_bytes == allocated
-
-
-@pytest.fixture
-def _untouched_memory() -> Iterator[None]:
-    torch.use_deterministic_algorithms(False)
-    yield
-    torch.use_deterministic_algorithms(True)
 
 
 @pytest.mark.usefixtures("_untouched_memory")
