@@ -225,7 +225,7 @@ RECIPES = (
     "int2",
     "gtq-k3v3:sink=0",
     "int2:sink=5,recent=20",
-    "oscar-int2:sink=20,recent=40",
+    "oscar-int2:sink=17,recent=20",
     "int4:sink=4",
 )
 
@@ -250,12 +250,12 @@ class WorldOfKernels(World):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_kernels_take_ragged_batches(recipe, monkeypatch):
     """Of which some requests are unpacked, others beside them are not, and some decode."""
-    monkeypatch.setattr(unpacked, "MIN_QUERIES", 8)
-    monkeypatch.setattr(unpacked, "MIN_TOKENS", 32)
+    monkeypatch.setattr(unpacked, "MIN_QUERIES", 3)
+    monkeypatch.setattr(unpacked, "MIN_TOKENS", 8)
     world, kinds = WorldOfKernels(recipe, requests=5), []
     found = unpacked._kinds
     monkeypatch.setattr(unpacked, "_kinds", lambda *given: kinds.append(found(*given)) or kinds[-1])
-    for counts in ((20, 1, 110, 17, 120), (1, 40, 5, 90, 1), (3, 1, 1, 12, 12), (1, 1, 1, 1, 60)):
+    for counts in ((6, 1, 45, 5, 9), (1, 9, 2, 20, 1), (2, 1, 12, 4, 4), (1, 1, 1, 1, 14)):
         world.step(*counts)
     assert {unpacked.Kind.LONG, unpacked.Kind.SHORT_TURN} <= set().union(*kinds)
     assert any(len(set(some)) > 1 for some in kinds)
