@@ -13,10 +13,10 @@ SGLANG_BIN := .venv-sglang/bin
 SGLANG_PIP := $(SGLANG_BIN)/python -m pip --quiet --disable-pip-version-check
 SGLANG_INSTALLED := .venv-sglang/.installed
 
-.PHONY: help install demo serve test test-kvfold test-engines lint format clean
+.PHONY: help install demo serve test test-all test-kernels test-others test-vllm test-sglang lint format clean
 
 help: ## List the targets
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
 
 install: $(INSTALLED) ## Prepare .venv with the kvfold command in it
 
@@ -55,16 +55,25 @@ serve: $(VLLM_INSTALLED) ## Serve the embedded model with a packed cache through
 demo: install ## Show what packed caches gain and cost on the embedded model (options: DEMO_ARGS=)
 	$(BIN)/kvfold demo $(DEMO_ARGS)
 
-# Two at a time, with a core for each. SGLang's engines are forked, which threads of OpenMP would not outlive.
+# Two at a time, with a core for each, in an order in which both are busy to the end.
+# SGLang's engines are forked, which threads of OpenMP would not outlive.
 test: lint $(VLLM_INSTALLED) $(SGLANG_INSTALLED) ## Run everything that CI runs
-	OMP_NUM_THREADS=1 $(MAKE) --jobs 2 test-kvfold test-engines
+	OMP_NUM_THREADS=1 $(MAKE) --jobs 2 --keep-going test-kernels test-vllm test-others test-sglang
 
-test-kvfold:
-	$(BIN)/pytest
+test-all: ## Run all cases of tests of which `make test` runs some
+	$(MAKE) test TEST_ARGS=--whole-product
 
-test-engines:
-	$(VLLM_BIN)/pytest tests/engines/in_vllm
-	$(SGLANG_BIN)/pytest $(SGLANG_TESTS)
+test-kernels:
+	$(BIN)/pytest --durations=20 $(TEST_ARGS) tests/ops tests/paged
+
+test-others:
+	$(BIN)/pytest --durations=20 $(TEST_ARGS) --ignore tests/ops --ignore tests/paged
+
+test-vllm:
+	$(VLLM_BIN)/pytest --durations=20 $(TEST_ARGS) tests/engines/in_vllm
+
+test-sglang:
+	$(SGLANG_BIN)/pytest --durations=20 $(TEST_ARGS) $(SGLANG_TESTS)
 
 lint: install ## Check style and types
 	$(BIN)/ruff check

@@ -13,6 +13,8 @@ if not torch.cuda.is_available():
 
         interpreter.patch_language_once_per_launch()
 
+from covering import pytest_addoption, pytest_collection_modifyitems  # noqa: F401 - hooks
+
 from kvfold.models import EMBEDDED, load_model
 
 

@@ -393,6 +393,7 @@ ROW_BY_ROW = [
 ]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("text", ROW_BY_ROW)
 @pytest.mark.parametrize("dims", [64, 96, 128])
 @pytest.mark.parametrize("dtype", DTYPES)

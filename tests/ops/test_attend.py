@@ -292,6 +292,7 @@ def test_page_sizes(page_size, windows):
     world.step(1, 1)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("page_size", [16, 48, 64])
 @pytest.mark.parametrize("windows", [{}, {"sink": 5, "recent": 9}, {"sink": 40, "recent": 70}])
 @pytest.mark.parametrize("recipes", ["kivi-2", "kitty-2"])
@@ -306,6 +307,7 @@ def test_page_sizes_where_pages_are_quantized(recipes, page_size, windows):
 # --- what queries come as
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("sequences", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("recipes", ["int4", "tq-k4v4"])  # whose queries are those of the engine, or turned ones
@@ -362,6 +364,7 @@ def test_a_step_without_tokens():
 WINDOWS = {"sink": 3, "recent": 7}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("steps", "windows"),
     [
@@ -397,6 +400,7 @@ def test_windows(sink, recent):
     world.step(3)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("before", "counts"), [((0, 0), (100, 64)), ((5, 90), (100, 64)), ((200, 1), (3, 65))])
 @pytest.mark.parametrize(("sink", "recent"), [(3, 7), (70, 50)])
 def test_windows_of_long_steps(before, counts, sink, recent):
@@ -478,6 +482,7 @@ def test_windows_alone(sink, recent):
 # --- what must not be read
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("sink", "recent"), [(0, 0), (5, 0), (0, 6), (5, 6), (18, 70)])
 @pytest.mark.parametrize(
     ("recipes", "counts"),
@@ -486,10 +491,10 @@ def test_windows_alone(sink, recent):
         ("int4", (0, 9)),
         ("int4", (9, 2)),
         ("tq-k3v3 / bf16", (2, 5)),
-        ("kmeans-int4:centroids=8", (9, 2)),
+        ("int4", (70, 2)),
         ("kitty-2", (1, 1)),
         ("kitty-2", (9, 22)),
-        ("int4", (70, 2)),
+        ("kmeans-int4:centroids=8", (9, 2)),
     ],
 )
 def test_what_no_query_reads_may_be_anything(recipes, counts, sink, recent):
@@ -581,6 +586,7 @@ def test_a_query_that_sees_one_token_gets_its_value(recipes, windows):
     torch.testing.assert_close(out, expected.repeat_interleave(2, dim=2), rtol=0, atol=bound)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("recipe", ["int4", "saw-int4:values=true"])
 @pytest.mark.parametrize("recent", [0, 6])
 @pytest.mark.parametrize("count", [1, 9])

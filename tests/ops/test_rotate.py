@@ -29,6 +29,7 @@ def drawn(tokens: int, dims: int, dtype: torch.dtype) -> torch.Tensor:
     return wider.to(DEVICE, dtype)[:, 1 : Q_HEADS + 1]  # as of a fused projection: heads lie among others
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(("tokens", "many"), [(1, 1 << 14), (37, 1 << 14), (37, 1)])
 @pytest.mark.parametrize(("name", "dims"), [("hadamard", 128), ("hadamard", 96), ("one", 64), ("per head", 128)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -43,6 +44,7 @@ def test_queries(tokens, many, name, dims, dtype, monkeypatch):
     torch.testing.assert_close(half.double(), expected, rtol=2**-11, atol=1e-4)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(("tokens", "many"), [(1, 1 << 14), (37, 1 << 14), (37, 1)])
 @pytest.mark.parametrize(("name", "dims"), [("hadamard", 128), ("one", 80), ("per head", 128)])
 @pytest.mark.parametrize("centred", [False, True])

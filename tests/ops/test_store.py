@@ -256,6 +256,7 @@ TURNED = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("case", TURNED, ids=str)
 @pytest.mark.parametrize("ratio", [1, 4, 5])
 def test_a_token_of_each_sequence_is_turned_then_packed(case, ratio):

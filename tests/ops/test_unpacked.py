@@ -220,6 +220,7 @@ def test_steps_without_tokens_or_with_few_are_left_to_the_portable_kernel(monkey
     assert unpacked.attend(pages, world.queries(0), None, world.scale).shape == (2, 0, world.q_heads, 32)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("recipes", ["int4", "saw-int4:values=true"])
 @pytest.mark.parametrize("recent", [0, 6])
 @pytest.mark.parametrize("counts", [(19, 19), (19, 12)])

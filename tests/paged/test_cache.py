@@ -857,6 +857,7 @@ def test_chunks_change_no_byte_and_no_read(setup, way):
 # --- the blocked implementation
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("block_tokens", [1, 16, 100, 1024])
 @pytest.mark.parametrize(
     ("block_logits", "part"), [(1, "_flash"), (600, "_softmax"), (2**23, "_flash"), (2**23, "_softmax")]
