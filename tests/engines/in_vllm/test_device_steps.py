@@ -63,7 +63,7 @@ class Device:
 def config(tmp_path, monkeypatch):
     tiny(head_dim=DIMS).save_pretrained(tmp_path)
     monkeypatch.setattr(backend, "get_tensor_model_parallel_rank", lambda: 0)
-    monkeypatch.setattr(backend.Engine, "current", None, raising=False)
+    monkeypatch.setattr(backend.Engine, "current", None)
     given = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "block_size": PAGE, "max_model_len": WIDTH * PAGE}
     asked = {"kvfold": {"recipe": RECIPE}}
     config = EngineArgs(str(tmp_path), dtype="float16", additional_config=asked, **given).create_engine_config()

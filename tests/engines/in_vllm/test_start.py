@@ -32,7 +32,7 @@ def test_nothing_is_refused_that_works(config):
 
 def test_what_is_made_for_layers_does_not_depend_on_the_default_device(config, monkeypatch):
     monkeypatch.setattr(backend, "get_tensor_model_parallel_rank", lambda: 0)
-    monkeypatch.setattr(backend.Engine, "current", None, raising=False)
+    monkeypatch.setattr(backend.Engine, "current", None)
     with torch.device("meta"):  # vLLM makes layers where it is the GPU
         engine = backend.Engine.of(config)
     assert {key.transform.mean.device.type for key, _ in engine.plan.codecs} == {"cpu"}

@@ -122,7 +122,7 @@ class Engine:
     """What the layers of the engine in this process share. It is made with the first of them, before vLLM measures how
     much memory is left for pages, and shadow pages are allocated then."""
 
-    current: ClassVar["Engine"]
+    current: ClassVar["Engine | None"] = None
     followed: ClassVar[set[type]] = set()  # classes that show their steps
 
     def __init__(self, config: VllmConfig) -> None:
@@ -165,11 +165,12 @@ class Engine:
 
     @classmethod
     def of(cls, config: VllmConfig) -> "Engine":
+        current = cls.current
         # vLLM makes the language model of a larger one with another configuration, of the same cache
-        if getattr(cls, "current", None) is None or cls.current.config.cache_config is not config.cache_config:
+        if current is None or current.config.cache_config is not config.cache_config:
             with torch.device("cpu"):  # vLLM makes layers where the default is their own
-                cls.current = cls(config)
-        return cls.current
+                cls.current = current = cls(config)
+        return current
 
 
 def follow_steps(runner: Any) -> None:
@@ -180,8 +181,9 @@ def follow_steps(runner: Any) -> None:
 
     @wraps(execute)
     def followed(self: Any, scheduler_output: Any, *others: Any, **options: Any) -> Any:
-        if self.cache_config is Engine.current.config.cache_config:  # and not another engine's in this process
-            Engine.current.requests.follow(scheduler_output)
+        current = Engine.current
+        if current is not None and self.cache_config is current.config.cache_config:  # else it is another engine's
+            current.requests.follow(scheduler_output)
         return execute(self, scheduler_output, *others, **options)
 
     runner.execute_model = followed
@@ -219,6 +221,7 @@ class PackedBackend(AttentionBackend):
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """vLLM counts [blocks, heads, tokens, bytes]; the bytes of a page of ours are spread evenly over its tokens."""
+        assert Engine.current is not None, "vLLM makes layers before it counts their bytes"
         page_bytes = Engine.current.plan.layouts[0].page_bytes
         return replace(spec, dtype=torch.uint8, state_content_bytes=page_bytes // spec.block_size)
 
