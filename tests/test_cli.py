@@ -532,16 +532,19 @@ def test_calibrate_interrupted_early_leaves_no_folder(small: Path, tmp_path: Pat
     assert not any(tmp_path.iterdir())
 
 
-SLOW = """
-import sys, time
+STUCK = """
+import signal, time
 from kvfold.calibration import capture
 from kvfold.cli import main
 
-def slow(*arguments, add=capture._add_window):
+def stuck(*arguments, add=capture._add_window, windows=[]):
+    windows.append(None)
+    if len(windows) == 2:
+        time.sleep(600)
     add(*arguments)
-    time.sleep(2)
 
-capture._add_window = slow
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell ignores it
+capture._add_window = stuck
 capture.capture.__wrapped__.__kwdefaults__["checkpoint_seconds"] = 0
 main()
 """
@@ -549,10 +552,10 @@ main()
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=lambda how: how.name)
 def test_calibrate_goes_on_after_it_was_broken_off(error_of, small: Path, fits: Path, tmp_path: Path, how):
-    """In a process of its own, which saves a checkpoint after each of its four windows."""
+    """In a process of its own, which saves a checkpoint after the first of its four windows and is stuck then."""
     folder = tmp_path / "fits"
     command = ("calibrate", small, "--out", folder, *FITTED, "--tokens", 200, "--context", 64)
-    process = subprocess.Popen([sys.executable, "-c", SLOW, *map(str, command)], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", STUCK, *map(str, command)], stderr=subprocess.PIPE, text=True)
     while not (folder / "unfinished.safetensors").exists():
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.02)
