@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kvfold.bench.graphs import WARM_UP
-from kvfold.ops.attend import triton as attend
+from kvfold.ops.attend import attend_gpu as attend
 from kvfold.ops.dispatch import Choice, Ops
-from kvfold.ops.store import triton as store
+from kvfold.ops.store import store_gpu as store
 from kvfold.paged import PagedCache
 
 aten = torch.ops.aten

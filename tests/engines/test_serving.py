@@ -14,7 +14,7 @@ from kvfold.engines import serving
 from kvfold.engines.serving import Config, Faults, Layer, Plan, steps_of
 from kvfold.engines.shadow_table import ShadowTable
 from kvfold.geometry import Geometry, UnsupportedModel
-from kvfold.ops.attend import unpacked
+from kvfold.ops.attend import unpacked_prefill as unpacked
 from kvfold.ops.dispatch import Ops, choose
 from kvfold.ops.restore import Restore
 from kvfold.recipes import parse

@@ -1,4 +1,4 @@
-"""The Hopper decode kernels in PyTorch, as ops/attend/gluon.py calls them: what they read and return, in float64.
+"""The Hopper decode kernels in PyTorch, as hopper/decode_step.py calls them: what they read and return, in float64.
 
 Their own code needs a GPU. With this in its place, everything around them runs in Triton's interpreter.
 """
@@ -13,9 +13,8 @@ from torch import Tensor
 
 from kvfold.codec import Codec
 from kvfold.layout import PageLayout
-from kvfold.ops import rotate, turn
-from kvfold.ops.attend import gluon, parts, windows
-from kvfold.ops.store import triton as store
+from kvfold.ops import pdl
+from kvfold.ops.attend.hopper import decode_step as gluon
 
 UNSEEN = -1e30
 
@@ -60,9 +59,8 @@ class Decode:
 
 
 def use(monkeypatch: Any) -> None:
-    """Let the kernels that decode on Hopper be these, and others run without those that overlap with them."""
+    """Replace the Hopper decode kernels by these. The interpreter runs one kernel after the other, so none waits."""
     kernel = gluon._kernel
     monkeypatch.setattr(gluon, "_kernel", lambda layout: kernel(layout)._replace(decode=Decode(layout)))
-    for module in (store, turn, rotate, parts, windows):
-        for name in ("gdc_wait", "gdc_launch_dependents"):
-            monkeypatch.setattr(module, name, lambda: None)
+    for name in ("gdc_wait", "gdc_launch_dependents"):
+        monkeypatch.setattr(pdl, name, lambda: None)

@@ -26,10 +26,10 @@ from kvfold.layout import (
     mixed_slot,
     raw_slot,
 )
+from kvfold.ops.attend import attend_gpu as kernels
 from kvfold.ops.attend import naive
-from kvfold.ops.attend import triton as kernels
-from kvfold.ops.attend import windows as window_kernel
-from kvfold.ops.attend.parts import MAX_SPLITS, Blocks, merge
+from kvfold.ops.attend import window_kernel as window_kernel
+from kvfold.ops.attend.parts import MAX_SPLITS, QueryTiles, merge
 from kvfold.ops.pages import LayerPages
 from kvfold.ops.store.naive import store
 from kvfold.ops.tiles import attended_sides
@@ -424,7 +424,7 @@ def test_layers_in_sixteen_bits_have_no_windows():
 @pytest.mark.parametrize("windows", [{}, {"sink": 70, "recent": 66}])
 def test_splits(splits, windows, monkeypatch):
     """Fewer than tiles, as many, and more, of which some are left without any."""
-    monkeypatch.setattr(Blocks, "splits", lambda *_: splits)
+    monkeypatch.setattr(QueryTiles, "splits", lambda *_: splits)
     world = World(codecs("int4", 16, 1), kv_heads=1, **windows)
     world.fill(330)
     world.step(2)
@@ -449,7 +449,7 @@ def test_numbers_of_splits(sequences, length):
     world = World(codecs("int4", 16, 1), sequences, kv_heads=1)
     world.cache.extend([length - 1] * sequences)
     world.cache.extend([1] * sequences)
-    splits = Blocks(world.cache.pages(LAYER), world.randn(sequences, 2, 16)).splits(length, torch.device(DEVICE))
+    splits = QueryTiles(world.cache.pages(LAYER), world.randn(sequences, 2, 16)).splits(length, torch.device(DEVICE))
     assert 1 <= splits <= min(-(-length // 16), MAX_SPLITS)
     if DEVICE == "cpu":  # as if there were 4 processors
         assert (splits > 1) == (sequences < 16 and length > 64)

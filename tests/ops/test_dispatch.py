@@ -53,8 +53,11 @@ def triton() -> ModuleType:
     return pytest.importorskip("triton")
 
 
-KERNELS = [f"kvfold.ops.{name}" for name in ("tiles", "store.triton", "attend.triton", "attend.unpacked", "unpack")]
-GLUON = [f"kvfold.ops.attend.{name}" for name in ("gluon", "gluon_integers", "gluon_codebooks")]
+KERNELS = [
+    f"kvfold.ops.{name}"
+    for name in ("tiles", "store.store_gpu", "attend.attend_gpu", "attend.unpacked_prefill", "dequantize_gpu")
+]
+GLUON = [f"kvfold.ops.attend.hopper.{name}" for name in ("decode_step", "integer_decode", "codebook_decode")]
 
 
 def test_without_triton_pytorch_does_it_and_says_so(monkeypatch):

@@ -1,6 +1,6 @@
 """What the Gluon kernels take, in which order the codebook kernel lays out what it decodes, and the steps around them.
 
-`levels.py` has tests of its own.
+`level_lookup.py` has tests of its own.
 """
 
 from functools import partial
@@ -16,11 +16,12 @@ from triton import knobs
 from kvfold import selftest
 from kvfold.codec import Codec
 from kvfold.layout import PageLayout, Segment, SlotLayout, affine_slot, codebook_slot, mixed_slot
-from kvfold.ops.attend import gluon, levels
-from kvfold.ops.attend import gluon_codebooks as kernel
-from kvfold.ops.attend.gluon import unsupported
+from kvfold.ops.attend.hopper import codebook_decode as kernel
+from kvfold.ops.attend.hopper import decode_step as gluon
+from kvfold.ops.attend.hopper import level_lookup as levels
+from kvfold.ops.attend.hopper.decode_step import unsupported
 from kvfold.ops.dispatch import HOPPER, Choice, Ops, choose
-from kvfold.ops.store import triton as store
+from kvfold.ops.store import store_gpu as store
 from kvfold.recipes import parse
 from kvfold.selftest import Case, Tokens
 
@@ -98,10 +99,10 @@ def lane_levels(words: np.ndarray, bits: int, columns: int, lanes: int, lane: in
     column, u = lane % columns, lane // columns
     loaded = [words[..., w.first + column + u % w.width * columns] for w in levels.lane_words(bits, columns, lanes)]
     outputs = []
-    for step in levels.lane_steps(bits, columns, lanes):
-        inputs = [loaded[i][:, token] for i in step.words for token in range(2)]
-        inputs += [np.full(len(words), number, np.uint32) for number in (u, *step.constants) for _ in range(2)]
-        outputs += run(step.program, inputs)
+    for lookup in levels.lane_lookups(bits, columns, lanes):
+        inputs = [loaded[i][:, token] for i in lookup.words for token in range(2)]
+        inputs += [np.full(len(words), number, np.uint32) for number in (u, *lookup.constants) for _ in range(2)]
+        outputs += run(lookup.program, inputs)
     return np.stack(outputs).view(np.float16).reshape(len(outputs), -1, 2) / levels.codebook(bits).scale
 
 

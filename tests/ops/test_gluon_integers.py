@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from kvfold.layout import affine_slot
-from kvfold.ops.attend import gluon_integers as kernel
-from kvfold.ops.attend.gluon_tiles import TILE
+from kvfold.ops.attend.hopper import integer_decode as kernel
+from kvfold.ops.attend.hopper.decode_tiles import TILE
 
 
 def registers(asm: str, words: list[int], count: int) -> list[int]:
@@ -58,13 +58,13 @@ def test_values_are_unpacked_to_subnormal_halves(bits: int) -> None:
 
 @pytest.mark.parametrize(("dims", "bits", "group"), [(128, 2, 128), (128, 2, 64), (128, 4, 128), (128, 8, 128)])
 def test_programs_fit_in_shared_memory(dims: int, bits: int, group: int) -> None:
-    side = kernel.side(affine_slot(dims, bits, group), 0, 0)
+    side = kernel.integer_words(affine_slot(dims, bits, group), 0, 0)
     tile = 2 * TILE * affine_slot(dims, bits, group).slot_bytes
     warps = kernel.room(side, side)
     assert 0 < warps * (2 * tile + 1024) <= kernel.SHARED
     assert warps == kernel.WARPS or (warps + 1) * (2 * tile + 1024) > kernel.SHARED
     others = 2 * side.per_token + side.segments
-    taken = 4 * TILE * (2 * others + kernel.meta_slots(side.segments, others) * side.segments) + 1024
+    taken = 4 * TILE * (2 * others + kernel.meta_stages(side.segments, others) * side.segments) + 1024
     assert warps * taken <= kernel.SHARED < (kernel.WARPS + 1) * taken
     if bits < 8:  # a program that reads windows takes 20 KiB, and 1 as every one
         assert kernel.SHARED - warps * taken >= 21 * 1024

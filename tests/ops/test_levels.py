@@ -8,7 +8,7 @@ import torch
 
 from kvfold.codec import Codec
 from kvfold.layout import codebook_slot
-from kvfold.ops.attend import levels
+from kvfold.ops.attend.hopper import level_lookup as levels
 from kvfold.quantizers import lloyd_max
 
 Registers = dict[str, np.ndarray]
@@ -60,16 +60,16 @@ def decoded(words: np.ndarray, bits: int, dims: int, lanes: int) -> np.ndarray:
     for lane in range(lanes):
         u, column = lane // columns, lane % columns
         loaded = [words[:, w.first + column + u % w.width * columns] for w in levels.lane_words(bits, columns, lanes)]
-        for number_of_step, step in enumerate(levels.lane_steps(bits, columns, lanes)):
-            inputs = [loaded[i][token : token + 1] for i in step.words for token in range(TOKENS)]
-            inputs += [np.full(1, number, np.uint32) for number in (u, *step.constants) for _ in range(TOKENS)]
-            outputs = run(step.program, inputs)
+        for i_lookup, lookup in enumerate(levels.lane_lookups(bits, columns, lanes)):
+            inputs = [loaded[i][token : token + 1] for i in lookup.words for token in range(TOKENS)]
+            inputs += [np.full(1, number, np.uint32) for number in (u, *lookup.constants) for _ in range(TOKENS)]
+            outputs = run(lookup.program, inputs)
             for number, pair in enumerate(np.stack(outputs).view(np.float16).astype(np.float32)):
                 for half in range(2):
                     # pairs of keys are two parts of one token, pairs of values two tokens
                     other, byte = number // 4, number % 4
                     token, high = (other, half) if lanes == levels.KEY_LANES else (half, other)
-                    place = levels.coordinate.fn(number_of_step, byte, high, lane, columns, lanes, share)
+                    place = levels.coordinate.fn(i_lookup, byte, high, lane, columns, lanes, share)
                     assert np.isnan(out[token, place])
                     out[token, place] = pair[half]
     return out / levels.codebook(bits).scale

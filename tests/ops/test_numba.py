@@ -26,12 +26,12 @@ from kvfold.layout import (
     codebook_slot,
     mixed_slot,
 )
-from kvfold.ops import compiled
+from kvfold.ops import cpu
+from kvfold.ops.attend import decode_cpu as kernels
 from kvfold.ops.attend import naive
-from kvfold.ops.attend import numba as kernels
 from kvfold.ops.dispatch import choose
 from kvfold.ops.store import naive as store_definition
-from kvfold.ops.store import numba as store_kernel
+from kvfold.ops.store import store_cpu as store_kernel
 from kvfold.recipes import parse
 
 pytestmark = pytest.mark.usefixtures("_poisoned_memory")
@@ -122,12 +122,12 @@ def test_numbers_of_16_bits():
         words = torch.arange(2**16, dtype=torch.int32).to(torch.uint16)
         numbers = words.view(dtype)
         words, numbers = words[numbers.isfinite()], numbers[numbers.isfinite()].float()
-        assert all(compiled.widened(word, half) == x for word, x in zip(words.numpy(), numbers.tolist(), strict=True))
+        assert all(cpu.widened(word, half) == x for word, x in zip(words.numpy(), numbers.tolist(), strict=True))
         middles = (numbers + numbers.abs().nextafter(torch.tensor(torch.inf)).copysign(numbers)) / 2
         between = torch.cat((numbers * (1 + 2**-12), numbers * (1 + 2**-9), numbers * (1 + 2**-11), middles, numbers))
-        got = [compiled.narrowed(x, half) for x in between.numpy()]
+        got = [cpu.narrowed(x, half) for x in between.numpy()]
         assert torch.equal(torch.tensor(got, dtype=torch.int32), between.to(dtype).view(torch.uint16).int())
-    assert not compiled.finite(compiled.narrowed(numpy32(float("nan")), True), True)
+    assert not cpu.finite(cpu.narrowed(numpy32(float("nan")), True), True)
 
 
 def numpy32(x: float):

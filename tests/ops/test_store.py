@@ -26,8 +26,9 @@ knobs = pytest.importorskip("triton").knobs
 if not torch.cuda.is_available() and not knobs.runtime.interpret:
     pytest.skip("the kernel takes a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
-from kvfold.ops.store import naive, triton  # noqa: E402
-from kvfold.ops.turn import turn  # noqa: E402
+from kvfold.ops.decode_prologue import prologue  # noqa: E402
+from kvfold.ops.store import naive  # noqa: E402
+from kvfold.ops.store import store_gpu as triton  # noqa: E402
 
 DEVICE = torch.device("cpu" if knobs.runtime.interpret else "cuda")
 PAGES = 24
@@ -268,7 +269,7 @@ def test_a_token_of_each_sequence_is_turned_then_packed(case, ratio):
     expected = naive.store(twins.expected.pages(0), *x)
     wider = torch.randn(17, 1, ratio * case.kv_heads + 3, case.dims, generator=twins.generator).to(case.dtype)
     q = wider[:, :, 2:-1].to(DEVICE)
-    turned = turn(twins.got.pages(0), q, *x.to(DEVICE))
+    turned = prologue(twins.got.pages(0), q, *x.to(DEVICE))
     transform, heads = case.codecs[0].transform, torch.arange(ratio * case.kv_heads) // ratio
     matrix = transform.rotation.dense(case.dims, torch.device("cpu")).double().expand(case.kv_heads, -1, -1)[heads]
     queries = torch.einsum("shd,hde->she", q.squeeze(1).cpu().double(), matrix)

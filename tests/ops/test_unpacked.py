@@ -19,11 +19,12 @@ from kvfold.layout import (
     mixed_slot,
     raw_slot,
 )
-from kvfold.ops.attend import naive, unpacked
+from kvfold.ops.attend import naive
+from kvfold.ops.attend import unpacked_prefill as unpacked
+from kvfold.ops.dequantize_gpu import dequantize
 from kvfold.ops.dispatch import choose
 from kvfold.ops.pages import LayerPages
 from kvfold.ops.store.naive import store
-from kvfold.ops.unpack import unpack
 from kvfold.windows import Windows
 
 ROOM = 16  # tokens
@@ -61,9 +62,9 @@ def chunks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, range]]:
         assert len(tokens) * 2 * pages.pool.shape[1] * pages.layout.key.dims <= len(workspace)
         assert workspace.nbytes <= unpacked.WORKSPACE
         seen.append((int(pages.step.table[row, 0]), tokens))
-        return unpack(pages, row, tokens, workspace)
+        return dequantize(pages, row, tokens, workspace)
 
-    monkeypatch.setattr(unpacked, "unpack", recorded)
+    monkeypatch.setattr(unpacked, "dequantize", recorded)
     return seen
 
 
@@ -112,7 +113,7 @@ def test_unpacked_tokens_are_those_of_the_codec(slot, dtype):
     world = World((Codec(slot), Codec(affine_slot(slot.dims, 4))), 2)
     pages, _ = world.fill(20, 60)
     workspace = torch.full((2 * 2 * 40 * slot.dims,), 7, dtype=dtype, device=DEVICE)
-    k, v = unpack(pages, 1, range(5, 42), workspace)
+    k, v = dequantize(pages, 1, range(5, 42), workspace)
     assert k.shape == v.shape == (1, 2, 37, slot.dims)
     for side, expected in zip((k, v), naive.read(pages, 1, 59, None), strict=True):
         assert torch.equal(side[0], expected[5:42].transpose(0, 1).to(dtype))
@@ -125,7 +126,7 @@ def test_unpacked_tokens_of_any_page(page_size, wide):
     world = World((Codec(affine_slot(32, 4), wide=wide), Codec(raw_slot(32), wide=wide)), page_size=page_size)
     pages, _ = world.fill(67 + page_size)
     for tokens in (range(67), range(66, 67), range(31, 66)):
-        k, v = unpack(pages, 0, tokens, torch.empty(2 * 2 * 67 * 32, device=DEVICE))
+        k, v = dequantize(pages, 0, tokens, torch.empty(2 * 2 * 67 * 32, device=DEVICE))
         for side, expected in zip((k, v), naive.read(pages, 0, 66, None), strict=True):
             assert torch.equal(side[0], expected[tokens.start : tokens.stop].transpose(0, 1))
 

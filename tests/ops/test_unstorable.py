@@ -12,10 +12,12 @@ from torch import Tensor
 
 from kvfold.codec import Codec
 from kvfold.layout import Segment, SlotLayout, affine_slot, channel_slot
-from kvfold.ops.attend import blocked, unpacked
-from kvfold.ops.attend import triton as portable
-from kvfold.ops.store import naive, triton
-from kvfold.ops.turn import turn
+from kvfold.ops.attend import attend_gpu as portable
+from kvfold.ops.attend import blocked
+from kvfold.ops.attend import unpacked_prefill as unpacked
+from kvfold.ops.decode_prologue import prologue
+from kvfold.ops.store import naive
+from kvfold.ops.store import store_gpu as triton
 from kvfold.paged import PagedCache
 from kvfold.windows import Windows
 
@@ -100,11 +102,11 @@ class Poisoned:
 
 # --- store
 
-IMPLEMENTATIONS = ("naive", "numba", "triton")
+IMPLEMENTATIONS = ("naive", "store_cpu", "store_gpu")
 
 
 def store_of(implementation: str) -> Callable:
-    if implementation == "numba" and DEVICE.type == "cuda":
+    if implementation == "store_cpu" and DEVICE.type == "cuda":
         pytest.skip("numba compiles for CPUs")
     return pytest.importorskip(f"kvfold.ops.store.{implementation}").store
 
@@ -124,7 +126,7 @@ def test_the_definition_stores_zeros(case, bad):
 
 @pytest.mark.parametrize(("case", "bad"), BOTH)
 def test_the_kernel_for_cpus_stores_zeros(case, bad):
-    Poisoned(case, bad).check(store_of("numba"), any_codes=False)
+    Poisoned(case, bad).check(store_of("store_cpu"), any_codes=False)
 
 
 @pytest.mark.parametrize(("case", "bad"), [*BOTH[:3], *BOTH[3:24:4], *BOTH[24::2]])  # one or two of most cases
@@ -156,12 +158,12 @@ def test_what_is_turned_and_packed_is_zero(case, bad):
     counts, places = (1,) * 9, (Place(3, 0, 0, 1), Place(3, 0, 1, 1), Place(7, 0, 1, 0))
     poisoned = Poisoned(case, bad, counts, places)
     q = torch.randn(9, 1, 4, case.dims, generator=poisoned.twins.generator).to(DEVICE, case.dtype)
-    clean = turn(poisoned.twins.got.pages(0), q, *poisoned.stored.to(DEVICE, case.dtype)).q
+    clean = prologue(poisoned.twins.got.pages(0), q, *poisoned.stored.to(DEVICE, case.dtype)).q
     assert not poisoned.twins.got.faults.any()
     q[3] = torch.nan
 
     def store(pages, k, v):
-        turned = turn(pages, q, k, v)
+        turned = prologue(pages, q, k, v)
         triton.pack(pages, turned.kv)
         others = torch.arange(9, device=DEVICE) != 3
         assert torch.equal(turned.q[others], clean[others])
@@ -176,7 +178,7 @@ def test_finite_numbers_that_16_bits_cannot_hold_turn_into_finite_ones():
     twins = Twins(case, 1)
     x = twins.extend([1])
     x[0] = 30000  # times √128 in the first coordinate
-    turned = turn(twins.got.pages(0), torch.zeros(1, 1, 2, 128, dtype=torch.float16, device=DEVICE), *x.to(DEVICE))
+    turned = prologue(twins.got.pages(0), torch.zeros(1, 1, 2, 128, dtype=torch.float16, device=DEVICE), *x.to(DEVICE))
     assert twins.got.faults.sum() == 1
     assert all(side.isfinite().all() for side in turned.new)
     assert (turned.new[0][..., :64] == 0).all()
@@ -248,7 +250,7 @@ def test_pages_that_are_quantized_as_a_whole(bad):
 
 
 def numba_attend(*arguments) -> Tensor:
-    return pytest.importorskip("kvfold.ops.attend.numba").attend(*arguments)
+    return pytest.importorskip("kvfold.ops.attend.decode_cpu").attend(*arguments)
 
 
 DECODE, EXTEND = (1, 1, 1), (5, 2, 9)

@@ -23,11 +23,12 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from kvfold.bench.fits import random_artifact
 from kvfold.engines.serving import Config, Layer, Plan, steps_of
 from kvfold.engines.shadow_table import ShadowTable
-from kvfold.ops.attend import gluon, parts
-from kvfold.ops.attend import triton as portable
-from kvfold.ops.attend import unpacked
+from kvfold.ops.attend import parts
+from kvfold.ops.attend.hopper import decode_step as gluon
+from kvfold.ops.attend import attend_gpu as portable
+from kvfold.ops.attend import unpacked_prefill as unpacked
 from kvfold.ops.dispatch import Choice, Ops
-from kvfold.ops.store import triton as store
+from kvfold.ops.store import store_gpu as store
 from kvfold.recipes import parse
 
 Q_HEADS, KV_HEADS = map(int, sys.argv[1:])
@@ -46,7 +47,7 @@ def run(kernel, *args, grid, warmup, **options):
 
 JITFunction.run = run
 # as on a large GPU, but for flash attention itself
-parts.processors = lambda device: 132
+parts.sms = lambda device: 132
 unpacked.OPERANDS = {"cpu": torch.float16}
 unpacked._flash = lambda q, k, v, scale, causal, usual: (torch.empty_like(q), torch.empty(q.shape[:3]))
 model = dict(model_type="qwen3", num_hidden_layers=2, num_attention_heads=Q_HEADS, num_key_value_heads=KV_HEADS,
@@ -100,7 +101,7 @@ print(json.dumps({"variants": {name: sorted(found) for name, found in variants.i
 """
 
 
-NAMES = {"_store", "_turn", "decode", "_attend", "_windows", "_unpack", "_rotate", "_merge"}
+NAMES = {"_store", "_prologue", "decode", "_attend", "_windows", "_dequantize", "_rotate", "_merge"}
 
 
 @pytest.fixture(scope="module", params=[("8", "2"), ("9", "3")], ids=":".join)

@@ -273,7 +273,7 @@ def warm_up(layers: Iterable[Layer]) -> None:
         if layer.ops.store.implementation != "torch":
             layer.warm_up()
         if layer.ops.extend.implementation == "unpacked":
-            from kvfold.ops.attend.unpacked import build_graphs
+            from kvfold.ops.attend.unpacked_prefill import build_graphs
 
             build_graphs(layer.pages, layer.ratio)
     torch.cuda.empty_cache()

@@ -63,9 +63,9 @@ def choose(layout: PageLayout, ratio: int, device: torch.device, capability: tup
         )
     try:
         from kvfold.ops import tiles
-        from kvfold.ops.attend import triton as attend
-        from kvfold.ops.attend import unpacked
-        from kvfold.ops.store import triton as store
+        from kvfold.ops.attend import attend_gpu as attend
+        from kvfold.ops.attend import unpacked_prefill as unpacked
+        from kvfold.ops.store import store_gpu as store
     except OLD_TRITON as error:
         return _slow(
             f"the kernels for GPUs need Triton 3.5 or newer, which torch 2.9 has: pip install -U torch ({error})"
@@ -104,7 +104,7 @@ def check_dtype(ops: Iterable[Ops], dtype: torch.dtype) -> None:
 def _hopper(layout: PageLayout, ratio: int, store: Choice, portable: Callable[..., Tensor]) -> Choice:
     """What decodes on Hopper or later."""
     try:
-        from kvfold.ops.attend import gluon
+        from kvfold.ops.attend.hopper import decode_step as gluon
     except OLD_TRITON as error:
         reason: str | None = f"that needs Triton 3.6 or newer, which torch 2.10 has: pip install -U torch ({error})"
     else:
@@ -118,12 +118,12 @@ def _hopper(layout: PageLayout, ratio: int, store: Choice, portable: Callable[..
 
 def _cpu(layout: PageLayout) -> Ops:
     try:
-        from kvfold.ops import compiled
-        from kvfold.ops.attend import numba as attend
-        from kvfold.ops.store import numba as store
+        from kvfold.ops import cpu
+        from kvfold.ops.attend import decode_cpu as attend
+        from kvfold.ops.store import store_cpu as store
     except ImportError as error:
         return _torch(f"the kernels for CPUs need numba: pip install 'kvfold[cpu]' ({error})")
-    if reason := compiled.unsupported(layout):
+    if reason := cpu.unsupported(layout):
         return _torch(reason)
     kernel = partial(Choice, "numba", "segments are affine, codebooks or raw")
     extend = _torch("of several queries for each sequence PyTorch's matrix products are faster").extend

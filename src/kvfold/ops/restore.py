@@ -41,7 +41,7 @@ class Restore:
 
     def launch(self, pages: Tensor, shadows: Tensor, count: Tensor) -> None:
         """The same in one launch for all layers of a layout, which waits for nothing."""
-        from kvfold.ops.unpack import restore
+        from kvfold.ops.dequantize_gpu import restore
 
         for layout, layers in self.alike.items():
             restore(self._addresses[layout], layers[0], pages, shadows, count)

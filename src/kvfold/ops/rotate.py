@@ -1,4 +1,4 @@
-"""Transforms of queries and of attention's outputs on a GPU, each in one small launch."""
+"""Transforms of queries and of attention's outputs on a GPU, one small launch each."""
 
 from typing import NamedTuple
 
@@ -6,63 +6,62 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kvfold.ops.pdl import ALONE, BESIDE, LAST, Overlap, release, wait
 from kvfold.ops.sizes import ceil_div, power_of_two
 from kvfold.transforms import Transform
 
 
-class _Blocks(NamedTuple):
-    """What a program computes."""
+class _Tile(NamedTuple):
+    """What a CTA computes."""
 
     vectors: int
-    columns: int  # coordinates of them, at most
+    columns: int  # coordinates per vector, at most
     warps: int
 
 
-FEW = _Blocks(16, 64, 4)
-MANY = _Blocks(64, 128, 4)
-MANY_VECTORS = 1 << 14  # from which on larger blocks, which read matrices less often, leave little of a GPU idle
+FEW = _Tile(16, 64, 4)
+MANY = _Tile(64, 128, 4)  # reads matrices less often
+MANY_VECTORS = 1 << 14  # from this many vectors on, MANY has CTAs for nearly all SMs
 
 
 class _Matrices(NamedTuple):
-    """A, or Aᵀ, as the sum of `terms` [kv_heads or 1, d, d] times `factor`."""
+    """factor·Σ terms [kv_heads or 1, d, d]: A or, if `transposed`, Aᵀ."""
 
     terms: tuple[Tensor, ...]
     factor: float
     transposed: bool
-    precision: str  # of a product of float32
+    precision: str  # of float32 products
 
 
-def dual(transform: Transform, q: Tensor, dtype: torch.dtype = torch.float32, beside: bool = False) -> Tensor:
-    """Queries [tokens, q_heads, d] of any type -> `transform.dual` of them: of `dtype`, or as they are if not rotated.
+def dual(transform: Transform, q: Tensor, dtype: torch.dtype = torch.float32, overlaps: bool = False) -> Tensor:
+    """`transform.dual` of queries [tokens, q_heads, d] of any type. Without a rotation, q itself; else in `dtype`.
 
-    With `beside`, which asks for queries that are older than the kernel before it, it runs beside that one and does not
-    end before that; and the next kernel may begin beside it.
+    With `overlaps`, the kernel runs beside the one before it. That one must not write the queries.
     """
     if transform.rotation is None:
         return q
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
     matrices = transform.once(_of_queries, q.shape[-1], q.dtype, q.device)
-    return _rotate_to(out, q, matrices, beside=beside)
+    return _rotate_to(out, q, matrices, None, BESIDE if overlaps else ALONE)
 
 
-def inverse(transform: Transform, x: Tensor, out: Tensor | None = None, late: bool = False) -> Tensor:
-    """Outputs float32[tokens, q_heads, d] -> `transform.inverse` of them, float32 or in `out`.
+def inverse(transform: Transform, x: Tensor, out: Tensor | None = None, overlaps: bool = False) -> Tensor:
+    """`transform.inverse` of attention's outputs float32[tokens, q_heads, d]: float32, or in `out`.
 
-    With `late`, it is launched before the kernel that computes the outputs ends, and waits for that.
+    With `overlaps`, the kernel loads its matrices while the kernel before it still computes the outputs.
     """
     if transform.rotation is None:
         return transform.inverse(x) if out is None else out.copy_(transform.inverse(x))
     out = torch.empty(x.shape, device=x.device) if out is None else out
-    # 11 bits of each factor are more than bfloat16 keeps; three products give what they leave out of other outputs
+    # tf32 has 11 bits, more than bfloat16 keeps; other outputs get three products, of high and of low bits
     precision = "tf32" if out.dtype == torch.bfloat16 else "tf32x3"
     matrices = _Matrices((transform.rotation.dense(x.shape[-1], x.device),), 1.0, True, precision)
-    return _rotate_to(out, x, matrices, transform.mean, late=late)
+    return _rotate_to(out, x, matrices, transform.mean, LAST if overlaps else ALONE)
 
 
 def _of_queries(transform: Transform, dims: int, dtype: torch.dtype, device: torch.device) -> _Matrices:
-    """For queries of 16 bits, matrices of as many."""
+    """16-bit queries get 16-bit matrices."""
     assert transform.rotation is not None
     if dtype == torch.float32:
         return _Matrices((transform.rotation.dense(dims, device),), 1.0, False, "tf32x3")
@@ -73,14 +72,16 @@ def _of_queries(transform: Transform, dims: int, dtype: torch.dtype, device: tor
 def terms_and_shift(
     transform: Transform, dims: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[tuple[Tensor, ...], float, Tensor | None]:
-    """(x − mean)·A, for 16-bit x, as factor·Σ x·term + shift: matrices of as many bits [kv_heads or 1, d, d], none
-    where nothing is rotated, and float32[kv_heads, d], None where nothing is centred. All is there when it returns:
-    kernels may read it before they wait for those before them."""
+    """(x − mean)·A for 16-bit x, as factor·Σ x·term + shift.
+
+    Returns terms, 16-bit [kv_heads or 1, d, d], none without a rotation; factor; and shift, float32[kv_heads, d], None
+    without a mean. They are in device memory when this returns: kernels read them before they wait (see pdl.py).
+    """
     terms: tuple[Tensor, ...] = ()
     factor, shift = 1.0, None if transform.mean is None else -transform.mean
     if transform.rotation is not None:
         terms, factor = transform.rotation.terms(dims, dtype, device)
-        if shift is not None:  # by the terms too, so that what they leave out of A meets x − mean and not x
+        if shift is not None:  # −mean times the rounded A: the error of A then meets x − mean, not x
             matrix = factor * torch.stack(terms).double().sum(dim=0)
             shift = (shift.double().unsqueeze(-2) @ matrix).squeeze(-2).float()
         kept = torch.float32 if device.type == "cpu" else dtype  # Triton's interpreter cannot multiply bfloat16
@@ -91,22 +92,20 @@ def terms_and_shift(
 
 
 def head_stride(matrices: tuple[Tensor, ...]) -> int:
-    """From the matrices [kv_heads or 1, ...] of one KV head to those of the next."""
+    """The stride from KV head to KV head in matrices [kv_heads or 1, ...]; 0 where all share one."""
     return matrices[0].stride(0) if matrices and len(matrices[0]) > 1 else 0
 
 
-def _rotate_to(
-    out: Tensor, x: Tensor, matrices: _Matrices, mean: Tensor | None = None, late: bool = False, beside: bool = False
-) -> Tensor:
-    """x·A (or x·Aᵀ) + mean, with the matrix and mean [kv_heads, d] of each head's KV head."""
+def _rotate_to(out: Tensor, x: Tensor, matrices: _Matrices, mean: Tensor | None, overlap: Overlap) -> Tensor:
+    """x·A (or x·Aᵀ) + mean [kv_heads, d], with matrix and mean of the query head's KV head."""
     tokens, q_heads, dims = x.shape
     first = matrices.terms[0]
     heads = max(len(first), 1 if mean is None else len(mean))
     ratio = q_heads // heads
-    blocks = MANY if tokens * q_heads >= MANY_VECTORS and dims <= MANY.columns else FEW
+    tile = MANY if tokens * q_heads >= MANY_VECTORS and dims <= MANY.columns else FEW
     row, column = first.stride()[-2:]
-    width = min(blocks.columns, power_of_two(dims))
-    _rotate[(ceil_div(tokens * ratio, blocks.vectors), heads, ceil_div(dims, width))](
+    width = min(tile.columns, power_of_two(dims))
+    _rotate[(ceil_div(tokens * ratio, tile.vectors), heads, ceil_div(dims, width))](
         x,
         matrices.terms,
         mean,
@@ -121,11 +120,10 @@ def _rotate_to(
         DIMS=dims,
         PADDED=power_of_two(dims),
         WIDTH=width,
-        ROWS=blocks.vectors,
-        LATE=late,
-        BESIDE=beside,
-        num_warps=blocks.warps,
-        **({"launch_pdl": True} if late or beside else {}),
+        ROWS=tile.vectors,
+        OVERLAP=overlap,
+        num_warps=tile.warps,
+        **overlap.launch,
     )
     return out
 
@@ -146,14 +144,12 @@ def _rotate(
     PRECISION: tl.constexpr,
     RATIO: tl.constexpr,
     DIMS: tl.constexpr,
-    PADDED: tl.constexpr,  # dims, up to a power of two
+    PADDED: tl.constexpr,  # DIMS, up to a power of two
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
-    LATE: tl.constexpr,
-    BESIDE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    if BESIDE:
-        gdc_launch_dependents()
+    release(OVERLAP, "start")
     head = tl.program_id(1)
     vector = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token, q_head = vector // RATIO, head * RATIO + vector % RATIO
@@ -166,8 +162,7 @@ def _rotate(
     terms = ()
     for i in tl.static_range(len(matrices)):
         terms += (tl.load(matrices[i] + entry, mask=(row < DIMS)[:, None] & inside, other=0.0),)
-    if LATE:
-        gdc_wait()
+    wait(OVERLAP, "start")
     states = tl.load(x + at, mask=exists & (row < DIMS)[None, :], other=0.0).to(matrices[0].dtype.element_ty)
     rotated = tl.zeros([ROWS, WIDTH], tl.float32)
     for i in tl.static_range(len(matrices)):
@@ -177,5 +172,4 @@ def _rotate(
         rotated += tl.load(mean + head * DIMS + column[None, :], mask=inside, other=0.0)
     place = (token[:, None].to(tl.int64) * (tl.num_programs(1) * RATIO) + q_head[:, None]) * DIMS + column[None, :]
     tl.store(out + place, rotated, mask=exists & inside)
-    if BESIDE:
-        gdc_wait()
+    wait(OVERLAP, "end")

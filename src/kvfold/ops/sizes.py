@@ -1,5 +1,5 @@
-"""Sizes of launches. Triton's own functions for them, which kernels can call too, take the host 4 µs a call: of a layer
-with a short prompt, a seventh of all it does."""
+"""Sizes of launches. Triton's own functions, which kernels can call too, take 4 µs per call on the host: together a
+seventh of the host's time for a layer with a short prompt."""
 
 
 def ceil_div(n: int, by: int) -> int:
@@ -7,5 +7,5 @@ def ceil_div(n: int, by: int) -> int:
 
 
 def power_of_two(n: int) -> int:
-    """The one from `n` up."""
+    """The smallest power of two that is not below `n`."""
     return 1 << max(0, n - 1).bit_length()

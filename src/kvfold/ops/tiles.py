@@ -1,9 +1,9 @@
 """What the Triton kernels of all ops share: how they see a slot, and the codes of many slots as a tile.
 
-A segment is `parts` runs of as many coordinates as its narrowest plane has bytes (see packing.py), and every plane is
-runs of as many bytes. The columns of a tile are the first two coordinates of every part, then the next two, …: a thread
-that has loaded bytes keeps all codes in them, and computes with two at a time. Queries are loaded, and outputs stored,
-in the same order.
+A segment is `parts` runs of coordinates, each as long as its narrowest plane has bytes (see packing.py). Every plane is
+runs of as many bytes. The columns of a tile are the first two coordinates of every part, then the next two, and so on:
+a thread keeps all codes of the bytes that it has loaded, and computes with two at a time. Queries are loaded, and
+outputs stored, in this order of columns.
 """
 
 from functools import lru_cache
@@ -12,44 +12,44 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from kvfold.layout import META_BYTES, ODD_BYTES, PageLayout, Rule, SlotLayout
+from kvfold.layout import META_BYTES, ODD_BYTES, PageLayout, SlotLayout
 from kvfold.ops import sizes
+from kvfold.ops.segments import RULES, segment_rows
 
-AFFINE = tl.constexpr(0)
-CODEBOOK = tl.constexpr(1)
-RAW = tl.constexpr(2)
-CHANNEL = tl.constexpr(3)
-_RULES: dict[Rule, int] = {"affine": 0, "codebook": 1, "raw": 2, "channel": 3}
+AFFINE = tl.constexpr(RULES["affine"])
+CODEBOOK = tl.constexpr(RULES["codebook"])
+RAW = tl.constexpr(RULES["raw"])
+CHANNEL = tl.constexpr(RULES["channel"])
 
 
 class Side(NamedTuple):
-    """The keys or the values of a page, for kernels: numbers of each segment, then of the whole."""
+    """The keys or the values of a page, for kernels: per segment (see `SegmentRow`), then for the whole."""
 
-    start: tuple[int, ...]  # the first coordinate
+    start: tuple[int, ...]
     dims: tuple[int, ...]
     eighth: tuple[int, ...]  # of the codes that are stored
     parts: tuple[int, ...]
-    run: tuple[int, ...]  # codes of a part
-    width: tuple[int, ...]  # its columns in a tile
+    run: tuple[int, ...]  # codes per part
+    width: tuple[int, ...]  # columns of a part in a tile
     bits: tuple[int, ...]
     rule: tuple[int, ...]
-    boosted: tuple[int, ...]  # coordinates with twice the bits
-    byte: tuple[int, ...]  # where its codes begin in the codes of a slot
-    entry: tuple[int, ...]  # where its metadata begin in the metadata of a slot
+    boosted: tuple[int, ...]
+    byte: tuple[int, ...]
+    entry: tuple[int, ...]
     head_dim: int
-    codes: int  # byte of a page at which the codes begin
-    code_stride: int  # bytes
-    meta: int  # 16-bit entry of a page at which the metadata begin
-    meta_stride: int  # entries
+    codes: int  # the byte of a page at which codes begin
+    code_stride: int  # bytes from slot to slot
+    meta: int  # the 16-bit entry of a page at which metadata begin
+    meta_stride: int  # entries from slot to slot
 
 
 def unsupported(slot: SlotLayout) -> str | None:
-    """Why no kernel writes slots of this layout, and none reads them but, perhaps, the portable `attend`, or None."""
+    """Why kernels neither write nor read slots of this layout, or None. The portable `attend` may still read them."""
     return slot.more_than_a_token or _odd(slot)
 
 
 def unsupported_side(layout: PageLayout) -> tuple[str, str] | None:
-    """Whether it is the keys or the values of such pages that `unsupported` says no to, and why; None: neither."""
+    """Which side of a page is `unsupported`, and why; None: neither."""
     for side, slot in (("keys", layout.key), ("values", layout.value)):
         if reason := unsupported(slot):
             return side, reason
@@ -62,7 +62,7 @@ def unreadable(layout: PageLayout) -> str | None:
         reasons = [unsupported(head) for head in slot.heads] or [_odd(slot)]
         if any(head.has_raw for head in slot.heads) and slot.code_bytes % 2:
             reasons.append(ODD_BYTES)
-        if slot.per_page and layout.page_size % 16:  # a tile lies in one page, and tensor cores take 16 tokens at least
+        if slot.per_page and layout.page_size % 16:  # a tile lies in one page, and MMA takes 16 tokens at least
             reasons.append(f"{layout.page_size} tokens of a page that is quantized as a whole are no multiple of 16")
         if reason := next(filter(None, reasons), None):
             return f"there is no kernel for these {side}: {reason}"
@@ -95,7 +95,7 @@ def _side(slot: SlotLayout, codes: int, meta: int) -> Side:
 
 @lru_cache
 def attended_sides(layout: PageLayout) -> list[tuple[Side, Side]]:
-    """Keys and values for the portable `attend`: of all KV heads, or of each, where they have layouts of their own."""
+    """Keys and values for the portable `attend`: one pair for all KV heads, or one each if their layouts differ."""
     if reason := unreadable(layout):
         raise ValueError(f"{reason}: {layout}")
     key, value, at = layout.key, layout.value, layout.offsets
@@ -111,16 +111,15 @@ def _of_head(slot: SlotLayout, head: int, codes: int, meta: int) -> Side:
 
 
 def _numbers(slot: SlotLayout, codes: int, meta: int) -> Side:
-    rows = []
-    for segment, place in zip(slot.segments, slot.places, strict=True):
+    columns = []
+    for segment in segment_rows(slot):
         count = max(1, 8 // (segment.bits & -segment.bits))
-        run = segment.padded_dims // count
-        # tensor cores take 16 columns at least; those of several parts, which share bytes, Triton (3.6) multiplies
-        # wrongly where they are fewer than 32
+        run = segment.stored // count
+        # MMA takes 16 columns at least; and Triton 3.6 multiplies wrongly if several parts have fewer than 32 together
         width = max((32 if count > 1 else 16) // count, sizes.power_of_two(run))
-        of_codes = (segment.start, segment.dims, segment.padded_dims // 8, count, run, width, segment.bits)
-        rows.append((*of_codes, _RULES[segment.rule], segment.boosted, *place))
-    start, dims, eighths, parts, runs, widths, bits, rule, boosted, at_byte, at_entry = zip(*rows, strict=True)
+        columns.append((segment.stored // 8, count, run, width))
+    start, dims, _, bits, rule, boosted, at_byte, at_entry = zip(*segment_rows(slot), strict=True)
+    eighths, parts, runs, widths = zip(*columns, strict=True)
     return Side(
         start, dims, eighths, parts, runs, widths, bits, rule, boosted, at_byte, at_entry,
         slot.dims, codes, slot.code_bytes, meta // META_BYTES, slot.meta_entries,
@@ -129,19 +128,19 @@ def _numbers(slot: SlotLayout, codes: int, meta: int) -> Side:
 
 @triton.jit
 def coordinates(SIDE: tl.constexpr, SEGMENT: tl.constexpr):
-    """The coordinate of every column of a segment, and whether there is one."""
+    """The coordinate of every column of a segment, and whether the column has one."""
     PARTS: tl.constexpr = SIDE.parts[SEGMENT]
     column = tl.arange(0, PARTS * SIDE.width[SEGMENT])
     j = column
-    if PARTS > 1:  # else they follow each other, and the compiler can tell
+    if PARTS > 1:  # else the compiler should see that columns are consecutive
         j = column // (2 * PARTS) * 2 + column % 2
     within = column // 2 % PARTS * SIDE.run[SEGMENT] + j
     return SIDE.start[SEGMENT] + within, (j < SIDE.run[SEGMENT]) & (within < SIDE.dims[SEGMENT])
 
 
 @triton.jit
-def unpack(slots, SIDE: tl.constexpr, SEGMENT: tl.constexpr):
-    """The codes of a segment, float16[TOKENS, parts·width], out of the codes of slots at pointers `slots`."""
+def load_codes(slots, SIDE: tl.constexpr, SEGMENT: tl.constexpr):
+    """The codes of a segment as float16[TOKENS, parts·width]. `slots` points to the codes of each token's slot."""
     PARTS: tl.constexpr = SIDE.parts[SEGMENT]
     parts = ()
     for part in tl.static_range(PARTS):
@@ -153,8 +152,7 @@ def unpack(slots, SIDE: tl.constexpr, SEGMENT: tl.constexpr):
 
 @triton.jit
 def _part(slots, SIDE: tl.constexpr, SEGMENT: tl.constexpr, PART: tl.constexpr, BITS: tl.constexpr):
-    """What the planes that make up BITS are in the codes of a part. Parts have bytes in common, which the compiler
-    loads once."""
+    """The codes of a part, summed over the planes of BITS. Parts share bytes, which the compiler loads once."""
     WIDTH: tl.constexpr = BITS & -BITS
     codes = _plane(slots, SIDE, SEGMENT, PART, WIDTH)
     if BITS > WIDTH:
@@ -164,8 +162,8 @@ def _part(slots, SIDE: tl.constexpr, SEGMENT: tl.constexpr, PART: tl.constexpr, 
 
 @triton.jit
 def _plane(slots, SIDE: tl.constexpr, SEGMENT: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr):
-    """What the bits of one plane are in the codes of a part. In the low bits of the float16 1024 a byte adds its number
-    to that, so that its bits need neither be shifted nor converted."""
+    """What one plane adds to the codes of a part. A byte in the low bits of the float16 1024 makes it 1024 + byte: so
+    bits need neither be shifted nor converted."""
     RUN: tl.constexpr = SIDE.run[SEGMENT]
     RUNS: tl.constexpr = SIDE.parts[SEGMENT] * WIDTH // 8
     BELOW: tl.constexpr = bits_below(SIDE.bits[SEGMENT], WIDTH)
@@ -175,7 +173,7 @@ def _plane(slots, SIDE: tl.constexpr, SEGMENT: tl.constexpr, PART: tl.constexpr,
     byte = slots[:, None] + (BELOW * SIDE.eighth[SEGMENT] + PART % RUNS * RUN + j)[None, :]
     packed = tl.load(byte, mask=(j < RUN)[None, :], other=0).to(tl.int16) | 0x6400
     x = (packed & (0x6400 | (((1 << WIDTH) - 1) << SHIFT))).to(tl.float16, bitcast=True)
-    if UNIT > 1:  # 1024 times that may be more than float16 holds
+    if UNIT > 1:  # float16 may not hold 1024·UNIT
         return (x - 1024.0) * UNIT
     else:
         return x * UNIT - 1024 * UNIT
@@ -183,7 +181,7 @@ def _plane(slots, SIDE: tl.constexpr, SEGMENT: tl.constexpr, PART: tl.constexpr,
 
 @triton.jit
 def _interleaved(parts):
-    """Parts [TOKENS, pairs, 2] -> [TOKENS, parts·pairs, 2]: the first pairs of all, then the second ones, …"""
+    """Parts [TOKENS, pairs, 2] -> [TOKENS, parts·pairs, 2]: the first pair of every part, then the second, …"""
     x = parts[0]
     if len(parts) > 1:
         x = tl.join(_interleaved(parts[::2]), _interleaved(parts[1::2]))
@@ -192,8 +190,8 @@ def _interleaved(parts):
 
 
 @triton.jit
-def pick(slots, mask, number, BITS: tl.constexpr, EIGHTH: tl.constexpr):
-    """Codes by `number` [columns], out of 8·EIGHTH codes at each of pointers `slots`: int32[tokens, columns]."""
+def pick_codes(slots, mask, number, BITS: tl.constexpr, EIGHTH: tl.constexpr):
+    """Codes by `number` [columns], out of the 8·EIGHTH codes at each pointer of `slots`: int32[tokens, columns]."""
     codes = tl.zeros(mask.shape, tl.int32)
     for plane in tl.static_range(4):
         if BITS & (8 >> plane):
@@ -205,16 +203,16 @@ def pick(slots, mask, number, BITS: tl.constexpr, EIGHTH: tl.constexpr):
 def _picked_plane(slots, mask, number, BITS: tl.constexpr, EIGHTH: tl.constexpr, WIDTH: tl.constexpr):
     """The bits of one plane, at their place in the codes."""
     BELOW: tl.constexpr = bits_below(BITS, WIDTH)
-    PART: tl.constexpr = WIDTH * EIGHTH  # codes of one shift, and bytes of the plane
+    PART: tl.constexpr = WIDTH * EIGHTH  # codes with one shift, and bytes of the plane
     packed = tl.load(slots[:, None] + (BELOW * EIGHTH + number % PART)[None, :], mask=mask, other=0).to(tl.int32)
     return ((packed >> (number // PART * WIDTH)[None, :]) & ((1 << WIDTH) - 1)) << BELOW
 
 
 @triton.constexpr_function
 def bits_below(bits, width):
-    """How many bits of a code lie in planes before that of `width`."""
+    """How many bits of a code lie in planes before the one of `width`."""
     return bits // (2 * width) * (2 * width)
 
 
-# Triton's own cannot be called in kernels where another package has replaced it, as SGLang does
+# SGLang replaces Triton's own function, which kernels then cannot call
 power_of_two = triton.constexpr_function(sizes.power_of_two)

@@ -1,72 +1,75 @@
-"""Attention in parts: what the Triton kernels that compute them share, and their merge by log-sum-exp.
+"""Attention in parts: what the Triton kernels that compute parts share, and their merge by log-sum-exp.
 
-A part is the attention of queries over some of the tokens that they read, float32[tokens, q_heads, d], and the log2 of
-the sum of its weights, float32[tokens, q_heads].
+A part is attention over some of the tokens that queries read: outputs float32[tokens, q_heads, d], and the log2 of the
+sum of the weights, float32[tokens, q_heads].
 """
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvfold.ops.pages import LayerPages
+from kvfold.ops.pdl import AFTER, ALONE, LAST, release, wait
 from kvfold.ops.rotate import inverse
 from kvfold.ops.sizes import ceil_div, power_of_two
 from kvfold.transforms import Transform
 
 UNSEEN = tl.constexpr(-1e30)  # below every logit; finite, so that a row without tokens is no NaN
-MAX_ROWS = 128  # queries times heads of a block
+MAX_ROWS = 128  # of a tile: queries times query heads per KV head
 MAX_SPLITS = 128
-FEWEST_PARTS = 8  # for which merging is compiled, but for that of decoding, of which CUDA graphs know how many
+FEWEST_PARTS = 8  # for which `merge` is compiled; decoding compiles for its exact number, which its CUDA graphs fix
 
 
-def processors(device: torch.device) -> int:
+def sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-class Blocks:
-    """How a launch divides the queries [tokens, q_heads, d] of a step: blocks of `queries` of a sequence, which with
-    the heads of one KV head make `rows`."""
+class QueryTiles:
+    """How a launch divides the queries [tokens, q_heads, d] of a step.
+
+    A tile has up to `queries` queries of one sequence and the query heads of one KV head, together `rows` rows.
+    """
 
     def __init__(self, pages: LayerPages, q: Tensor, max_rows: int = MAX_ROWS) -> None:
         batch = pages.step.batch
         self.kv_heads = pages.pool.shape[1]
         self.ratio = power_of_two(q.shape[1] // self.kv_heads)
         self.queries = max(1, min(power_of_two(batch.max_queries), max_rows // self.ratio))
-        self.rows = max(16, self.queries * self.ratio)  # tensor cores take 16 at least
-        self.each = ceil_div(batch.max_queries, self.queries)  # of a sequence
-        self.count = self.each * len(batch.lengths)
-        self.tokens = 64 if q.shape[-1] <= 128 else 32  # of a tile
+        self.rows = max(16, self.queries * self.ratio)  # MMA takes 16 at least
+        self.per_sequence = ceil_div(batch.max_queries, self.queries)
+        self.count = self.per_sequence * len(batch.lengths)
+        self.tokens = 64 if q.shape[-1] <= 128 else 32  # keys that a tile reads at once
         self.num_warps = 8 if self.rows > 64 else 4
-        self.registers = 128 if self.rows == 16 else None  # of a thread: four programs on a processor
+        self.registers = 128 if self.rows == 16 else None  # per thread: four CTAs per SM
 
     def splits(self, tokens: int, device: torch.device) -> int:
-        """Over how many programs `tokens` tokens of a sequence are split, so that every processor has work."""
-        wanted = ceil_div(4 * processors(device), self.count * self.kv_heads)
+        """Over how many CTAs `tokens` tokens of a sequence are split, so that every SM has work."""
+        wanted = ceil_div(4 * sms(device), self.count * self.kv_heads)
         return max(1, min(wanted, ceil_div(tokens, self.tokens), MAX_SPLITS))
 
 
 def empty(splits: int, q: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for `splits` parts of queries [tokens, q_heads, d]: outputs and weights."""
+    """Memory for `splits` parts of queries [tokens, q_heads, d]: outputs and weights."""
     outs = torch.empty(splits, *q.shape, dtype=torch.float32, device=q.device)
     return outs, torch.empty(splits, *q.shape[:2], dtype=torch.float32, device=q.device)
 
 
-def merge(outs: Tensor, weights: Tensor, value: Transform, out: Tensor | None = None, late: bool = False) -> Tensor:
-    """Parts [splits, tokens, q_heads, d] over transformed values, and their weights -> outputs [tokens, q_heads, d],
-    float32 or in `out`, which may be [sequences, n, q_heads, d].
+def merge(outs: Tensor, weights: Tensor, value: Transform, out: Tensor | None = None, overlaps: bool = False) -> Tensor:
+    """Parts [splits, tokens, q_heads, d] over transformed values, and their weights -> outputs [tokens, q_heads, d].
 
-    With `late`, it is launched before the kernel that computes the parts ends, and waits for that.
+    They are float32 or in `out`, which may be [sequences, n, q_heads, d]. With `overlaps`, kernels are launched before
+    the one that computes the parts ends.
     """
     splits, tokens, q_heads, dims = outs.shape
     out = None if out is None else out.view(outs.shape[1:])
     if splits == 1 and value.rotation is not None:
-        return inverse(value, outs[0], out, late)
+        return inverse(value, outs[0], out, overlaps)
     mean = value.mean if value.rotation is None else None
     merged = torch.empty_like(outs[0]) if out is None or value.rotation is not None else out
-    padded = max(1 if late else FEWEST_PARTS, power_of_two(splits))
+    padded = max(1 if overlaps else FEWEST_PARTS, power_of_two(splits))
     width = min(power_of_two(dims), max(32, 2048 // padded))
+    overlap = (LAST if value.rotation is None else AFTER) if overlaps else ALONE
     _merge[(tokens * q_heads, ceil_div(dims, width))](
         outs,
         weights,
@@ -78,17 +81,17 @@ def merge(outs: Tensor, weights: Tensor, value: Transform, out: Tensor | None = 
         DIMS=dims,
         WIDTH=width,
         SPLITS=padded,
-        EARLY=late and value.rotation is not None,
-        LATE=late,
-        maxnreg=64,  # of a thread, which takes 32 if it may, and then loads one part after the other
+        OVERLAP=overlap,
+        maxnreg=64,  # with 32 registers, which the compiler would choose, parts are loaded one after another
         num_warps=2 if padded <= 8 else 4 if padded <= 128 else 8,
-        **({"launch_pdl": True} if late else {}),
+        **overlap.launch,
     )
-    return merged if value.rotation is None else inverse(value, merged, out, late)
+    return merged if value.rotation is None else inverse(value, merged, out, overlaps)
 
 
 def warm_up(q: Tensor, value: Transform, out: Tensor) -> None:
-    """Compile merging of as many parts of queries [tokens, q_heads, d] as there may be: those of pages and windows."""
+    """Compile `merge` for queries [tokens, q_heads, d] and every number of parts: up to MAX_SPLITS of pages, and of
+    windows."""
     splits = FEWEST_PARTS
     while splits <= 2 * MAX_SPLITS:
         merge(*empty(splits, q), value, out)
@@ -98,14 +101,12 @@ def warm_up(q: Tensor, value: Transform, out: Tensor) -> None:
 @triton.jit(do_not_specialize=["splits"])
 def _merge(
     outs, weights, mean, merged, splits, q_heads, ratio,
-    DIMS: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr, LATE: tl.constexpr,
+    DIMS: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The mean of the parts [splits, rows, DIMS] of one row, each weighted by 2^weight: WIDTH coordinates of it. To
-    that goes `mean`, of the row's KV head, if there is one."""
-    if EARLY:  # for what rotates the outputs
-        gdc_launch_dependents()
-    if LATE:
-        gdc_wait()
+    """WIDTH coordinates of one row: the mean of its parts [splits, rows, DIMS], weighted by 2^weight, plus the `mean`
+    of its KV head, if there is one."""
+    release(OVERLAP, "start")
+    wait(OVERLAP, "start")
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     coordinate = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -114,7 +115,7 @@ def _merge(
     weight = tl.load(weights + split * rows + row, mask=split < splits, other=-float("inf"))
     if mean is not None:
         added = tl.load(mean + row % q_heads // ratio * DIMS + coordinate, mask=coordinate < DIMS, other=0.0)
-    part = tl.where((weight > UNSEEN)[:, None], part, 0.0)  # without tokens it may be anything
+    part = tl.where((weight > UNSEEN)[:, None], part, 0.0)  # a part without tokens may hold anything
     share = tl.exp2(weight - tl.max(weight, 0))
     out = tl.sum(part * (share / tl.sum(share, 0))[:, None], 0)
     if mean is not None:
@@ -123,12 +124,12 @@ def _merge(
 
 
 @triton.jit
-def block_rows(
+def tile_rows(
     query_starts, lengths, sequence, first, head,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, RATIO: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The rows of the block of queries from the `first` of a sequence on: which token and head each is, whether it is
-    one, and its position; then the positions of the block's first and last query."""
+    """The tile of queries from the `first` of a sequence on. Per row: its token, its query head, whether it is a query
+    at all, and its position. Then the positions of the tile's first and last query."""
     begin, end = tl.load(query_starts + sequence), tl.load(query_starts + sequence + 1)
     to_position = tl.load(lengths + sequence) - end
     row = tl.arange(0, ROWS)
@@ -141,13 +142,13 @@ def block_rows(
 
 @triton.jit
 def exact_from(position, recent, group):
-    """The first of the recent tokens that a query at `position` reads in 16 bits (see windows.py)."""
+    """`Windows.exact_from`: the first of the recent tokens that a query at `position` reads in 16 bits."""
     return tl.minimum((position + 1) // group * group, position + 1 - recent)
 
 
 @triton.jit
 def softmax(logits, seen, highest, total):
-    """A tile's weights, by what to scale what came before, and the running maximum and sum."""
+    """The weights of a tile, the factor for what came before it, and the running maximum and sum."""
     logits = tl.where(seen, logits, -float("inf"))
     now = tl.maximum(highest, tl.max(logits, 1))
     fade = tl.exp2(highest - now)

@@ -1,14 +1,14 @@
-"""From packed codes of codebook segments to float16 levels in registers, for the Gluon kernel: which words a lane
-loads, the PTX that turns them into levels, and the coordinates that come out.
+"""Packed codes of codebook segments to float16 levels in registers, for the Gluon kernel: which words a lane loads, the
+PTX that turns them into levels, and the coordinates that come out.
 
-The codes of a segment of n coordinates lie in n/32 *columns*: the words j, n/32 + j, 2·n/32 + j, … of its codes, one
-for each bit, which together hold 32 codes. Byte i of column j holds coordinates p·n/8 + 4·j + i, its *parts* p from 0
-to 7 (see packing.py). Lanes share columns evenly. Where there are fewer columns than lanes, `share` of them divide the
-parts of one: lane u takes those with p % 4 = u, u + share, …
+The codes of a segment of n coordinates lie in n/32 *columns*. Column j is the words j, n/32 + j, 2·n/32 + j, … of the
+codes, one word per bit, and holds 32 codes. Its byte i holds the coordinates p·n/8 + 4·j + i, for *parts* p from 0 to 7
+(see packing.py). Lanes share columns evenly. With fewer columns than lanes, `share` lanes divide the parts of a column:
+lane u takes the parts with p % 4 = u, u + share, …
 
-PTX works on parts p and p + 4 together, whose codes, up to 4 bits of them, are the nibbles of a word. A nibble is an
-index for `prmt`, which looks up 4 bytes in a table of 8: once for the high bytes of levels, once for the low ones,
-before both meet in halves. From 4 bits on, tables are of magnitudes, as levels are symmetric, and a sign is added.
+A *lookup* works on parts p and p + 4 together: of their codes, up to 4 bits are the nibbles of a word. `prmt` takes a
+nibble as an index and looks up 4 bytes in a table of 8: once for the high bytes of levels, once for the low bytes. Both
+are joined to halves. From 4 bits on, tables hold magnitudes, since levels are symmetric, and a sign is added.
 """
 
 from functools import lru_cache
@@ -22,28 +22,30 @@ from kvfold.packing import planes
 from kvfold.quantizers import lloyd_max
 
 MAX_BITS = 6
-PRODUCTS = (16,)  # shifts that are done by multiplying, in another unit than the one that looks up
-KEY_LANES, VALUE_LANES = 4, 8  # that share the codes of a token
+PRODUCTS = (16,)  # shifts that are done by multiplying, which keeps the unit that looks up free
+KEY_LANES, VALUE_LANES = 4, 8  # lanes that share the codes of a token
 
 
 class Word(NamedTuple):
-    """One that every lane loads of a token: word first + lane's column + lane's u % width · columns."""
+    """A word that every lane loads per token: word first + lane's column + lane's u % width · columns."""
 
     first: int
     width: int  # of its plane
 
 
-class Step(NamedTuple):
-    words: tuple[int, ...]  # which of the lane's it decodes, one of each plane
-    program: str
-    constants: tuple[int, ...]  # what it wants to find in registers after its words
+class Lookup(NamedTuple):
+    """8 codes per token to levels."""
+
+    words: tuple[int, ...]  # which of the lane's words, one per plane
+    program: str  # PTX
+    constants: tuple[int, ...]  # its operands after words and u
 
 
 class Codebook(NamedTuple):
-    """What tables hold is `scale` times the levels, rounded to float16."""
+    """Tables of levels times `scale`, rounded to float16."""
 
     scale: float
-    halves: tuple[int, ...]  # of levels in ascending order or, from 4 bits on, of magnitudes in descending order
+    halves: tuple[int, ...]  # levels in ascending order; from 4 bits on, magnitudes in descending order
 
 
 @lru_cache
@@ -52,7 +54,7 @@ def codebook(bits: int) -> Codebook:
     if bits < 4:
         return _codebook(levels, 1.0)
     magnitudes = -levels[: len(levels) // 2]
-    if bits == 5:  # see `_sixteen`
+    if bits == 5:  # a scale at which `_sixteen` can look up
         return min((book for book in _scaled(magnitudes) if _pairs(book)), key=lambda book: _error(book, magnitudes))
     return _codebook(magnitudes, 1.0)
 
@@ -85,7 +87,7 @@ def share(columns: int, lanes: int) -> int:
 
 @lru_cache
 def lane_words(bits: int, columns: int, lanes: int) -> tuple[Word, ...]:
-    """Those of a segment, one column of the lane after the other, planes in order."""
+    """The words that a lane loads of a segment: column by column, planes in order."""
     by, words = share(columns, lanes), []
     for first in range(0, columns, lanes):
         for width in planes(bits):
@@ -95,13 +97,13 @@ def lane_words(bits: int, columns: int, lanes: int) -> tuple[Word, ...]:
 
 
 @lru_cache
-def lane_steps(bits: int, columns: int, lanes: int) -> tuple[Step, ...]:
-    """How a lane decodes them, 8 codes of a token in each step."""
+def lane_lookups(bits: int, columns: int, lanes: int) -> tuple[Lookup, ...]:
+    """How a lane decodes these words."""
     by = share(columns, lanes)
     counts = [max(1, width // by) for width in planes(bits)]
     begins = list(accumulate(counts, initial=0))
     return tuple(
-        Step(
+        Lookup(
             tuple(column * begins[-1] + begin + turn % count for begin, count in zip(begins, counts, strict=False)),
             *_program(bits, by, turn, across=lanes == VALUE_LANES),
         )
@@ -111,10 +113,10 @@ def lane_steps(bits: int, columns: int, lanes: int) -> tuple[Step, ...]:
 
 
 @gluon.jit
-def coordinate(step, byte, high, lane, COLUMNS, LANES, SHARE):
-    """Of what a step of a lane makes of a byte of its words: of part p, or p + 4 where `high`."""
-    part = lane // COLUMNS + step % (4 // SHARE) * SHARE + 4 * high
-    column = lane % COLUMNS + step // (4 // SHARE) * LANES
+def coordinate(lookup, byte, high, lane, COLUMNS, LANES, SHARE):
+    """The coordinate that a lookup of a lane finds in a byte of its words: of part p or, if `high`, of p + 4."""
+    part = lane // COLUMNS + lookup % (4 // SHARE) * SHARE + 4 * high
+    column = lane % COLUMNS + lookup // (4 // SHARE) * LANES
     return part * (4 * COLUMNS) + 4 * column + byte
 
 
@@ -122,10 +124,11 @@ def coordinate(step, byte, high, lane, COLUMNS, LANES, SHARE):
 
 
 def _program(bits: int, by: int, turn: int, across: bool) -> tuple[str, tuple[int, ...]]:
-    """The words of two tokens, of each plane one for both, u and constants, each twice -> 8 pairs of float16.
+    """PTX from two tokens to 8 pairs of float16, and its constants.
 
-    Without `across`, these are parts p and p + 4 of bytes 0 to 3 of the first token, then of the second; with it, both
-    tokens at bytes 0 to 3 of part p, then of p + 4.
+    Operands come twice, once per token: a word per plane, u, and the constants. Without `across`, a pair is parts p and
+    p + 4: at bytes 0 to 3 of the first token, then of the second. With `across`, a pair is both tokens: at bytes 0 to 3
+    of part p, then of p + 4.
     """
     code = _Code(10 + 2 * len(planes(bits)))
     words = {width: (f"${8 + 2 * i}", f"${9 + 2 * i}") for i, width in enumerate(planes(bits))}
@@ -143,10 +146,10 @@ def _program(bits: int, by: int, turn: int, across: bool) -> tuple[str, tuple[in
 
 
 class _Code:
-    """Lines of PTX, each into a register of its own.
+    """Lines of PTX, each with a result register of its own.
 
-    Of every table of 8 bytes, one half comes in a register, operand `free` or one of those after it: instructions take
-    no more than one constant, and the compiler would move the other to a register each time anew.
+    An instruction takes one constant at most, and a table of 8 bytes is two. So one half of a table is an operand, from
+    number `free` on: else the compiler would move it to a register before every lookup.
     """
 
     def __init__(self, free: int) -> None:
@@ -184,7 +187,7 @@ class _Code:
 
 
 def _aligned(code: _Code, width: int, word: str, u: str, by: int, turn: int) -> str:
-    """The bits of a plane for parts p and p + 4 at the low end of nibbles, with others above them."""
+    """The bits of a plane for parts p and p + 4, at the low end of nibbles; above them are other bits."""
     if width == 2:
         return code("shr", word, code("and", u, 2)) if by == 4 else code.shifted(word, 2 * (turn // (2 // by)))
     elif width == 1:
@@ -193,7 +196,7 @@ def _aligned(code: _Code, width: int, word: str, u: str, by: int, turn: int) -> 
 
 
 def _levels(code: _Code, bits: int, planes: dict[int, str]) -> tuple[list[str], list[str]]:
-    """The low and the high bytes of the levels of 8 codes, 4 in a register, out of a word for each plane."""
+    """The low and the high bytes of the levels of 8 codes, 4 per register, out of one word per plane."""
     ones, threes = 0x11111111, 0x33333333
     low_bytes, high_bytes = _bytes(codebook(bits).halves)
     if bits < 4:
@@ -204,7 +207,7 @@ def _levels(code: _Code, bits: int, planes: dict[int, str]) -> tuple[list[str], 
         both = [index, code.shifted(index, 16)]
         low, high = ([code.table(table, selector) for selector in both] for table in (low_bytes, high_bytes))
         return low, high
-    # positive codes, whose highest bit is 1, are turned over: 0 stands for the largest magnitude
+    # codes of positive levels, whose highest bit is 1, are inverted: index 0 is the largest magnitude
     if bits == 4:
         positive = code("and", code("shr", planes[4], 3), ones)
         index = code("and", code("xor", planes[4], code("mul.lo", positive, 7)), 0x77777777)
@@ -225,11 +228,11 @@ def _levels(code: _Code, bits: int, planes: dict[int, str]) -> tuple[list[str], 
             magnitude = _sixteen(code, high_bytes, selector)
         else:
             assert above is not None
-            wide = code.table([0, 0xFF], code.shifted(above, by))
-            narrow = code.table([0, 0xFF], code("and", code("shr", selector, 3), ones))
+            by_16 = code.table([0, 0xFF], code.shifted(above, by))
+            by_8 = code.table([0, 0xFF], code("and", code("shr", selector, 3), ones))
             selector = code("and", selector, 0x7777)
-            low.append(_thirty_two(code, low_bytes, selector, narrow, wide))
-            magnitude = _thirty_two(code, high_bytes, selector, narrow, wide)
+            low.append(_thirty_two(code, low_bytes, selector, by_8, by_16))
+            magnitude = _thirty_two(code, high_bytes, selector, by_8, by_16)
         high.append(code("xor", magnitude, negative))
     return low, high
 
@@ -241,17 +244,17 @@ def _bytes(halves: tuple[int, ...]) -> tuple[list[int], list[int]]:
 def _sixteen(code: _Code, table: list[int], selector: str) -> str:
     """Look 4-bit nibbles up in 16 bytes, of which i and i + 8 agree in their high bit.
 
-    Where a nibble is 8 or more, `prmt` returns 8 copies of the high bit of byte i. Bytes that it is 1 of are stored so
-    that the copies turn them over once more.
+    For nibbles of 8 and more, `prmt` returns the high bit of byte i, 8 times. The results of both half tables are
+    XORed: one is the byte, the other 0x00 or 0xFF. Bytes of the second half whose high bit is 1 are stored inverted.
     """
     second = [byte ^ 0xFF if byte & 0x80 else byte for byte in table[8:]]
     return code("xor", code.table(table[:8], selector), code.table(second, code("xor", selector, 0x88888888)))
 
 
-def _thirty_two(code: _Code, table: list[int], selector: str, narrow: str, wide: str) -> str:
-    """Look 3-bit nibbles up in 32 bytes, skipping 8 where `narrow` is a byte of ones, and 16 where `wide` is."""
+def _thirty_two(code: _Code, table: list[int], selector: str, by_8: str, by_16: str) -> str:
+    """Look 3-bit nibbles up in 32 bytes: 8 further on if `by_8` is a byte of ones, 16 further on if `by_16` is."""
     parts = [code.table(table[i : i + 8], selector) for i in range(0, 32, 8)]
-    return _chosen(code, wide, *(_chosen(code, narrow, *parts[i : i + 2]) for i in (0, 2)))
+    return _chosen(code, by_16, *(_chosen(code, by_8, *parts[i : i + 2]) for i in (0, 2)))
 
 
 def _chosen(code: _Code, mask: str, zero: str, one: str) -> str:

@@ -1,7 +1,7 @@
-"""What kernels that numba compiles for CPUs share: their threads and arguments, and how they see a slot.
+"""What the kernels for CPUs share, which numba compiles: threads, arguments, and how they see a slot.
 
-They run on the threads of PyTorch's own OpenMP runtime. Numba's would compete with these for the same cores, and where
-an engine has bound threads to cores, as vLLM does, all of them would share the core of the thread that made them.
+They run on the threads of PyTorch's OpenMP runtime. Numba's own threads would compete with these for the same cores.
+And if an engine binds threads to cores, as vLLM does, numba's threads would all share the core of their creator.
 """
 
 import ctypes
@@ -20,39 +20,42 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from kvfold.layout import META_BYTES, PageLayout, Rule
+from kvfold.layout import META_BYTES, PageLayout
+from kvfold.ops import segments as slot_segments
 from kvfold.ops.pages import LayerPages
+from kvfold.ops.segments import RULES, SegmentRow, segment_rows
 from kvfold.transforms import Transform
 
-AFFINE, CODEBOOK, RAW = range(3)
-_RULES: dict[Rule, int] = {"affine": AFFINE, "codebook": CODEBOOK, "raw": RAW}
+AFFINE, CODEBOOK = RULES["affine"], RULES["codebook"]
 LANES = 8  # bytes that are unpacked at once
 
 EXACT: dict[str, Any] = {"error_model": "numpy", "cache": True}
 FAST: dict[str, Any] = {"fastmath": {"contract", "nsz", "reassoc"}, **EXACT}  # sums in another order, always the same
 f4, i4, u1 = np.float32, np.int32, np.uint8
 
-# vLLM asks all objects of all modules for their attributes, which llvmlite's library would take for a function's name
+# vLLM looks at the __dict__ of all objects of all modules; llvmlite's library would look for a function of that name
 getattr(ffi.lib, "_fntab", {})["__dict__"] = {}
 
 # --- launches
 
-COUNTERS = ("worker", "task", "tasks")  # threads and tasks that have begun, and how many tasks there are
+COUNTERS = ("worker", "task", "tasks")  # threads that have begun, tasks that have begun, number of tasks
 WORKER, TASK = range(2)
 
 
 def arguments(*integers: str, floats: tuple[str, ...] = ()) -> type[ctypes.Structure]:
-    """What kernels are told: the counters of a launch, then numbers and addresses, by name.
+    """The arguments of kernels: the counters of a launch, then numbers and addresses, by name.
 
-    Numba compiles a kernel anew when its own file has changed, or its arguments: one is named by what is in this file.
+    Numba compiles a kernel anew if its own file or its arguments change. So one argument is named after the contents of
+    the files that kernels share.
     """
-    source = f"source_{crc32(Path(__file__).read_bytes())}"
+    shared = b"".join(Path(file).read_bytes() for file in (__file__, slot_segments.__file__))
+    source = f"source_{crc32(shared)}"
     numbers = dict.fromkeys((*COUNTERS, *integers), ctypes.c_int64) | dict.fromkeys((*floats, source), ctypes.c_double)
     return type("Arguments", (ctypes.Structure,), {"_fields_": [*numbers.items()]})
 
 
 class Kernel:
-    """A compiled function of a pointer to arguments: every thread runs it, and it takes tasks until none is left."""
+    """A compiled function of a pointer to arguments. Every thread runs it, and takes tasks until none is left."""
 
     def __init__(self, arguments: type[ctypes.Structure], function: Callable) -> None:
         record = from_dtype(np.dtype(arguments))
@@ -69,7 +72,7 @@ def kernel(arguments: type[ctypes.Structure]) -> Callable[[Callable], Kernel]:
 
 @lru_cache
 def _parallel() -> Any:
-    """GOMP_parallel(function, argument, threads, flags) of the OpenMP runtime that PyTorch runs on, or None."""
+    """GOMP_parallel(function, argument, threads, flags) of PyTorch's OpenMP runtime, or None."""
     try:
         parallel = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so")).GOMP_parallel
     except (OSError, AttributeError):
@@ -80,7 +83,7 @@ def _parallel() -> Any:
 
 @intrinsic
 def take(typing, arguments, counter):
-    """The next number of a counter."""
+    """The next number of a counter, atomically."""
 
     def build(context, builder, signature, values):
         counters = builder.bitcast(values[0], ir.IntType(64).as_pointer())
@@ -100,13 +103,13 @@ def _pointer(typing, address):
 
 @njit(**EXACT)
 def array(address, shape, dtype):
-    """The array that lies there."""
+    """The array at this address."""
     return carray(_pointer(address), shape, dtype)
 
 
 # --- slots
 
-SEGMENT = np.dtype([(name, "i8") for name in ("start", "dims", "stored", "bits", "rule", "byte", "entry")])
+SEGMENT = np.dtype([(name, "i8") for name in SegmentRow._fields])
 SIDE = np.dtype([(name, "i8") for name in ("codes", "code_stride", "meta", "meta_stride", "segments", "kept")])
 PAGES = ("pool", "pool_bytes", "page_stride", "head_stride", "sides", "segments", "most", "half")
 
@@ -137,17 +140,19 @@ def _sides(layout: PageLayout, *kept: int) -> tuple[Tensor, Tensor]:
     for i, slot in enumerate(slots):
         codes, meta = layout.offsets[i], layout.offsets[2 + i] // META_BYTES
         sides[i] = codes, slot.code_bytes, meta, slot.meta_entries, len(slot.segments), kept[i]
-        for j, (part, place) in enumerate(zip(slot.segments, slot.places, strict=True)):
-            segments[i, j] = part.start, part.dims, part.padded_dims, part.bits, _RULES[part.rule], *place
-    # tensors, whose addresses are quick to ask for
+        for j, row in enumerate(segment_rows(slot)):
+            segments[i, j] = row
+    # as tensors, which give their address faster than arrays
     return torch.from_numpy(sides.view(np.int64)), torch.from_numpy(segments.view((np.int64, SEGMENT.itemsize // 8)))
 
 
 def _lanes(add: bool) -> Any:
     @intrinsic
     def unpack(typing, source, i, mask, unit, offset, target, j):
-        """target[j : j + LANES] = unit · (source[i : i + LANES] & mask) + offset, or what is there with `add`, which
-        the compiler would do one by one, since it cannot tell that the arrays are apart."""
+        """target[j : j + LANES] = unit · (source[i : i + LANES] & mask) + offset; with `add`, plus target instead.
+
+        By hand: the compiler cannot tell that the arrays do not overlap, and would not vectorise it.
+        """
 
         def build(context, builder, signature, values):
             def at(argument, index, element):
@@ -176,7 +181,7 @@ _unpack_first, _unpack_more = _lanes(add=False), _lanes(add=True)
 
 @njit(**FAST, forceinline=True)
 def _unpack_plane(pool, byte, stored, width, below, scale, offset, row):
-    """scale·2^below times what a plane holds, onto the row or, where it is the first of the planes, onto `offset`."""
+    """row += scale·2^below · the bits of a plane; the first plane, with below = 0, sets row = offset + that."""
     run = stored * width // 8
     whole = run // LANES * LANES
     for part in range(8 // width):
@@ -194,7 +199,7 @@ def _unpack_plane(pool, byte, stored, width, below, scale, offset, row):
 
 @njit(**FAST, forceinline=True)
 def _unpack(pool, byte, stored, bits, scale, offset, row):
-    """scale·code + offset of the codes from `byte` on, plane by plane (see packing.py)."""
+    """row = scale·code + offset for the codes from `byte` on, plane by plane (see packing.py)."""
     if bits == 8:
         _unpack_plane(pool, byte, stored, 8, 0, scale, offset, row)
     if bits & 4:
@@ -209,8 +214,8 @@ def _unpack(pool, byte, stored, bits, scale, offset, row):
 
 @njit(**FAST, forceinline=True)
 def read(pool, words, page, place, side, segments, levels, half, rows):
-    """What successive slots of a side decode to, from this place of a page on, which begins at byte `page`. Rows have
-    room for seven coordinates more, since codes of codebooks are filled up."""
+    """Decode successive slots of a side into rows, from this place of a page on. The page begins at byte `page`. Rows
+    have room for seven more coordinates: codes of codebooks are filled up to whole bytes."""
     for s in range(side.segments):
         segment = segments[s]
         byte = page + side.codes + place * side.code_stride + segment.byte
@@ -231,12 +236,12 @@ def read(pool, words, page, place, side, segments, levels, half, rows):
             entry += side.meta_stride
 
 
-# --- numbers of 16 bits
+# --- 16-bit numbers
 
 
 @njit(**EXACT)
 def widened(word, half):
-    """The float16, with `half`, or else the bfloat16 of these bits; neither infinity nor NaN."""
+    """The float16 (`half`) or bfloat16 of these bits; not for infinity or NaN."""
     bits = np.int64(word)
     if half:
         magnitude = i4((bits & 0x7FFF) << 13).view(np.float32) * f4(2.0**112)
@@ -252,11 +257,11 @@ def widen(words, half, row):
 
 @njit(**EXACT)
 def narrowed(x, half):
-    """The bits of the nearest float16 or bfloat16, of two the even one; infinity where that is too large, or NaN."""
+    """The bits of the nearest float16 or bfloat16, ties to even. Infinity if that is too large, and for NaN."""
     bits = np.int64(f4(x).view(np.int32))
     sign, magnitude = (bits >> 16) & 0x8000, bits & 0x7FFFFFFF
     drop, rebias = (13, 112 << 23) if half else (16, 0)
-    if half and magnitude < 113 << 23:  # its numbers this small are multiples of 2^-24, as those around 0.5 are here
+    if half and magnitude < 113 << 23:  # such float16 numbers are multiples of 2^-24, as float32 numbers around 0.5 are
         nearest = np.int64(f4(abs(x) + f4(0.5)).view(np.int32)) - (126 << 23)
     else:
         nearest = (magnitude - rebias + (1 << drop - 1) - 1 + (magnitude >> drop & 1)) >> drop
@@ -273,7 +278,7 @@ def finite(word, half):
 
 
 class Dense(NamedTuple):
-    """A transform in tensors without elements, whose address is 0, where there is no mean or no rotation."""
+    """A transform in tensors. Without a mean or a rotation, they have no elements, and their address is 0."""
 
     mean: Tensor  # float32[kv_heads, d]
     matrix: Tensor  # float64[kv_heads or 1, d, d]
@@ -291,18 +296,18 @@ def _dense(transform: Transform, dims: int) -> Dense:
         none = torch.empty(0, dims, dims, dtype=torch.float64)
         return Dense(mean, none, none, 1.0)
     terms, factor = transform.rotation.terms(dims, torch.float64, mean.device)
-    matrix = torch.stack(terms).sum(dim=0)  # in as many bits the first term is all of it
+    matrix = torch.stack(terms).sum(dim=0)  # in float64, the first term is all of it
     return Dense(mean, matrix, matrix.mT.contiguous(), factor)
 
 
 @njit(**EXACT)
 def rotate(x, matrices, head, factor, row):
-    """x·A·factor, in float64 as transforms are, so that what is stored of a token does not depend on others."""
+    """x·A·factor, in float64 as transforms are: what is stored of a token may not depend on other tokens."""
     if len(matrices) == 0:
         row[:] = x
         return
     matrix = matrices[head % len(matrices)]
-    sums, rows = np.zeros(len(x)), 4  # that are added at once
+    sums, rows = np.zeros(len(x)), 4  # rows are added at once
     for i in range(0, len(x) // rows * rows, rows):
         x0, x1, x2, x3 = np.float64(x[i]), np.float64(x[i + 1]), np.float64(x[i + 2]), np.float64(x[i + 3])
         for j in range(len(x)):

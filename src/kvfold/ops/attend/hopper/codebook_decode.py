@@ -1,8 +1,8 @@
-"""The Gluon kernel for codebooks: the tiles and products of that for integers, and levels looked up in between.
+"""The Gluon kernel for codebooks: tiles and products as in the kernel for integers, but codes become looked-up levels.
 
-Keys may have several segments, each with a norm and a product of its own; values have one. Loads of keys go out while
-values are multiplied and the other way round, as decoding takes longer than a load and two tiles would not fit into
-registers. levels.py says what a lane loads, and how levels come out of it.
+Keys may have several segments, each with a norm and a product of its own; values have one. Keys are loaded while values
+are multiplied, and values while keys are: looking up takes longer than a load, and registers cannot hold two tiles.
+level_lookup.py says which words a lane loads, and how they become levels.
 """
 
 from typing import NamedTuple
@@ -12,10 +12,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from kvfold.layout import SlotLayout
-from kvfold.ops.attend import levels
-from kvfold.ops.attend.gluon_tiles import (
+from kvfold.ops.attend.hopper import level_lookup as levels
+from kvfold.ops.attend.hopper.decode_tiles import (
     UNSEEN,
-    control,
     faded,
     float_pair,
     in_columns,
@@ -23,50 +22,52 @@ from kvfold.ops.attend.gluon_tiles import (
     log2,
     logits_layout,
     own_tiles,
+    release_by,
     seen_tokens,
     softmax,
     store_weights,
+    wait_by,
     wait_for_stored,
     weights_operand,
 )
-from kvfold.ops.attend.levels import Step, Word, codebook, coordinate, lane_steps, lane_words, share
+from kvfold.ops.attend.hopper.level_lookup import Lookup, Word, codebook, coordinate, lane_lookups, lane_words, share
 
 KEY_LANES, VALUE_LANES = gl.constexpr(levels.KEY_LANES), gl.constexpr(levels.VALUE_LANES)
 
 
-class Side(NamedTuple):
-    """The keys or the values of a page as 32-bit words: numbers of each segment, then of the whole."""
+class CodebookWords(NamedTuple):
+    """The keys or the values of a page as 32-bit words: per segment, then for the whole."""
 
     start: tuple[int, ...]  # the first coordinate
     columns: tuple[int, ...]
     share: tuple[int, ...]  # how many lanes divide a column
-    words: tuple[tuple[Word, ...], ...]  # of a lane
-    steps: tuple[tuple[Step, ...], ...]
-    word: tuple[int, ...]  # where its codes begin in those of a token
+    words: tuple[tuple[Word, ...], ...]  # that a lane loads
+    lookups: tuple[tuple[Lookup, ...], ...]  # that a lane does
+    word: tuple[int, ...]  # where the segment's codes begin in the codes of a token
     factor: tuple[float, ...]  # of norms
     segments: int
-    per_token: int  # words of a token's codes
+    per_token: int  # words of codes
     codes: int  # the word of a page at which codes begin
-    meta: int  # and the metadata, half a word for each segment of a token
+    meta: int  # the word at which metadata begin, half a word per token and segment
 
 
-def key_side(slot: SlotLayout, codes: int, meta: int) -> Side:
-    return _side(slot, codes, meta, levels.KEY_LANES)
+def key_words(slot: SlotLayout, codes: int, meta: int) -> CodebookWords:
+    return _words(slot, codes, meta, levels.KEY_LANES)
 
 
-def value_side(slot: SlotLayout, codes: int, meta: int) -> Side:
-    return _side(slot, codes, meta, levels.VALUE_LANES)
+def value_words(slot: SlotLayout, codes: int, meta: int) -> CodebookWords:
+    return _words(slot, codes, meta, levels.VALUE_LANES)
 
 
-def _side(slot: SlotLayout, codes: int, meta: int, lanes: int) -> Side:
+def _words(slot: SlotLayout, codes: int, meta: int, lanes: int) -> CodebookWords:
     word, rows = 0, []
     for segment in slot.segments:
         bits, columns = segment.bits, segment.dims // 32
-        plan = share(columns, lanes), lane_words(bits, columns, lanes), lane_steps(bits, columns, lanes)
-        rows.append((segment.start, columns, *plan, word, 1 / codebook(bits).scale))
+        per_lane = share(columns, lanes), lane_words(bits, columns, lanes), lane_lookups(bits, columns, lanes)
+        rows.append((segment.start, columns, *per_lane, word, 1 / codebook(bits).scale))
         word += segment.code_bytes // 4
-    start, columns_, shares, words, steps, at, factors = zip(*rows, strict=True)
-    return Side(start, columns_, shares, words, steps, at, factors, len(rows), word, codes // 4, meta // 4)
+    start, columns_, shares, words, lookups, at, factors = zip(*rows, strict=True)
+    return CodebookWords(start, columns_, shares, words, lookups, at, factors, len(rows), word, codes // 4, meta // 4)
 
 
 @gluon.jit(
@@ -80,7 +81,7 @@ def decode(
     pool,
     table,
     lengths,
-    scale,  # of the logits, times log2(e)
+    scale,  # of logits, times log2(e)
     sink,
     recent,
     q_stride,
@@ -91,12 +92,11 @@ def decode(
     DIMS: gl.constexpr,
     PAGE: gl.constexpr,
     PAGE_WORDS: gl.constexpr,
-    RATIO: gl.constexpr,  # query heads of a KV head
-    HEADS: gl.constexpr,  # and up to 4 or 8
-    COLUMNS: gl.constexpr,  # 8: one or two for each of them
+    RATIO: gl.constexpr,  # query heads per KV head
+    HEADS: gl.constexpr,  # RATIO, up to 4 or 8
+    COLUMNS: gl.constexpr,  # 8: one or two per head
     ORDER: gl.constexpr,  # 1: queries come rotated
-    FRESH: gl.constexpr,  # whether the kernel before writes the queries; this one waits for it in any case
-    WINDOWS: gl.constexpr,  # whether the next one reads windows, beside this one; else it merges
+    OVERLAP: gl.constexpr,
 ):
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
     LOGITS: gl.constexpr = logits_layout(HEADS)
@@ -105,22 +105,21 @@ def decode(
     splits, kv_heads, sequences = gl.num_programs(0), gl.num_programs(1), gl.num_programs(2)
     table += sequence.to(gl.int64) * table_stride
     begin, end, first, last, newest = own_tiles(split, splits, sink, recent, gl.load(lengths + sequence))
-    final = gl.maximum(first, last)  # what there is to prefetch, even where there is nothing to read
+    final = gl.maximum(first, last)  # the last tile to prefetch, which exists even if there is nothing to read
     pool += head.to(gl.int64) * PAGE_WORDS
     final_page = table_pages - 1
 
-    wait_for_stored(first, newest)
+    wait_for_stored(first, newest, OVERLAP)
     k_page, v_page = find_pages(table, first, final_page, kv_heads, PAGE)
     k = _load_keys(pool, k_page, first, KEY, PAGE, PAGE_WORDS)
     next_k_page, next_v_page = find_pages(table, gl.minimum(first + 1, final), final_page, kv_heads, PAGE)
 
     row = (sequence * kv_heads + head) * RATIO
-    constants = ()  # a register each, instead of a move before every lookup
+    constants = ()  # one register each, instead of a move before every lookup
     for i in gl.static_range(len(all_constants(KEY, VALUE))):
         constants += (_constant(all_constants(KEY, VALUE)[i]),)
-    control("griddepcontrol.wait")
-    if WINDOWS:
-        control("griddepcontrol.launch_dependents")
+    wait_by(OVERLAP, "end")  # here in any case, while the first keys are loaded
+    release_by(OVERLAP, "start")
     q += sequence.to(gl.int64) * q_stride + head * (RATIO * DIMS)
     queries = ()
     for i in gl.static_range(len(KEY.start)):
@@ -156,7 +155,7 @@ def decode(
             _values(v, constants, KEY, VALUE, DIMS, MMA), scaled, faded(out, fade, VALUE, DIMS, HEADS, COLUMNS, MMA)
         )
 
-    control("griddepcontrol.launch_dependents")
+    release_by(OVERLAP, "end")
     total = gl.sum(total, 0)
     place = (split.to(gl.int64) * sequences * kv_heads * RATIO) + row
     _store_part(outs + place * DIMS, out, total, VALUE, DIMS, RATIO, HEADS, COLUMNS)
@@ -168,7 +167,7 @@ def decode(
 
 @gluon.jit
 def _by_head(products, HEADS: gl.constexpr, COLUMNS: gl.constexpr, LOGITS: gl.constexpr):
-    """[token, column] -> [place, run, head]"""
+    """Products [token, column] -> [place, run, head]."""
     if COLUMNS == 2 * HEADS:
         first, _ = gl.split(gl.reshape(products, [8, 8, HEADS, 2]))
     else:
@@ -179,11 +178,11 @@ def _by_head(products, HEADS: gl.constexpr, COLUMNS: gl.constexpr, LOGITS: gl.co
 @gluon.jit
 def _queries(q, KEY: gl.constexpr, SEGMENT: gl.constexpr, DIMS: gl.constexpr, RATIO: gl.constexpr, HEADS: gl.constexpr,
              COLUMNS: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
-    """The second operand of a segment's logits, with zeros in every other column where heads have two."""
+    """The second operand of a segment's logits. If heads have two columns, the second is zero."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     index = gl.arange(0, KEY.columns[SEGMENT] * 32, gl.SliceLayout(1, OPERAND))
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, OPERAND))
-    # where `_keys` puts a code: from the low bits of the index up half, lane, byte, step
+    # where `_keys` puts a code; from the low bits of the index up: half, lane, byte, lookup
     at = coordinate(
         index >> 5, (index >> 3) & 3, index & 1, (index >> 1) & 3, KEY.columns[SEGMENT], KEY_LANES, KEY.share[SEGMENT]
     )
@@ -196,7 +195,7 @@ def _queries(q, KEY: gl.constexpr, SEGMENT: gl.constexpr, DIMS: gl.constexpr, RA
 @gluon.jit
 def _store_part(part, out, total, VALUE: gl.constexpr, DIMS: gl.constexpr, RATIO: gl.constexpr, HEADS: gl.constexpr,
                 COLUMNS: gl.constexpr):  # fmt: skip
-    """Outputs [coordinate, column] as means over this program's tokens, float32[RATIO, DIMS]."""
+    """Store outputs [coordinate, column] as means over this CTA's tokens, float32[RATIO, DIMS]."""
     if COLUMNS == 2 * HEADS:
         first, _ = gl.split(gl.reshape(out, [DIMS, HEADS, 2]))
     else:
@@ -206,7 +205,7 @@ def _store_part(part, out, total, VALUE: gl.constexpr, DIMS: gl.constexpr, RATIO
     head = gl.arange(0, HEADS, gl.SliceLayout(0, LAYOUT))
     if COLUMNS == HEADS:
         head = head // 2 + head % 2 * 4
-    # where `_values` puts a code: from the low bits up lane, byte, part, step
+    # where `_values` puts a code; from the low bits of the index up: lane, byte, part, lookup
     at = coordinate(
         index >> 6, (index >> 3) & 3, (index >> 5) & 1, index & 7, VALUE.columns[0], VALUE_LANES, VALUE.share[0]
     )
@@ -220,14 +219,14 @@ def _store_part(part, out, total, VALUE: gl.constexpr, DIMS: gl.constexpr, RATIO
 
 @gluon.jit
 def _keys(words, constants, KEY: gl.constexpr, VALUE: gl.constexpr, SEGMENT: gl.constexpr, MMA: gl.constexpr):
-    """Words [run, place, lane] of a segment -> the first operand of its logits, [token, coordinate]."""
+    """Words [run, place, lane] of a segment -> the first operand of its logits, float16[token, coordinate]."""
     COUNT: gl.constexpr = KEY.columns[SEGMENT]
     lane = gl.arange(0, KEY_LANES, gl.SliceLayout(0, gl.SliceLayout(1, key_layout())))
     u = (lane // COUNT)[None, None, :] + gl.zeros_like(words[0])
     halves = ()
-    for i in gl.static_range(count(KEY.steps, SEGMENT)):
-        halves += _step(words, u, constants, all_constants(KEY, VALUE), KEY, SEGMENT, i)
-    # dims: run, place / 2, half, lane, two bits of the byte, place % 2, bits of the step
+    for i in gl.static_range(count(KEY.lookups, SEGMENT)):
+        halves += _look_up(words, u, constants, all_constants(KEY, VALUE), KEY, SEGMENT, i)
+    # dims: run, place / 2, half, lane, two bits of the byte, place % 2, bits of the lookup
     levels = gl.reshape(joined(halves), key_shape(len(halves)).value)
     levels = gl.permute(levels, key_permutation(len(halves)).value)
     return gl.convert_layout(gl.reshape(levels, [64, COUNT * 32]), gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
@@ -235,23 +234,23 @@ def _keys(words, constants, KEY: gl.constexpr, VALUE: gl.constexpr, SEGMENT: gl.
 
 @gluon.jit
 def _values(words, constants, KEY: gl.constexpr, VALUE: gl.constexpr, DIMS: gl.constexpr, MMA: gl.constexpr):
-    """Words [lane of the run, place, lane, run % 2] -> the first operand of the outputs, [coordinate, token]."""
+    """Words [lane of the run, place, lane, run % 2] -> the first operand of outputs, float16[coordinate, token]."""
     COUNT: gl.constexpr = VALUE.columns[0]
     lane = gl.arange(0, VALUE_LANES, gl.SliceLayout(0, gl.SliceLayout(1, quarter_layout())))
     u = (lane // COUNT)[None, None, :] + gl.zeros([4, 8, 8], gl.int32, quarter_layout())
     u = gl.join(u, u)
     halves = ()
-    for i in gl.static_range(count(VALUE.steps, 0)):
-        halves += _step(words, u, constants, all_constants(KEY, VALUE), VALUE, 0, i)
+    for i in gl.static_range(count(VALUE.lookups, 0)):
+        halves += _look_up(words, u, constants, all_constants(KEY, VALUE), VALUE, 0, i)
     levels = gl.permute(joined(halves), value_permutation(len(halves)).value)
     return gl.convert_layout(gl.reshape(levels, [DIMS, 64]), gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
 
 
 @gluon.jit
-def _step(words, u, constants, ALL: gl.constexpr, SIDE: gl.constexpr, SEGMENT: gl.constexpr, STEP: gl.constexpr):
-    """8 codes of each token: 8 tensors of float16."""
-    WHICH: gl.constexpr = entry(SIDE.steps, SEGMENT, STEP, 0)
-    NUMBERS: gl.constexpr = entry(SIDE.steps, SEGMENT, STEP, 2)
+def _look_up(words, u, constants, ALL: gl.constexpr, SIDE: gl.constexpr, SEGMENT: gl.constexpr, LOOKUP: gl.constexpr):
+    """8 codes per token: 8 tensors of float16."""
+    WHICH: gl.constexpr = entry(SIDE.lookups, SEGMENT, LOOKUP, 0)
+    NUMBERS: gl.constexpr = entry(SIDE.lookups, SEGMENT, LOOKUP, 2)
     used = ()
     for i in gl.static_range(len(WHICH)):
         used += (words[WHICH[i]],)
@@ -259,13 +258,13 @@ def _step(words, u, constants, ALL: gl.constexpr, SIDE: gl.constexpr, SEGMENT: g
     for i in gl.static_range(len(NUMBERS)):
         used += (constants[index(ALL, NUMBERS[i])],)
     return gl.inline_asm_elementwise(
-        entry(SIDE.steps, SEGMENT, STEP, 1), registers(len(used)), used, dtype=float16s(8), is_pure=True, pack=2
+        entry(SIDE.lookups, SEGMENT, LOOKUP, 1), registers(len(used)), used, dtype=float16s(8), is_pure=True, pack=2
     )
 
 
 @gluon.jit
 def _constant(NUMBER: gl.constexpr):
-    """A number in a register, which the compiler takes for a variable: lane masks that share no bit hide it."""
+    """A number that the compiler takes for a variable, and keeps in a register: it is ORed with what is always zero."""
     return gl.inline_asm_elementwise(
         "{ .reg .b32 a, b; mov.u32 a, %lanemask_lt; mov.u32 b, %lanemask_ge; and.b32 a, a, b; or.b32 $0, a, $1; }",
         "=r,r", [gl.to_tensor(NUMBER)], dtype=gl.int32, is_pure=True, pack=1,
@@ -274,7 +273,7 @@ def _constant(NUMBER: gl.constexpr):
 
 @gluon.jit
 def _norms(meta, SIDE: gl.constexpr, LOGITS: gl.constexpr):
-    """Words of metadata, 8 · segments halves of each run -> the norms of every segment, [place, run, 1]."""
+    """Words of metadata, 8 · segments halves per run -> the norms per segment, [place, run, 1]."""
     halves = ()
     for i in gl.static_range(len(meta)):
         halves += _floats(meta[i])
@@ -291,7 +290,7 @@ def _norms(meta, SIDE: gl.constexpr, LOGITS: gl.constexpr):
 
 @gluon.jit
 def _floats(words):
-    """Words [run, 4] -> their 8 halves, each [run]."""
+    """Words [run, 4] -> 8 tensors of halves, [run]."""
     even, odd = gl.split(gl.reshape(words, [8, 2, 2]))
     first, third = gl.split(even)
     second, fourth = gl.split(odd)
@@ -303,8 +302,9 @@ def _floats(words):
 
 @gluon.jit
 def find_pages(table, tile, final_page, kv_heads, PAGE: gl.constexpr):
-    """The rows of the pool, for head 0, of a tile's pages: one where it lies in a page, else one for each run, and for
-    the runs 2·t and 2·t + 1 of lane t. Beyond the table, its last page is as good as any."""
+    """Where in the pool a tile's pages are, in rows of KV head 0: for keys and for values. One row if tiles lie in one
+    page; else keys have one per run, and values one per lane t, for runs 2·t and 2·t + 1. Behind the table's end, its
+    last page stands in."""
     if PAGE % 64 == 0:
         page = gl.load(table + gl.minimum(tile * 64 // PAGE, final_page)).to(gl.int64) * kv_heads
         pages = page
@@ -318,7 +318,7 @@ def find_pages(table, tile, final_page, kv_heads, PAGE: gl.constexpr):
 
 @gluon.jit
 def _load_keys(pool, page, tile, KEY: gl.constexpr, PAGE: gl.constexpr, PAGE_WORDS: gl.constexpr):
-    """The words of a tile's keys: for each segment, `lane_words` of them, [run, place, lane]."""
+    """The words of a tile's keys: per segment, `lane_words` tensors [run, place, lane]."""
     start = _tokens(pool, page, tile, KEY, key_layout(), 8, PAGE, PAGE_WORDS)
     lane = gl.arange(0, KEY_LANES, gl.SliceLayout(0, gl.SliceLayout(1, key_layout())))
     words = ()
@@ -343,7 +343,7 @@ def _load_values(pool, page, tile, VALUE: gl.constexpr, PAGE: gl.constexpr, PAGE
 @gluon.jit
 def _tokens(pool, page, tile, SIDE: gl.constexpr, LAYOUT: gl.constexpr, EACH: gl.constexpr, PAGE: gl.constexpr,
             PAGE_WORDS: gl.constexpr):  # fmt: skip
-    """Where the first 8 of every `EACH` tokens of a tile begin, [64 / EACH, place, 1]; `page` is one for all or for
+    """Pointers to the first 8 of every `EACH` tokens of a tile, [64 / EACH, place, 1]. `page` is one for all, or one
     each."""
     GROUP: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))
     group = gl.arange(0, 64 // EACH, GROUP)
@@ -361,7 +361,7 @@ def _tokens(pool, page, tile, SIDE: gl.constexpr, LAYOUT: gl.constexpr, EACH: gl
 
 @gluon.jit
 def _load_segment(start, lane, SIDE: gl.constexpr, SEGMENT: gl.constexpr):
-    """A tensor for each of `lane_words`."""
+    """One tensor per word of `lane_words`."""
     column, u = lane % SIDE.columns[SEGMENT], lane // SIDE.columns[SEGMENT]
     words = ()
     for i in gl.static_range(count(SIDE.words, SEGMENT)):
@@ -372,7 +372,7 @@ def _load_segment(start, lane, SIDE: gl.constexpr, SEGMENT: gl.constexpr):
 
 @gluon.jit
 def _load_norms(pool, page, tile, SIDE: gl.constexpr, PAGE: gl.constexpr, PAGE_WORDS: gl.constexpr):
-    """The metadata of a tile: 4 words of every run at a time, [run, 4]."""
+    """The metadata of a tile: tensors of 4 words per run, [run, 4]."""
     LAYOUT: gl.constexpr = norms_layout()
     RUN: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     run = gl.arange(0, 8, RUN)
@@ -402,7 +402,7 @@ def run_layout():
 
 @gluon.constexpr_function
 def quarter_layout():
-    """[lane of the run, place, lane]: 8 lanes, one of every run, share the tokens of runs 2·t and 2·t + 1."""
+    """[lane t of the run, place, lane]: 8 lanes, one per run, share the tokens of runs 2·t and 2·t + 1."""
     places, lanes = [[0, 1, 0], [0, 2, 0], [0, 4, 0]], [[1, 0, 0], [2, 0, 0], [0, 0, 1], [0, 0, 2], [0, 0, 4]]
     return gl.DistributedLinearLayout(places, lanes, [], [], [4, 8, 8])
 
@@ -428,28 +428,28 @@ def key_shape(count):
 
 @gluon.constexpr_function
 def key_permutation(count):
-    """To place / 2, place % 2, run; step, byte, lane, half."""
-    step = tuple(range(7, 4 + log2(count)))
-    return (1, 6, 0, *step[::-1], 5, 4, 3, 2)
+    """To place / 2, place % 2, run; lookup, byte, lane, half."""
+    lookup = tuple(range(7, 4 + log2(count)))
+    return (1, 6, 0, *lookup[::-1], 5, 4, 3, 2)
 
 
 @gluon.constexpr_function
 def value_permutation(count):
-    """To step, part, byte, lane; place, lane of the run, run % 2."""
+    """To lookup, part, byte, lane; place, lane of the run, run % 2."""
     bits = tuple(range(4, 4 + log2(count)))
     return (*bits[::-1], 2, 1, 0, 3)
 
 
 @gluon.constexpr_function
 def registers(inputs):
-    """Of a step: 8 pairs of levels, and all that goes in for two tokens."""
+    """The constraints of a lookup: 8 pairs of levels come out, and inputs for two tokens go in."""
     return ",".join(["=r"] * 8 + ["r"] * (2 * inputs))
 
 
 @gluon.constexpr_function
 def all_constants(key, value):
-    steps = [step for segment in key.steps + value.steps for step in segment]
-    return tuple(sorted({number for step in steps for number in step[2]}))
+    lookups = [lookup for segment in key.lookups + value.lookups for lookup in segment]
+    return tuple(sorted({number for lookup in lookups for number in lookup[2]}))
 
 
 @gluon.constexpr_function
@@ -464,7 +464,7 @@ def count(rows, segment):
 
 @gluon.constexpr_function
 def entry(rows, segment, i, number):
-    """A field of the i-th row of a segment, by its number, as kernels know no names of inner tuples."""
+    """Field `number` of the i-th row of a segment: in kernels, inner tuples have no field names."""
     return rows[segment][i][number]
 
 

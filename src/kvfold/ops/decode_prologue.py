@@ -1,7 +1,9 @@
-"""What a step with one token of each sequence begins with: its queries, keys and values, transformed in one launch.
+"""The prologue of a decode step: its queries, keys and values, transformed in one launch.
 
-A program takes a block of rows of one KV head, and some of their coordinates. Queries are rotated as keys are, so the
-rows of a token are its key and the queries that read it; or its value.
+With it, decoding need not wait until the step's tokens are packed: `store_gpu.pack` packs them beside decoding.
+
+A CTA takes ROWS rows of one KV head, and WIDTH coordinates of each. Queries are rotated as keys are. So the rows of a
+token are its key and the queries of this KV head; or, in CTAs of their own, its value.
 """
 
 from typing import NamedTuple
@@ -10,22 +12,23 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvfold.ops.pages import LayerPages
+from kvfold.ops.pdl import AFTER, ALONE, release, wait
 from kvfold.ops.rotate import head_stride, terms_and_shift
 from kvfold.ops.sizes import ceil_div
-from kvfold.ops.store.triton import Operands, below, check, sixteen_bits
+from kvfold.ops.store.quantize_tiles import sixteen_bits, storable
+from kvfold.ops.store.store_gpu import Operands, check
 from kvfold.transforms import Transform
 
-ROWS = 16  # as many as tensor cores take
+ROWS = 16  # as MMA takes
 WIDTH = 64  # coordinates
 
 
-class Turned(NamedTuple):
+class Transformed(NamedTuple):
     q: Tensor  # float32[sequences, q_heads, d]
     kv: Tensor  # keys and values, float32[2, sequences, 1, kv_heads, d]
-    new: tuple[Tensor, Tensor]  # these in 16 bits
+    new: tuple[Tensor, Tensor]  # keys and values in 16 bits
 
 
 class _Memory(NamedTuple):
@@ -35,34 +38,35 @@ class _Memory(NamedTuple):
     faults: Tensor
 
 
-def turn(pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, overlaps: bool = False) -> Turned:
-    """Transform q, k and v [sequences, 1, heads, d], of 16 bits, queries of the type of keys, and write copies of keys
-    and values to shadows. With `overlaps`, it is launched before the kernel before it ends, and waits for that; and the
-    next may begin beside it.
+def prologue(pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, overlaps: bool = False) -> Transformed:
+    """Transform 16-bit q, k and v [sequences, 1, heads, d], and write k and v to shadows. q and k have one dtype.
 
-    Keys and values that 16 bits cannot hold are zero in the copies, and their tokens are marked in `pages.faults`, as
-    `naive.store` says. A program does not see the numbers of another. So where they are finite, only the WIDTH
-    coordinates around a number beyond the range are zero.
+    With `overlaps`, the kernel is launched before the one before it ends, and lets the next begin.
+
+    A vector that 16 bits cannot hold is zero in `new` and in shadows, and its token is marked in `pages.faults`, as
+    `naive.store` says. But CTAs do not see each other's numbers: of a finite vector, only the WIDTH coordinates around
+    a number out of range become zero.
     """
     check(pages, k, v)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     (sequences, _, q_heads, dims), kv_heads, device = q.shape, k.shape[2], q.device
-    turned, kv = torch.empty(sequences, q_heads, dims, device=device), torch.empty(2, *k.shape, device=device)
+    transformed, kv = torch.empty(sequences, q_heads, dims, device=device), torch.empty(2, *k.shape, device=device)
     new = torch.empty(2, *k.shape, dtype=pages.shadows.dtype, device=device)
     key, KEY_FACTOR = pages.key.transform.once(_operands, dims, k.dtype, device)
     value, VALUE_FACTOR = pages.value.transform.once(_operands, dims, v.dtype, device)
     batch, bits = pages.step.batch, torch.int16
     memory = _Memory(batch.shadow_of, pages.shadows.view(bits), new.view(bits), pages.faults)
     ratio, width = q_heads // kv_heads, min(WIDTH, dims)
-    _turn[(ceil_div(sequences * (1 + ratio), ROWS), kv_heads, 2 * (dims // width))](
-        q, k, v, key, value, turned, kv, batch.slots, memory, sequences,
+    overlap = AFTER if overlaps else ALONE
+    _prologue[(ceil_div(sequences * (1 + ratio), ROWS), kv_heads, 2 * (dims // width))](
+        q, k, v, key, value, transformed, kv, batch.slots, memory, sequences,
         *(stride for x in (q, k, v) for stride in (x.stride(0), x.stride(2))),
         KEY_FACTOR=KEY_FACTOR, VALUE_FACTOR=VALUE_FACTOR, RATIO=ratio, DIMS=dims, WIDTH=width, ROWS=ROWS,
-        PAGE=pages.layout.page_size, BFLOAT=new.dtype == torch.bfloat16, OVERLAPS=overlaps,
-        maxnreg=128,  # of a thread, which takes fewer if it may, and then loads matrices one part after the other
-        **({"launch_pdl": True} if overlaps else {}),
+        PAGE=pages.layout.page_size, BFLOAT=new.dtype == torch.bfloat16, OVERLAP=overlap,
+        maxnreg=128,  # with fewer, which the compiler would choose, matrices are loaded one part after another
+        **overlap.launch,
     )  # fmt: skip
-    return Turned(turned, kv, (new[0], new[1]))
+    return Transformed(transformed, kv, (new[0], new[1]))
 
 
 def _operands(transform: Transform, dims: int, dtype: torch.dtype, device: torch.device) -> tuple[Operands, float]:
@@ -71,11 +75,11 @@ def _operands(transform: Transform, dims: int, dtype: torch.dtype, device: torch
 
 
 @triton.jit(do_not_specialize=["sequences"], do_not_specialize_on_alignment=["slots"])
-def _turn(
-    q, k, v, key, value, turned, kv, slots, memory, sequences,
+def _prologue(
+    q, k, v, key, value, transformed, kv, slots, memory, sequences,
     q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride,
     KEY_FACTOR: tl.constexpr, VALUE_FACTOR: tl.constexpr, RATIO: tl.constexpr, DIMS: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, PAGE: tl.constexpr, BFLOAT: tl.constexpr, OVERLAPS: tl.constexpr,
+    ROWS: tl.constexpr, PAGE: tl.constexpr, BFLOAT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     COLUMNS: tl.constexpr = DIMS // WIDTH
     if (tl.program_id(2) >= COLUMNS) & (tl.program_id(0) * ROWS >= sequences):  # values have fewer rows
@@ -87,33 +91,33 @@ def _turn(
         is_key, q_head = member == 0, head * RATIO + member - 1
         key_at, query_at = sequence * k_stride + head * k_head_stride, sequence * q_stride + q_head * q_head_stride
         to_key, to_query = sequence * kv_heads + head, sequence * kv_heads * RATIO + q_head
-        _turn_side(
-            tl.where(is_key, k + key_at, q + query_at), tl.where(is_key, kv + to_key * DIMS, turned + to_query * DIMS),
-            sequence, is_key, key, slots, memory, sequences, 0, KEY_FACTOR, DIMS, WIDTH, PAGE, BFLOAT, OVERLAPS,
+        _transform_side(
+            tl.where(is_key, k + key_at, q + query_at),
+            tl.where(is_key, kv + to_key * DIMS, transformed + to_query * DIMS),
+            sequence, is_key, key, slots, memory, sequences, 0, KEY_FACTOR, DIMS, WIDTH, PAGE, BFLOAT, OVERLAP,
         )  # fmt: skip
     else:
         to_value = kv + ((sequences + row) * kv_heads + head) * DIMS
-        _turn_side(
+        _transform_side(
             v + row * v_stride + head * v_head_stride, to_value, row, row >= 0, value, slots,
-            memory, sequences, 1, VALUE_FACTOR, DIMS, WIDTH, PAGE, BFLOAT, OVERLAPS,
+            memory, sequences, 1, VALUE_FACTOR, DIMS, WIDTH, PAGE, BFLOAT, OVERLAP,
         )  # fmt: skip
 
 
 @triton.jit
-def _turn_side(
+def _transform_side(
     x, to, sequence, kept, operands, slots, memory, sequences, WHICH: tl.constexpr, FACTOR: tl.constexpr,
-    DIMS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BFLOAT: tl.constexpr, OVERLAPS: tl.constexpr,
+    DIMS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BFLOAT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Rows at `x` go to `to`; those of keys or values, which are `kept`, to copies too."""
+    """Transform rows at `x` to `to`. Those that are `kept`, keys or values, also go to `new` and to shadows."""
     head, kv_heads = tl.program_id(1).to(tl.int64), tl.num_programs(1)
     coordinate = tl.arange(0, DIMS)
     column = tl.program_id(2) % (DIMS // WIDTH) * WIDTH + tl.arange(0, WIDTH)
     exists = sequence < sequences
     kept = kept & exists
-    if OVERLAPS:
-        gdc_wait()
-        gdc_launch_dependents()
-    # all that is loaded, at once: a launch lasts little longer than it waits for that
+    wait(OVERLAP, "start")
+    release(OVERLAP, "start")
+    # all loads at once: the kernel lasts little longer than they do
     slot = tl.load(slots + sequence, mask=kept, other=-1)
     terms = ()
     for i in tl.static_range(len(operands.matrices)):
@@ -134,12 +138,12 @@ def _turn_side(
         y += tl.where(kept[:, None], shift, 0.0)
     tl.store(to[:, None] + column[None, :], y, mask=exists[:, None])
 
-    sound = (slot >= 0) & below((y,), BFLOAT)
+    sound = (slot >= 0) & storable((y,), BFLOAT)
     if len(operands.matrices) == 0:  # a rotation spreads NaN and Inf over all coordinates
-        sound = sound & below((states.to(tl.float32),), BFLOAT)
+        sound = sound & storable((states.to(tl.float32),), BFLOAT)
     tl.store(memory.faults + slot, 1, mask=(slot >= 0) & ~sound)
-    copy = sixteen_bits((y,), sound, BFLOAT)[0]
+    raw = sixteen_bits((y,), sound, BFLOAT)[0]
     in_new = memory.new + ((WHICH * sequences + sequence) * kv_heads + head) * DIMS
-    tl.store(in_new[:, None] + column[None, :], copy, mask=kept[:, None])
+    tl.store(in_new[:, None] + column[None, :], raw, mask=kept[:, None])
     in_shadow = memory.shadows + (((shadow * kv_heads + head) * 2 + WHICH) * PAGE + slot % PAGE) * DIMS
-    tl.store(in_shadow[:, None] + column[None, :], copy, mask=(shadow >= 0)[:, None])
+    tl.store(in_shadow[:, None] + column[None, :], raw, mask=(shadow >= 0)[:, None])

@@ -1,7 +1,7 @@
-"""Packed tokens as 16-bit keys and values: of a sequence, for attention that knows nothing of packing, and of whole
-pages, into their shadows.
+"""Packed tokens to 16-bit keys and values; `Codec.dequantize` is the definition.
 
-`Codec.dequantize` is the definition.
+- `dequantize`: tokens of a sequence, for attention that knows nothing of packing.
+- `restore`: whole pages, into their shadows.
 """
 
 import torch
@@ -11,18 +11,18 @@ from torch import Tensor
 
 from kvfold.ops.pages import LayerPages
 from kvfold.ops.sizes import ceil_div, power_of_two
-from kvfold.ops.tiles import AFFINE, RAW, key_side, pick, value_side
+from kvfold.ops.tiles import AFFINE, RAW, key_side, pick_codes, value_side
 from kvfold.quantizers import lloyd_max
 
 
-def unpack(pages: LayerPages, row: int, tokens: range, workspace: Tensor) -> tuple[Tensor, Tensor]:
+def dequantize(pages: LayerPages, row: int, tokens: range, workspace: Tensor) -> tuple[Tensor, Tensor]:
     """The transformed keys and values [1, kv_heads, tokens, d] of packed tokens of a sequence, at the beginning of a
-    flat workspace and in its type."""
+    flat workspace and in its dtype."""
     layout, (kv_heads, dims) = pages.layout, (pages.pool.shape[1], pages.layout.key.dims)
     count = len(tokens)
     k, v = workspace[: 2 * kv_heads * count * dims].view(2, 1, kv_heads, count, dims)
-    block = max(1, 4096 // power_of_two(dims))
-    _unpack[(ceil_div(count, block), kv_heads)](
+    tile = max(1, 4096 // power_of_two(dims))
+    _dequantize[(ceil_div(count, tile), kv_heads)](
         k,
         v,
         pages.pool,
@@ -37,14 +37,14 @@ def unpack(pages: LayerPages, row: int, tokens: range, workspace: Tensor) -> tup
         PAGE=layout.page_size,
         PAGE_BYTES=layout.page_bytes,
         KV_HEADS=kv_heads,
-        TOKENS=block,
-        enable_fp_fusion=False,  # as the definition rounds
+        TOKENS=tile,
+        enable_fp_fusion=False,  # to round as the definition does
     )
     return k, v
 
 
 def restore(addresses: Tensor, first: LayerPages, pages: Tensor, shadows: Tensor, count: Tensor) -> None:
-    """`Restore.__call__` for layers like the `first`, whose pools and shadows are at addresses int64[layers, 2]."""
+    """`Restore.__call__` for layers like the `first`. Addresses int64[layers, 2] are those of pools and shadows."""
     layout, kv_heads = first.layout, first.pool.shape[1]
     _restore[(len(addresses), kv_heads)](
         addresses,
@@ -65,12 +65,12 @@ def restore(addresses: Tensor, first: LayerPages, pages: Tensor, shadows: Tensor
 
 
 @triton.jit(do_not_specialize=["start", "count"], do_not_specialize_on_alignment=["table"])
-def _unpack(
+def _dequantize(
     k,
     v,
     pool,
     pool_meta,  # the pool as float16
-    pool_wide,  # the pool as the 16-bit type of raw segments
+    pool_raw,  # the pool in the 16-bit dtype of raw segments
     levels,
     table,
     start,
@@ -88,19 +88,19 @@ def _unpack(
     page = tl.load(table + (start + place) // PAGE, mask=exists, other=0).to(tl.int64) * KV_HEADS + head
     offset = (start + place) % PAGE
     row = head * count + place
-    _write(k + row * KEY.head_dim, pool, pool_meta, pool_wide, levels, page, offset, exists, KEY, PAGE_BYTES, TOKENS)
+    _write(k + row * KEY.head_dim, pool, pool_meta, pool_raw, levels, page, offset, exists, KEY, PAGE_BYTES, TOKENS)
     x = v + row * VALUE.head_dim
-    _write(x, pool, pool_meta, pool_wide, levels, page, offset, exists, VALUE, PAGE_BYTES, TOKENS)
+    _write(x, pool, pool_meta, pool_raw, levels, page, offset, exists, VALUE, PAGE_BYTES, TOKENS)
 
 
 @triton.jit
 def _restore(
-    addresses,  # of the pool and the shadows of each layer
+    addresses,  # of pool and shadows, per layer
     levels,
     pages,
     shadows,
     count,
-    any_pool,  # a layer's, for their types
+    any_pool,  # the pool and the shadows of one layer, for their dtypes
     any_shadows,
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
@@ -112,42 +112,43 @@ def _restore(
     layer, head = tl.program_id(0), tl.program_id(1)
     pool = tl.load(addresses + 2 * layer)
     codes, meta = pool.to(any_pool.dtype), pool.to(tl.pointer_type(tl.float16))
-    copies, wide = tl.load(addresses + 2 * layer + 1).to(any_shadows.dtype), pool.to(any_shadows.dtype)
+    layer_shadows, raw = tl.load(addresses + 2 * layer + 1).to(any_shadows.dtype), pool.to(any_shadows.dtype)
     token = tl.arange(0, TOKENS)
     for i in range(tl.load(count)):
         page = tl.load(pages + i).to(tl.int64) * KV_HEADS + head + tl.zeros([TOKENS], tl.int64)
-        copy = copies + ((tl.load(shadows + i).to(tl.int64) * KV_HEADS + head) * (2 * PAGE) + token) * KEY.head_dim
-        _write(copy, codes, meta, wide, levels, page, token, token < PAGE, KEY, PAGE_BYTES, TOKENS)
-        copy += PAGE * KEY.head_dim
-        _write(copy, codes, meta, wide, levels, page, token, token < PAGE, VALUE, PAGE_BYTES, TOKENS)
+        shadow = (tl.load(shadows + i).to(tl.int64) * KV_HEADS + head) * (2 * PAGE)
+        to = layer_shadows + (shadow + token) * KEY.head_dim
+        _write(to, codes, meta, raw, levels, page, token, token < PAGE, KEY, PAGE_BYTES, TOKENS)
+        to += PAGE * KEY.head_dim
+        _write(to, codes, meta, raw, levels, page, token, token < PAGE, VALUE, PAGE_BYTES, TOKENS)
 
 
 @triton.jit
 def _write(
-    x, pool, pool_meta, pool_wide, levels, page, offset, exists,
+    x, pool, pool_meta, pool_raw, levels, page, offset, exists,
     SIDE: tl.constexpr, PAGE_BYTES: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Write the keys or the values of tokens to pointers `x`."""
     for i in tl.static_range(len(SIDE.parts)):
-        _segment(x, pool, pool_meta, pool_wide, levels, page, offset, exists, SIDE, i, PAGE_BYTES)
+        _segment(x, pool, pool_meta, pool_raw, levels, page, offset, exists, SIDE, i, PAGE_BYTES)
 
 
 @triton.jit
 def _segment(
-    x, pool, pool_meta, pool_wide, levels, page, offset, exists,
+    x, pool, pool_meta, pool_raw, levels, page, offset, exists,
     SIDE: tl.constexpr, SEGMENT: tl.constexpr, PAGE_BYTES: tl.constexpr,
 ):  # fmt: skip
-    """Write a segment of tokens to pointers `x`. Unlike in tiles.py, columns are coordinates in order, so that threads
-    store neighbours."""
+    """Write a segment of tokens to pointers `x`. Unlike in tiles.py, columns are coordinates in order: so stores are
+    coalesced."""
     WIDTH: tl.constexpr = SIDE.parts[SEGMENT] * SIDE.width[SEGMENT]
     BITS: tl.constexpr = SIDE.bits[SEGMENT]
     coordinate = tl.arange(0, WIDTH)
     mask = exists[:, None] & (coordinate < SIDE.dims[SEGMENT])[None, :]
     byte = page * PAGE_BYTES + SIDE.codes + offset * SIDE.code_stride + SIDE.byte[SEGMENT]
     if SIDE.rule[SEGMENT] == RAW:
-        y = tl.load(pool_wide + (byte // 2)[:, None] + coordinate[None, :], mask=mask, other=0.0).to(tl.float32)
+        y = tl.load(pool_raw + (byte // 2)[:, None] + coordinate[None, :], mask=mask, other=0.0).to(tl.float32)
     else:
-        codes = pick(pool + byte, mask, coordinate, BITS, SIDE.eighth[SEGMENT])
+        codes = pick_codes(pool + byte, mask, coordinate, BITS, SIDE.eighth[SEGMENT])
         meta = pool_meta + page * (PAGE_BYTES // 2) + SIDE.meta + offset * SIDE.meta_stride + SIDE.entry[SEGMENT]
         factor = tl.load(meta, mask=exists, other=0.0).to(tl.float32)[:, None]
         if SIDE.rule[SEGMENT] == AFFINE:

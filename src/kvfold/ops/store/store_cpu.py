@@ -1,11 +1,11 @@
-"""`store` on a CPU, compiled by numba: the same bytes as those of its definition."""
+"""`store` on a CPU, compiled by numba. Its bytes are those of the definition."""
 
 import numpy as np
 import torch
 from numba import carray, njit
 from torch import Tensor
 
-from kvfold.ops.compiled import (
+from kvfold.ops.cpu import (
     AFFINE,
     CODEBOOK,
     EXACT,
@@ -31,13 +31,13 @@ from kvfold.ops.pages import LayerPages
 from kvfold.quantizers import lloyd_max
 from kvfold.quantizers.affine import SMALLEST_SCALE
 
-INTEGERS = f4(2**23)  # from here to the double of it, floats are integers: to add it rounds to the nearest, or even
+INTEGERS = f4(2**23)  # from 2^23 to 2^24 floats are integers: adding it rounds, half to even
 
 Arguments = arguments(
     *PAGES, "levels", "boundaries",
     "key", "value", "key_mean", "value_mean",
     "key_rotation", "key_rotations", "value_rotation", "value_rotations",
-    "wide", "slots", "shadow_of", "shadows", "shadow_pages", "faults",
+    "raw", "slots", "shadow_of", "shadows", "shadow_pages", "faults",
     "tokens", "kv_heads", "dims", "page_size", "windows",
     floats=("key_factor", "value_factor"),
 )  # fmt: skip
@@ -49,20 +49,20 @@ def store(pages: LayerPages, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | No
     slots, (kv_heads, dims) = batch.slots.long().contiguous(), k.shape[2:]
     tokens = slots.shape[0]
     key, value = k.float().contiguous(), v.float().contiguous()
-    wide = torch.empty(2, *k.shape, dtype=pages.shadows.dtype) if pages.windows else None
+    raw = torch.empty(2, *k.shape, dtype=pages.shadows.dtype) if pages.windows else None
     by_key, by_value = dense(pages.key.transform, dims), dense(pages.value.transform, dims)
     told = Arguments(
         0, 0, 0, *described(pages),
         lloyd_max.level_table(k.device).data_ptr(), lloyd_max.boundary_table(k.device).data_ptr(),
         key.data_ptr(), value.data_ptr(), by_key.mean.data_ptr(), by_value.mean.data_ptr(),
         by_key.matrix.data_ptr(), by_key.matrix.shape[0], by_value.matrix.data_ptr(), by_value.matrix.shape[0],
-        0 if wide is None else wide.data_ptr(), slots.data_ptr(), batch.shadow_of.data_ptr(),
+        0 if raw is None else raw.data_ptr(), slots.data_ptr(), batch.shadow_of.data_ptr(),
         pages.shadows.data_ptr(), pages.shadows.shape[0], pages.faults.data_ptr(),
-        tokens, kv_heads, dims, layout.page_size, wide is not None,
+        tokens, kv_heads, dims, layout.page_size, raw is not None,
         by_key.factor, by_value.factor,
     )  # fmt: skip
     _store(told, tokens * kv_heads)
-    return None if wide is None else (wide[0], wide[1])
+    return None if raw is None else (raw[0], raw[1])
 
 
 @njit(**EXACT)
@@ -118,7 +118,7 @@ def _pack(codes, bits, packed):
 
 @njit(**EXACT)
 def _narrow(x, half, words):
-    """To 16 bits, and whether all are finite there."""
+    """Round x to 16 bits, and say whether all numbers are finite there."""
     all_finite = True
     for j in range(len(x)):
         words[j] = narrowed(x[j], half)
@@ -128,7 +128,7 @@ def _narrow(x, half, words):
 
 @njit(**EXACT)
 def _clip(x, kept):
-    """To the magnitude that `kept` of them do not exceed. NaN stays."""
+    """Clip x to the magnitude that `kept` of its numbers do not exceed. NaN stays."""
     limit = np.sort(np.abs(x))[kept - 1]
     for j in range(len(x)):
         if x[j] > limit:
@@ -139,9 +139,9 @@ def _clip(x, kept):
 
 @njit(**EXACT)
 def _slot(x, segments, levels, boundaries, half, unpacked, codes, meta):
-    """Into the codes and metadata of a slot, and whether what it holds is finite. x is used up."""
+    """Quantize x into the codes and metadata of a slot; say whether all that it holds is finite. Overwrites x."""
     all_finite = True
-    for j in range(len(x)):  # minima and maxima may not see a NaN
+    for j in range(len(x)):  # minima and maxima may not see NaN
         all_finite &= abs(x[j]) < np.inf
     for i in range(len(segments)):
         segment = segments[i]
@@ -161,13 +161,14 @@ def _slot(x, segments, levels, boundaries, half, unpacked, codes, meta):
 
 @kernel(Arguments)
 def _store(p):
-    """A KV head of a token: both sides, transformed, into their slots, and in 16 bits."""
+    """A task is a token in a KV head: its key and its value, transformed, go to their slots and, in 16 bits, to `raw`
+    and to the shadow."""
     a = carray(p, 1)[0]
     sides, segments = array(a.sides, 2, SIDE), array(a.segments, (2, a.most), SEGMENT)
     levels, boundaries = array(a.levels, 512, np.float32), array(a.boundaries, 512, np.float32)
     slots, half = array(a.slots, a.tokens, np.int64), a.half != 0
     pool, words = array(a.pool, a.pool_bytes, np.uint8), array(a.pool, a.pool_bytes // 2, np.uint16)
-    wide = array(a.wide, (2, a.tokens * a.kv_heads, a.dims), np.uint16)
+    raw = array(a.raw, (2, a.tokens * a.kv_heads, a.dims), np.uint16)
     pages = a.pool_bytes // a.page_stride
     shadow_of, faults = array(a.shadow_of, pages, np.int64), array(a.faults, pages * a.page_size, np.uint8)
     shadows = array(a.shadows, (a.shadow_pages, a.kv_heads, 2, a.page_size, a.dims), np.uint16)
@@ -177,7 +178,7 @@ def _store(p):
         head, slot = task % a.kv_heads, slots[task // a.kv_heads]
         page, place = slot // a.page_size, slot % a.page_size
         if slot < 0 and a.windows:  # padding
-            wide[:, task] = 0
+            raw[:, task] = 0
         for side in range(2 if slot >= 0 else 0):
             given, mean = (a.value, a.value_mean) if side else (a.key, a.key_mean)
             at, count = (a.value_rotation, a.value_rotations) if side else (a.key_rotation, a.key_rotations)
@@ -186,7 +187,7 @@ def _store(p):
                 x -= array(mean, (a.kv_heads, a.dims), np.float32)[head]
             rotations = array(at, (count, a.dims, a.dims), np.float64)
             rotate(x, rotations, head, a.value_factor if side else a.key_factor, y)
-            held = _narrow(y, half, wide[side, task]) if a.windows else True
+            held = _narrow(y, half, raw[side, task]) if a.windows else True
             s, of_head = sides[side], page * a.page_stride + head * a.head_stride
             byte, entry = of_head + s.codes + place * s.code_stride, of_head // 2 + s.meta + place * s.meta_stride
             codes, meta = pool[byte : byte + s.code_stride], words[entry : entry + s.meta_stride]
@@ -197,7 +198,7 @@ def _store(p):
                 y[:], faults[slot] = f4(0), 1
                 _slot(y, segments[side, : s.segments], levels, boundaries, half, unpacked, codes, meta)
                 if a.windows:
-                    wide[side, task] = 0
+                    raw[side, task] = 0
             if a.windows and shadow_of[page] >= 0:
-                shadows[shadow_of[page], head, side, place] = wide[side, task]
+                shadows[shadow_of[page], head, side, place] = raw[side, task]
         task = take(p, TASK)

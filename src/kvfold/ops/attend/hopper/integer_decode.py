@@ -1,20 +1,27 @@
-"""The Gluon kernel for integers: one warp a program, which reads what it copied where tensor cores want it.
+"""The Gluon kernel for integers. A CTA is one warp, which unpacks codes in the registers from which MMA reads them.
 
-A tile is 64 tokens, 8 runs of 8. For logits, tokens are the rows of K and the columns of q are query heads; for
-outputs, coordinates are the rows of Vᵀ. The order of coordinates in the first product and of tokens in the second is
-free, so each lane unpacks the words that it reads, and nothing moves between lanes but the weights (`movmatrix`). The
-next tiles are copied to shared memory meanwhile, as they lie in their pages.
+A tile is 64 tokens, 8 runs of 8. There are two products:
 
-Codes become operands by a single AND. Those of keys are bytes, four to a register; queries are 16-bit integers in units
-of their own, the high byte in one column and the low byte in the next. Those of values, wherever their bits lie in a
-16-bit half, are subnormal float16 numbers c·2^(place − 24), which tensor cores multiply exactly; instead of a byte's
-highest code, which would take one AND more, they multiply the whole byte. The epilogue takes these powers of two and
-the other codes away, as queries do where the code of a key is not in a byte's lowest bits. Scales and offsets, of which
-each segment of a token has its own, go into logits and weights: segments of keys are products of their own, and two of
-values take two columns for each head.
+- Logits: the rows of K are tokens, the columns of q are query heads. The order of coordinates is free.
+- Outputs: the rows of Vᵀ are coordinates. The order of tokens is free.
 
-A Hadamard rotation of queries is done in the registers where they are needed. Its matrix has entries (−1)^(bits that
-row and column share), so it does not see that the bits of coordinates lie in another order there.
+So each lane unpacks the words that it reads, and only weights move between lanes (`movmatrix`). Meanwhile the next tile
+is prefetched to shared memory, in the order of its pages.
+
+Codes become operands by a single AND:
+
+- Keys are bytes, four per register. A code that is not in the lowest bits of its byte is 2^place times too large;
+  queries are divided by that. Queries are 16-bit integers with a unit per head: the high byte is one column, the low
+  byte the next.
+- Values are subnormal float16 numbers c·2^(place − 24), wherever the code lies in its 16-bit half. MMA multiplies them
+  exactly. The highest code of a byte would take one AND more, so the whole byte is multiplied instead. The epilogue
+  subtracts the other codes and takes the powers of two away.
+
+Each segment of a token has a scale and an offset of its own, which go into logits and weights. A segment of keys is a
+product of its own. Two segments of values take two columns per head.
+
+Queries are rotated by Hadamard matrices in the registers where they are needed. The entries of such a matrix are
+(−1)^(bits that row and column share). So it stays the same if the bits of coordinates are in another order, as here.
 """
 
 from typing import NamedTuple
@@ -24,10 +31,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from kvfold.layout import SlotLayout
-from kvfold.ops.attend.gluon_tiles import (
+from kvfold.ops.attend.hopper.decode_tiles import (
     TILE,
     UNSEEN,
-    control,
     faded,
     float_pair,
     in_columns,
@@ -35,50 +41,69 @@ from kvfold.ops.attend.gluon_tiles import (
     log2,
     logits_layout,
     own_tiles,
+    release_by,
     seen_tokens,
     softmax,
     store_weights,
+    wait_by,
     wait_for_stored,
     weights_operand,
 )
-from kvfold.ops.store.triton import ROUNDER
+from kvfold.ops.attend.hopper.integer_layouts import (
+    around_bits,
+    copy_layout,
+    flat,
+    key_layout,
+    meta_layout,
+    places_first,
+    registers,
+    repeated,
+    unpack_bytes,
+    unpack_halves,
+    value_layout,
+    with_bits,
+)
+from kvfold.ops.store.quantize_tiles import ROUNDER
 
 # names that Triton 3.9 has changed
 async_load = getattr(async_copy, "async_load", async_copy.async_copy_global_to_shared)
 REINTERPRETS = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
-WARPS = 8  # programs that a processor runs at once, at most
-STAGES = gl.constexpr(2)  # tiles of a program in shared memory: one is read while the other is copied
-SHARED = 228 * 1024  # bytes of a processor; a program takes 1024 beside its own
-UNIT = gl.constexpr(2.0**24)  # of subnormal float16 numbers
+WARPS = 8  # CTAs per SM, at most: two per scheduler
+STAGES = gl.constexpr(2)  # tiles in shared memory: one is read while the other is copied
+SHARED = 228 * 1024  # bytes of an SM's shared memory, of which a CTA takes 1024 beside what it asks for
+UNIT = gl.constexpr(2.0**24)  # 1 / the smallest subnormal float16
 
 
-class Side(NamedTuple):
-    """The keys or the values of a page as 32-bit words: `segments` equal ones, codes of `bits` bits."""
+class IntegerWords(NamedTuple):
+    """The keys or the values of a page as 32-bit words: equal segments with codes of `bits` bits."""
 
     bits: int
     segments: int
-    per_token: int  # words of a token's codes
+    per_token: int  # words of codes
     codes: int  # the word of a page at which codes begin
-    meta: int  # and the metadata, a word for each segment of a token
+    meta: int  # the word at which metadata begin, one per token and segment
 
 
-def side(slot: SlotLayout, codes: int, meta: int) -> Side:
-    return Side(slot.segments[0].bits, len(slot.segments), slot.code_bytes // 4, codes // 4, meta // 4)
+def integer_words(slot: SlotLayout, codes: int, meta: int) -> IntegerWords:
+    return IntegerWords(slot.segments[0].bits, len(slot.segments), slot.code_bytes // 4, codes // 4, meta // 4)
 
 
-def room(key: Side, value: Side) -> int:
-    """How many programs a processor has room for, at most WARPS."""
+def room(key: IntegerWords, value: IntegerWords) -> int:
+    """How many CTAs fit on an SM, at most WARPS."""
     others = key.per_token + value.per_token + value.segments
-    words = STAGES.value * others + meta_slots(key.segments, others) * key.segments
+    words = STAGES.value * others + meta_stages(key.segments, others) * key.segments
     return SHARED // (4 * TILE * words + 1024)
 
 
 @gluon.constexpr_function
-def meta_slots(segments, others):
-    """For the metadata of how many tiles of keys, `segments` words a token beside `others`, a program takes shared
-    memory: for more than it copies, so that none of the processors, which become free one after the other, runs more
-    than WARPS, two of each of its schedulers; but not for all that there is, windows want 20 KiB beside them."""
+def meta_stages(segments, others):
+    """How many stages of key metadata a CTA allocates: `segments` words per token, beside `others` per stage.
+
+    It uses STAGES of them. The rest is padding that keeps an SM from running more than WARPS CTAs: SMs become free one
+    after the other, and the first would take too many. The padding is as small as possible: a CTA that reads windows
+    needs 20 KiB beside them.
+    """
     least = SHARED // (WARPS + 1) - 1023
     return max(STAGES.value, -((4 * TILE * STAGES.value * others - least) // (4 * TILE * segments)))
 
@@ -94,7 +119,7 @@ def decode(
     pool,
     table,
     lengths,
-    scale,  # of the logits, times log2(e)
+    scale,  # of logits, times log2(e)
     sink,
     recent,
     q_stride,
@@ -105,12 +130,11 @@ def decode(
     DIMS: gl.constexpr,
     PAGE: gl.constexpr,
     PAGE_WORDS: gl.constexpr,
-    RATIO: gl.constexpr,  # query heads of a KV head
-    HEADS: gl.constexpr,  # and up to 4 or 8
-    COLUMNS: gl.constexpr,  # of outputs: one for each of them, or two
-    ORDER: gl.constexpr,  # of the Hadamard matrices by which queries are rotated here; 1: not
-    FRESH: gl.constexpr,  # whether the kernel before writes the queries
-    WINDOWS: gl.constexpr,  # whether the next one reads windows, beside this one; else it merges
+    RATIO: gl.constexpr,  # query heads per KV head
+    HEADS: gl.constexpr,  # RATIO, up to 4 or 8
+    COLUMNS: gl.constexpr,  # of outputs: one or two per head
+    ORDER: gl.constexpr,  # of the Hadamard matrices that rotate queries here; 1: none
+    OVERLAP: gl.constexpr,
 ):
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
     LOGITS: gl.constexpr = logits_layout(HEADS)
@@ -126,25 +150,23 @@ def decode(
     META: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     OTHERS: gl.constexpr = KEY.per_token + VALUE.per_token + VALUE.segments
     keys = gl.allocate_shared_memory(gl.int32, [STAGES, 8, 8 * KEY.per_token], KEYS)
-    key_meta = gl.allocate_shared_memory(gl.int32, [meta_slots(KEY.segments, OTHERS), 8, 8 * KEY.segments], META)
+    key_meta = gl.allocate_shared_memory(gl.int32, [meta_stages(KEY.segments, OTHERS), 8, 8 * KEY.segments], META)
     values = gl.allocate_shared_memory(gl.int32, [STAGES, 8, 8 * VALUE.per_token], VALUES)
     value_meta = gl.allocate_shared_memory(gl.int32, [STAGES, 8, 8 * VALUE.segments], META)
     shared = (keys, key_meta, values, value_meta)
     for i in gl.static_range(STAGES - 1):
         pages = _pages(table, first + i, table_pages, kv_heads, KEY, VALUE, PAGE)
-        _copy_tile(shared, i, pool, pages, first + i, last, newest, KEY, VALUE, PAGE, PAGE_WORDS)
+        _copy_tile(shared, i, pool, pages, first + i, last, newest, KEY, VALUE, PAGE, PAGE_WORDS, OVERLAP)
     pages = _pages(table, first + (STAGES - 1), table_pages, kv_heads, KEY, VALUE, PAGE)
 
-    if FRESH or WINDOWS:
-        control("griddepcontrol.wait")
-    if WINDOWS:
-        control("griddepcontrol.launch_dependents")
+    wait_by(OVERLAP, "start")
+    release_by(OVERLAP, "start")
     row = (sequence * kv_heads + head) * RATIO
     place = (split.to(gl.int64) * sequences * kv_heads * RATIO) + row
     highest = gl.full([HEADS], UNSEEN, gl.float32, HEAD)
-    if (first > last) & (splits > 1):  # nothing to read: windows want its place, and `merge` its weights alone
-        control("griddepcontrol.wait")
-        control("griddepcontrol.launch_dependents")
+    if (first > last) & (splits > 1):  # nothing to read: free the SM; `merge` looks at nothing but the weights
+        wait_by(OVERLAP, "end")
+        release_by(OVERLAP, "end")
         store_weights(weights + place, highest, gl.zeros_like(highest), RATIO, HEADS)
         return
     q += sequence.to(gl.int64) * q_stride + head * (RATIO * DIMS)
@@ -159,13 +181,13 @@ def decode(
     out = gl.zeros([DIMS, COLUMNS], gl.float32, MMA)
     for tile in range(first, last + 1):
         async_copy.wait_group(STAGES - 2)
-        slot = (tile - first) % STAGES
-        free = (slot + (STAGES - 1)) % STAGES
-        _copy_tile(shared, free, pool, pages, tile + (STAGES - 1), last, newest, KEY, VALUE, PAGE, PAGE_WORDS)
+        stage = (tile - first) % STAGES
+        free = (stage + (STAGES - 1)) % STAGES
+        _copy_tile(shared, free, pool, pages, tile + (STAGES - 1), last, newest, KEY, VALUE, PAGE, PAGE_WORDS, OVERLAP)
         pages = _pages(table, tile + STAGES, table_pages, kv_heads, KEY, VALUE, PAGE)
-        k, k_meta = _read_keys(keys.index(slot), KEY), _read_meta(key_meta.index(slot), KEY)
+        k, k_meta = _read_keys(keys.index(stage), KEY), _read_meta(key_meta.index(stage), KEY)
         logits = _logits(k, k_meta, query0, unit0, sum0, query1, unit1, sum1, KEY, DIMS, HEADS, MMA)
-        scale0, offset0, scale1, offset1 = _scales(_read_meta(value_meta.index(slot), VALUE), VALUE, LOGITS)
+        scale0, offset0, scale1, offset1 = _scales(_read_meta(value_meta.index(stage), VALUE), VALUE, LOGITS)
         if (tile * 64 < begin) | (tile * 64 + 64 > end):
             seen = seen_tokens(tile, begin, end, LOGITS)
             logits = gl.where(seen, logits, UNSEEN)
@@ -176,11 +198,11 @@ def decode(
         if VALUE.segments == 2:
             shift1 = shift1 * fade[None, :] + gl.sum(weight * offset1, 0)
         scaled = weights_operand(weight * scale0, weight * scale1, VALUE, HEADS, COLUMNS, MMA)
-        v = _values(_read_values(values.index(slot), VALUE), VALUE, DIMS, MMA)
+        v = _values(_read_values(values.index(stage), VALUE), VALUE, DIMS, MMA)
         out = mma_v2(v, scaled, faded(out, fade, VALUE, DIMS, HEADS, COLUMNS, MMA))
 
-    control("griddepcontrol.wait")
-    control("griddepcontrol.launch_dependents")
+    wait_by(OVERLAP, "end")
+    release_by(OVERLAP, "end")
     total, shift0, shift1 = gl.sum(total, 0), gl.sum(shift0, 0), gl.sum(shift1, 0)
     _store_part(outs + place * DIMS, out, total, shift0, shift1, VALUE, DIMS, RATIO, HEADS, COLUMNS)
     store_weights(weights + place, highest, total, RATIO, HEADS)
@@ -192,7 +214,7 @@ def decode(
 @gluon.jit
 def _logits(k, meta, query0, unit0, sum0, query1, unit1, sum1, KEY: gl.constexpr, DIMS: gl.constexpr,
             HEADS: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
-    """[place in a run, run, head]"""
+    """Logits [place in a run, run, head] of a tile."""
     scale0, offset0, scale1, offset1 = _scales(meta, KEY, logits_layout(HEADS))
     if KEY.segments == 2:
         k0, k1 = gl.split(gl.permute(gl.reshape(k, [8, 8, 2, KEY.per_token // 2]), [0, 1, 3, 2]))
@@ -206,6 +228,7 @@ def _logits(k, meta, query0, unit0, sum0, query1, unit1, sum1, KEY: gl.constexpr
 @gluon.jit
 def _segment(k, scale, offset, query, unit, total, KEY: gl.constexpr, DIMS: gl.constexpr, HEADS: gl.constexpr,
              MMA: gl.constexpr):  # fmt: skip
+    """What one segment of keys adds to the logits."""
     products = mma_v2(_keys(k, KEY, DIMS, MMA), query, gl.zeros([64, 2 * HEADS], gl.int32, MMA))
     high, low = gl.split(gl.reshape(products, [8, 8, HEADS, 2]))
     product = gl.convert_layout((high * 256 + low).to(gl.float32), logits_layout(HEADS), assert_trivial=True)
@@ -217,9 +240,9 @@ def _segment(k, scale, offset, query, unit, total, KEY: gl.constexpr, DIMS: gl.c
 @gluon.jit
 def _queries(q, SEGMENT: gl.constexpr, scale, KEY: gl.constexpr, DIMS: gl.constexpr, RATIO: gl.constexpr,
              HEADS: gl.constexpr, ORDER: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
-    """The second operand of a segment's logits, and for each head its unit and its sum, times `scale`."""
+    """The second operand of a segment's logits; and per head, the unit and the sum of its numbers, times `scale`."""
     COUNT: gl.constexpr = DIMS // KEY.segments
-    WORDS: gl.constexpr = KEY.per_token // KEY.segments // 4  # of a lane
+    WORDS: gl.constexpr = KEY.per_token // KEY.segments // 4  # per lane
     OPERAND: gl.constexpr = gl.DotOperandLayout(1, MMA, 4)
     HEAD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, logits_layout(HEADS)))
     index = gl.arange(0, COUNT, gl.SliceLayout(1, OPERAND))
@@ -245,7 +268,7 @@ def _queries(q, SEGMENT: gl.constexpr, scale, KEY: gl.constexpr, DIMS: gl.conste
 
 @gluon.jit
 def _butterfly(x, BIT: gl.constexpr, COUNT: gl.constexpr, COLUMNS: gl.constexpr, OPERAND: gl.constexpr):
-    """Sums and differences of what lies at indices that differ in a bit; bits 2 and 3 tell lanes apart."""
+    """Sums and differences of numbers whose indices differ in one bit. Bits 2 and 3 are bits of the lane."""
     if BIT == 2 or BIT == 3:
         other = gl.inline_asm_elementwise(
             f"shfl.sync.bfly.b32 $0, $1, {BIT - 1}, 31, -1;", "=r,r", [x], dtype=gl.float32, is_pure=False, pack=1
@@ -262,19 +285,20 @@ def _butterfly(x, BIT: gl.constexpr, COUNT: gl.constexpr, COLUMNS: gl.constexpr,
 
 @gluon.jit
 def _fixed(x, place, low):
-    """Columns, each twice -> x / place as 16-bit integers, the high or the low byte; their unit, and the sum of x."""
+    """x / place as 16-bit integers: columns come in pairs, which get the high and the low byte. Then their unit and the
+    sum of x."""
     x = x * (1.0 / place)
     unit = gl.max(gl.abs(x), 0) / 32639.0 + 1e-30
     rounded = x * (1.0 / unit)[None, :] + ROUNDER
     total = gl.sum((rounded - ROUNDER) * place, 0) * unit
-    fixed = rounded.to(gl.int32, bitcast=True)  # in the low 16 bits, ROUNDER's own are 0
+    fixed = rounded.to(gl.int32, bitcast=True)  # in the low 16 bits, which are 0 in ROUNDER
     return gl.where(low == 0, (fixed + 128) >> 8, fixed).to(gl.int8), unit, total
 
 
 @gluon.jit
 def _store_part(part, out, total, shift0, shift1, VALUE: gl.constexpr, DIMS: gl.constexpr, RATIO: gl.constexpr,
                 HEADS: gl.constexpr, COLUMNS: gl.constexpr):  # fmt: skip
-    """Outputs [coordinate, column] as means over this program's tokens, float32[RATIO, DIMS]."""
+    """Store outputs [coordinate, column] as means over this CTA's tokens, float32[RATIO, DIMS]."""
     out = _codes_alone(out, VALUE, DIMS, COLUMNS)
     if COLUMNS == 2 * HEADS:
         first, second = gl.split(gl.reshape(out, [DIMS, HEADS, 2]))
@@ -288,7 +312,7 @@ def _store_part(part, out, total, shift0, shift1, VALUE: gl.constexpr, DIMS: gl.
     head = gl.arange(0, HEADS, gl.SliceLayout(0, LAYOUT))
     if COLUMNS == HEADS:
         head = head // 2 + head % 2 * 4
-    # which code `_values` puts at this index: from the low bits up the half of a row, row, code of the byte, byte
+    # the code that `_values` puts at this index; from the low bits up: half of a row, row, code of the byte, byte
     ROWS: gl.constexpr = VALUE.per_token // 4
     CODES: gl.constexpr = 8 // VALUE.bits
     BYTES: gl.constexpr = 4 * VALUE.per_token // VALUE.segments
@@ -307,7 +331,7 @@ def _store_part(part, out, total, shift0, shift1, VALUE: gl.constexpr, DIMS: gl.
 
 @gluon.jit
 def _codes_alone(out, VALUE: gl.constexpr, DIMS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Outputs with the highest code of each byte where `_values` has the whole."""
+    """Outputs of codes alone: where `_values` has the whole byte, subtract its lower codes."""
     CODES: gl.constexpr = 8 // VALUE.bits
     if CODES > 1:
         LAYOUT: gl.constexpr = out.type.layout
@@ -322,8 +346,8 @@ def _codes_alone(out, VALUE: gl.constexpr, DIMS: gl.constexpr, COLUMNS: gl.const
 
 @gluon.constexpr_function
 def key_coordinate(bit, words):
-    """What a bit of an index that `_keys` gives to codes adds to the coordinate in the segment: from the low bits up of
-    the byte of a word, the lane, the word of the lane's `words`, the code of the byte."""
+    """What a bit of an index of `_keys` adds to the coordinate in the segment. An index has, from the low bits up: the
+    byte of a word, the lane, the word of the lane's `words`, the code of the byte."""
     if bit < 2:
         return 1 << bit
     if bit < 4:
@@ -337,7 +361,7 @@ def key_coordinate(bit, words):
 
 @gluon.jit
 def _keys(k, KEY: gl.constexpr, DIMS: gl.constexpr, MMA: gl.constexpr):
-    """Words [run, place, word] of a segment -> the first operand of its logits, [token, coordinate]."""
+    """Words [run, place, word] of a segment -> the first operand of its logits, int8[token, coordinate]."""
     COUNT: gl.constexpr = KEY.per_token // KEY.segments
     OUT: gl.constexpr = 4 * (8 // KEY.bits)
     k = gl.convert_layout(k, places_first(COUNT), assert_trivial=True)
@@ -352,7 +376,7 @@ def _keys(k, KEY: gl.constexpr, DIMS: gl.constexpr, MMA: gl.constexpr):
 
 @gluon.jit
 def _values(v, VALUE: gl.constexpr, DIMS: gl.constexpr, MMA: gl.constexpr):
-    """Halves [run, place, row, half of the row] -> the first operand of the outputs, [coordinate, token]."""
+    """Halves [run, place, row, half of the row] -> the first operand of outputs, float16[coordinate, token]."""
     OUT: gl.constexpr = 2 * (8 // VALUE.bits)
     codes = gl.inline_asm_elementwise(
         unpack_halves(VALUE.bits), registers(OUT, 1), [v], dtype=repeated(gl.float16, OUT), is_pure=True, pack=2
@@ -364,7 +388,7 @@ def _values(v, VALUE: gl.constexpr, DIMS: gl.constexpr, MMA: gl.constexpr):
 
 @gluon.jit
 def _scales(meta, SIDE: gl.constexpr, LOGITS: gl.constexpr):
-    """Metadata words [run, place(, segment)] -> scale and offset of either segment, [place, run, 1]."""
+    """Metadata words [run, place(, segment)] -> scale and offset per segment, [place, run, 1]."""
     if SIDE.segments == 2:
         first, second = gl.split(meta)
         scale0, offset0 = _scale(first, LOGITS)
@@ -388,7 +412,7 @@ def _scale(meta, LOGITS: gl.constexpr):
 
 @gluon.jit
 def _pages(table, tile, table_pages, kv_heads, KEY: gl.constexpr, VALUE: gl.constexpr, PAGE: gl.constexpr):
-    """The rows of the pool, for head 0, in which a tile's keys, their metadata, values and theirs are."""
+    """Where in the pool a tile's pages are, in rows of KV head 0: for keys, key metadata, values, value metadata."""
     return (
         _page(table, tile, table_pages, kv_heads, KEY.per_token, PAGE),
         _page(table, tile, table_pages, kv_heads, KEY.segments, PAGE),
@@ -399,7 +423,7 @@ def _pages(table, tile, table_pages, kv_heads, KEY: gl.constexpr, VALUE: gl.cons
 
 @gluon.jit
 def _page(table, tile, table_pages, kv_heads, COUNT: gl.constexpr, PAGE: gl.constexpr):
-    """One where a tile lies in a page, else one for each run. Beyond the table, its last page is as good as any."""
+    """One row if tiles lie in one page, else one per run. Behind the table's end, its last page stands in."""
     if PAGE % 64 == 0:
         page = gl.load(table + gl.minimum(tile * 64 // PAGE, table_pages - 1))
     else:
@@ -409,22 +433,23 @@ def _page(table, tile, table_pages, kv_heads, COUNT: gl.constexpr, PAGE: gl.cons
 
 
 @gluon.jit
-def _copy_tile(shared, slot, pool, pages, tile, last, newest, KEY: gl.constexpr, VALUE: gl.constexpr,
-               PAGE: gl.constexpr, PAGE_WORDS: gl.constexpr):  # fmt: skip
-    """Keys, their metadata, values and theirs, as one group; none of a tile after the last."""
+def _copy_tile(shared, stage, pool, pages, tile, last, newest, KEY: gl.constexpr, VALUE: gl.constexpr,
+               PAGE: gl.constexpr, PAGE_WORDS: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
+    """Prefetch a tile as one group of copies: keys, key metadata, values, value metadata. Behind the last tile, the
+    group is empty."""
     keys, key_meta, values, value_meta = shared
     if tile <= last:
-        wait_for_stored(tile, newest)
-        _copy(keys.index(slot), pool + KEY.codes, pages[0], tile, KEY.per_token, PAGE, PAGE_WORDS)
-        _copy(key_meta.index(slot), pool + KEY.meta, pages[1], tile, KEY.segments, PAGE, PAGE_WORDS)
-        _copy(values.index(slot), pool + VALUE.codes, pages[2], tile, VALUE.per_token, PAGE, PAGE_WORDS)
-        _copy(value_meta.index(slot), pool + VALUE.meta, pages[3], tile, VALUE.segments, PAGE, PAGE_WORDS)
+        wait_for_stored(tile, newest, OVERLAP)
+        _copy(keys.index(stage), pool + KEY.codes, pages[0], tile, KEY.per_token, PAGE, PAGE_WORDS)
+        _copy(key_meta.index(stage), pool + KEY.meta, pages[1], tile, KEY.segments, PAGE, PAGE_WORDS)
+        _copy(values.index(stage), pool + VALUE.codes, pages[2], tile, VALUE.per_token, PAGE, PAGE_WORDS)
+        _copy(value_meta.index(stage), pool + VALUE.meta, pages[3], tile, VALUE.segments, PAGE, PAGE_WORDS)
     async_copy.commit_group()
 
 
 @gluon.jit
 def _copy(to, pool, page, tile, COUNT: gl.constexpr, PAGE: gl.constexpr, PAGE_WORDS: gl.constexpr):
-    """COUNT words of each token of a tile."""
+    """Prefetch COUNT words per token of a tile."""
     LAYOUT: gl.constexpr = copy_layout(COUNT, PAGE)
     run = gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
     word = gl.arange(0, 8 * COUNT, gl.SliceLayout(0, LAYOUT))
@@ -447,10 +472,10 @@ def _read_keys(shared, KEY: gl.constexpr):
 
 @gluon.jit
 def _read_values(shared, VALUE: gl.constexpr):
-    """A tile's values in halves of words, [run, place, row of 16 bytes, half of the row]: by `ldmatrix`, which gives
-    lanes the same half of two runs in one register."""
+    """The values of a tile in halves of words, [run, place, row of 16 bytes, half of the row]. They are read by
+    `ldmatrix`, which puts the same half of two runs into one register of a lane."""
     COUNT: gl.constexpr = 2 * VALUE.per_token
-    HALVES: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])  # the same places as words have in VALUES
+    HALVES: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])  # the same places as those of words in VALUES
     if REINTERPRETS:
         halves = shared.reinterpret(gl.int16, [8, 8 * COUNT], HALVES)
     else:
@@ -467,117 +492,3 @@ def _read_meta(shared, SIDE: gl.constexpr):
     else:
         meta = shared.load(LAYOUT)
     return meta
-
-
-# --- layouts: what a lane holds. Lanes are numbered 4·run + lane of the run, as in the fragments of tensor cores.
-
-PLACES = gl.constexpr([[0, 1, 0], [0, 2, 0], [0, 4, 0]])
-
-
-@gluon.constexpr_function
-def key_layout(count, segments):
-    """[run, place, word]: lanes of a run share its tokens' words, those of each segment."""
-    each = count // segments
-    words = [[0, 0, 1 << i] for i in range(log2(each) - 2)] + ([[0, 0, each]] if segments == 2 else [])
-    return gl.DistributedLinearLayout([*words, *PLACES.value], word_lanes(each), [], [], [8, 8, count])
-
-
-@gluon.constexpr_function
-def places_first(count):
-    """Of a segment's words, [run, place, word]: what a lane holds, in the order in which `unpack_bytes` takes it."""
-    words = [[0, 0, 1 << i] for i in range(log2(count) - 2)]
-    return gl.DistributedLinearLayout([*PLACES.value, *words], word_lanes(count), [], [], [8, 8, count])
-
-
-@gluon.constexpr_function
-def word_lanes(count):
-    return [[0, 0, count // 4], [0, 0, count // 2], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
-
-
-@gluon.constexpr_function
-def value_layout(count):
-    """[run, half of a word of its tokens], `count` of a token."""
-    rows = [[0, 8 << i] for i in range(log2(count) - 3)]
-    places = [[0, count], [0, 2 * count], [0, 4 * count]]
-    lanes = [[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]]
-    return gl.DistributedLinearLayout([[1, 0], *rows, *places], lanes, [], [], [8, 8 * count])
-
-
-@gluon.constexpr_function
-def flat(layout):
-    """A layout of [run, place, word] as one of [run, word of its tokens]."""
-    count = layout.shape[2]
-    registers = [[run, place * count + word] for run, place, word in layout.reg_bases]
-    lanes = [[run, place * count + word] for run, place, word in layout.lane_bases]
-    return gl.DistributedLinearLayout(registers, lanes, [], [], [8, 8 * count])
-
-
-@gluon.constexpr_function
-def copy_layout(count, page):
-    """[run, word of its tokens]: 16 bytes a lane; lanes of a run stay with it where its page is its own."""
-    lanes = min(4 if page % 64 else 32, 2 * count)
-    return gl.BlockedLayout([1, 4], [32 // lanes, lanes], [1, 1], [1, 0])
-
-
-@gluon.constexpr_function
-def meta_layout(segments):
-    """[run, place(, segment)]: all lanes of a run hold the same."""
-    if segments == 2:
-        lanes = [[0, 0, 0], [0, 0, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
-        return gl.DistributedLinearLayout([[0, 0, 1], *PLACES.value], lanes, [], [], [8, 8, 2])
-    lanes = [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4]], lanes, [], [], [8, 8])
-
-
-@gluon.constexpr_function
-def with_bits(shape, count):
-    """A shape with a trailing dimension for each bit of numbers below `count`."""
-    return tuple(shape) + (2,) * log2(count)
-
-
-@gluon.constexpr_function
-def around_bits(before, first, count, after):
-    """The permutation that puts those dimensions, of which the lowest is the `first`, between `before` and `after`."""
-    return tuple(before) + tuple(range(first, first + log2(count)))[::-1] + tuple(after)
-
-
-# --- inline assembly: from words to operands, a register of each code of a byte after the other
-
-
-@gluon.constexpr_function
-def unpack_bytes(bits):
-    """A word of each of four tokens -> the four bytes of each, under every mask; high nibbles are moved down."""
-    codes = 8 // bits
-    words = [f"${4 * codes + i}" for i in range(4)]
-    if bits == 8:
-        return "\n".join(f"xor.b32 ${i}, {word}, 0x80808080;" for i, word in enumerate(words))  # signed, 128 less
-    lines = ["{ .reg .b32 a, b, c, d;", *(f"shr.u32 {to}, {word}, 4;" for to, word in zip("abcd", words, strict=True))]
-    masks = [((2**bits - 1) << bits * i) * 0x01010101 for i in range(4 // bits)]
-    pairs = [(source, mask) for sources in (words, "abcd") for mask in masks for source in sources]
-    return "\n".join([*lines, *masked(pairs), "}"])
-
-
-@gluon.constexpr_function
-def unpack_halves(bits):
-    """Half a word of each of two tokens -> for both bytes the pair (first token, second token): each code but the
-    highest under its mask, then the whole byte."""
-    codes = 8 // bits
-    masks = [((2**bits - 1) << bits * i) * 0x00010001 for i in range(codes - 1)]
-    low = masked([(f"${2 * codes}", mask) for mask in [*masks, 0x00FF00FF]])
-    high = f"prmt.b32 ${2 * codes - 1}, ${2 * codes}, 0, 0x4341;"  # bytes 1 and 3
-    return "\n".join([*low, high, *masked([(f"${2 * codes - 1}", mask) for mask in masks], codes)])
-
-
-@gluon.constexpr_function
-def masked(pairs, first=0):
-    return [f"and.b32 ${i}, {source}, {mask:#x};" for i, (source, mask) in enumerate(pairs, first)]
-
-
-@gluon.constexpr_function
-def registers(outputs, inputs):
-    return ",".join(["=r"] * outputs + ["r"] * inputs)
-
-
-@gluon.constexpr_function
-def repeated(dtype, count):
-    return (dtype,) * count

@@ -1,9 +1,11 @@
-"""`attend` for many queries: packed tokens are unpacked in chunks of bounded size, and the fastest attention that torch
-has runs on each; the parts are merged by their log-sum-exp. Windows are read by the portable kernel.
+"""`attend` for many queries per sequence, over unpacked chunks of the context.
 
-Queries come in blocks. What all queries of a block read goes without a mask, to cuDNN where it can. Of the rest, each
-query reads one token more than the one before, and the last one all: FlashAttention has a mask for that, and cuDNN
-where the first query reads one token.
+Packed tokens are unpacked in chunks of bounded size. The fastest attention that torch has runs on each chunk, and the
+parts are merged by log-sum-exp. The portable kernel reads windows.
+
+Queries are taken some at a time (`_query_runs`). Tokens that all of them read need no mask: cuDNN reads them if it can.
+In the last chunk, each query reads one token more than the query before it, and the last query reads all. For that,
+FlashAttention has a mask; and cuDNN has one if the first query reads one token.
 """
 
 from collections.abc import Iterator
@@ -21,30 +23,32 @@ from torch.nn.functional import pad
 
 from kvfold.layout import PageLayout
 from kvfold.ops import tiles
-from kvfold.ops.attend import triton as portable
-from kvfold.ops.attend import windows as exact
+from kvfold.ops.attend import attend_gpu as portable
+from kvfold.ops.attend import window_kernel
 from kvfold.ops.attend.parts import UNSEEN
+from kvfold.ops.dequantize_gpu import dequantize
 from kvfold.ops.pages import Batch, LayerPages, Step
 from kvfold.ops.rotate import dual, inverse
 from kvfold.ops.sizes import ceil_div, power_of_two
-from kvfold.ops.unpack import unpack
 from kvfold.windows import Windows
 
 WORKSPACE = 2**26  # bytes of unpacked keys and values, at most
-OPERANDS = {"cpu": torch.float32, "cuda": torch.float16}  # outputs are in it too, for which bfloat16 is too coarse
-MIN_QUERIES, MIN_TOKENS = 64, 1024  # of a sequence that read packed tokens, and those: below, one launch does better
-# cuDNN builds a graph for every shape, in a tenth of a second and more, so there are few, which a server can have
-# built before its first prompt: queries are padded to powers of two from the first of these numbers on, from the second
-# on they are as many and cuDNN's mask is used; chunks are as large as the workspace, a quarter of it or a sixteenth
+OPERANDS = {"cpu": torch.float32, "cuda": torch.float16}  # also of outputs, for which bfloat16 is too coarse
+# of a sequence: queries that read packed tokens, and packed tokens; with fewer, the portable kernel is faster
+MIN_QUERIES, MIN_TOKENS = 64, 1024
+# cuDNN builds a graph for every shape, which takes a tenth of a second and more. So there are few shapes, and a server
+# builds all graphs before its first prompt (`build_graphs`). Queries are padded to FEWEST_QUERIES or a higher power of
+# two. From CAUSAL_QUERIES on, their number is a power of two itself, and cuDNN's mask is used. Chunks are as large as
+# the workspace, a quarter of it, or a sixteenth.
 FEWEST_QUERIES, CAUSAL_QUERIES = 256, 2048
-CHUNK_STEP, CHUNK_SIZES = 4, 3
+CHUNK_RATIO, CHUNK_SIZES = 4, 3
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 aten = torch.ops.aten
 
 
 def unsupported(layout: PageLayout) -> str | None:
-    """Why pages of this layout are not unpacked, or torch has no flash attention for what that gives, or None."""
+    """Why there is no kernel to unpack pages of this layout, or no flash attention for its heads; None: there are."""
     if packed := tiles.unsupported_side(layout):
         return "{} are not unpacked: {}".format(*packed)
     dims = layout.key.dims
@@ -76,8 +80,12 @@ def attend(
 
 
 class Kind(Enum):
-    """Of a sequence: for which unpacking pays, or one launch does better; if that is so since its queries are few, or
-    the tokens that they read."""
+    """How a sequence is read.
+
+    - LONG: its context is unpacked in chunks.
+    - SHORT_TURN: by the portable kernel, since few queries read packed tokens.
+    - SHORT_PROMPT: by the portable kernel, since its queries read few packed tokens.
+    """
 
     LONG, SHORT_TURN, SHORT_PROMPT = range(3)
 
@@ -92,12 +100,12 @@ def _kinds(step: Step, windows: Windows) -> list[Kind]:
 
 
 def _first(step: Step, windows: Windows, row: int) -> int:
-    """The position of the first query of the step that reads anything packed."""
+    """The position of the first query of the step that reads a packed token."""
     return max(step.starts[row], windows.packed_from(windows.sink))
 
 
 def _without_padding(step: Step) -> Step:
-    """The same tokens one sequence after the other."""
+    """The same step, with its tokens one sequence after the other."""
     batch = step.batch
     ends = list(accumulate(map(sub, step.lengths, step.starts), initial=0))
     query_starts = torch.tensor(ends, dtype=torch.int32).to(step.table.device)
@@ -107,7 +115,7 @@ def _without_padding(step: Step) -> Step:
 
 
 def _runs(step: Step, windows: Windows) -> list[tuple[Kind, slice, Step]]:
-    """Sequences that follow each other and are alike, as steps of their own, and their tokens."""
+    """Neighbouring sequences of one kind, as a step of their own: the kind, their tokens, that step."""
     runs = []
     row = token = 0
     for kind, group in groupby(step.once(_kinds, windows)):
@@ -118,7 +126,7 @@ def _runs(step: Step, windows: Windows) -> list[tuple[Kind, slice, Step]]:
 
 
 def _part(step: Step, rows: slice, tokens: slice) -> Step:
-    """The step of some sequences alone."""
+    """The step of these sequences alone."""
     batch, starts, lengths = step.batch, step.starts[rows], step.lengths[rows]
     table = batch.table[rows, : max(1, -(-max(lengths) // step.page_size))]
     n, ends = max(map(sub, lengths, starts)), [end - tokens.start for end in step.ends[rows]]
@@ -129,7 +137,7 @@ def _part(step: Step, rows: slice, tokens: slice) -> Step:
 
 
 def build_graphs(pages: LayerPages, ratio: int) -> None:
-    """Let cuDNN build its graphs for layers like this one, with `ratio` query heads for each KV head."""
+    """Let cuDNN build its graphs for layers like this one, with `ratio` query heads per KV head."""
     (kv_heads, dims), device = (pages.pool.shape[1], pages.layout.key.dims), pages.pool.device
     room, workspace = _workspace(pages, device)
     n = FEWEST_QUERIES
@@ -145,39 +153,40 @@ def build_graphs(pages: LayerPages, ratio: int) -> None:
 def _attend(
     pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scale: float, out: Tensor | None = None
 ) -> Tensor:
+    """`attend` for a step of LONG sequences."""
     step, windows, value = pages.step, pages.windows, pages.value.transform
     room, workspace = _workspace(pages, q.device)
     rotated = dual(pages.key.transform, q.flatten(0, 1), workspace.dtype)  # [sequences · n, q_heads, d]
     final = torch.empty(rotated.shape, device=q.device) if out is None else out.view(rotated.shape)
     outs = torch.empty(rotated.shape, device=q.device)
-    weights = torch.full(rotated.shape[:2], UNSEEN.value, device=q.device)  # by powers of two
-    direct = new is None and value.rotation is None  # then a block's last part makes its outputs
-    if sum(step.lengths) - sum(step.starts) < len(rotated):  # there is padding, which nothing is written to
+    weights = torch.full(rotated.shape[:2], UNSEEN.value, device=q.device)  # logarithms to base 2
+    direct = new is None and value.rotation is None  # the last part of a run of queries goes to `final` at once
+    if sum(step.lengths) - sum(step.starts) < len(rotated):  # nothing else is written to padding
         (final if direct else outs).zero_()
     if new is not None:
         flat = (new[0].flatten(0, 1), new[1].flatten(0, 1))
-        exact.attend(pages, rotated, flat, scale, outs.unsqueeze(0), weights.unsqueeze(0))
-    for row, position, n in _blocks(step, windows, room // 2):
+        window_kernel.attend(pages, rotated, flat, scale, outs.unsqueeze(0), weights.unsqueeze(0))
+    for row, position, n in _query_runs(step, windows, room // 2):
         first = step.end(row) - step.lengths[row] + position
-        block = slice(first, first + n)
-        queries = rotated[block].to(workspace.dtype)
+        run = slice(first, first + n)
+        queries = rotated[run].to(workspace.dtype)
         if more := max(FEWEST_QUERIES, power_of_two(n)) - n:
             queries = pad(queries, (0, 0, 0, 0, 0, more))
         queries = queries.transpose(0, 1).unsqueeze(0)
         end = windows.exact_from(position + n - 1)
         chunks = _chunks(windows.sink, windows.exact_from(position) - 1, end, room)
         for i, (tokens, causal) in enumerate(chunks):
-            k, v = unpack(pages, row, tokens, workspace)
+            k, v = dequantize(pages, row, tokens, workspace)
             usual = len(tokens) == n >= CAUSAL_QUERIES if causal else len(tokens) in _sizes(room)
             part = _flash(queries[:, :, :n] if causal else queries, k, v, scale, causal, usual)
             only, last = new is None and not i, direct and causal
-            _merge(outs[block], weights[block], *part, only, final[block] if last else None, value.mean)
+            _merge(outs[run], weights[run], *part, only, final[run] if last else None, value.mean)
     return (final if direct else inverse(value, outs, final)).view(q.shape)
 
 
-def _blocks(step: Step, windows: Windows, most: int) -> Iterator[tuple[int, int, int]]:
-    """Queries that read anything packed, at most so many at once: of which sequence, from which position on, how many.
-    Where they are many, as many as cuDNN has a graph for."""
+def _query_runs(step: Step, windows: Windows, most: int) -> Iterator[tuple[int, int, int]]:
+    """Runs of up to `most` queries that read packed tokens: the sequence, the position of the first query, how many.
+    Above CAUSAL_QUERIES, the number is one that cuDNN has a graph for."""
     for row, length in enumerate(step.lengths):
         position = _first(step, windows, row)
         while position < length:
@@ -195,8 +204,8 @@ def _workspace(pages: LayerPages, device: torch.device) -> tuple[int, Tensor]:
 
 
 def _chunks(start: int, shared: int, end: int, room: int) -> Iterator[tuple[range, bool]]:
-    """Tokens from `start` to `end`, and whether queries see one more each, as of the last chunk. All see those up to
-    `shared`."""
+    """Chunks of the tokens from `start` to `end`, and whether a chunk needs the causal mask; the last one does. All
+    queries read the tokens before `shared`."""
     for size in _sizes(room):
         while shared - start >= size:
             yield range(start, start + size), False
@@ -208,14 +217,14 @@ def _chunks(start: int, shared: int, end: int, room: int) -> Iterator[tuple[rang
 
 
 def _sizes(room: int) -> list[int]:
-    """Of chunks that all queries see, but for the last one."""
-    return [size for i in range(CHUNK_SIZES) if (size := room // CHUNK_STEP**i)]
+    """The sizes of chunks that all queries read, except for the last of these chunks."""
+    return [size for i in range(CHUNK_SIZES) if (size := room // CHUNK_RATIO**i)]
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, usual: bool) -> tuple[Tensor, Tensor]:
     """Attention of q [1, q_heads, n, d] over k, v [1, kv_heads, tokens, d], and the log-sum-exp [1, q_heads, n, …] of
-    its logits; `causal`: the last query sees all tokens, each one before it one less; `usual`: in a shape for which
-    cuDNN may build a graph."""
+    its logits. `causal`: the last query reads all tokens, every other query one token less than the next. `usual`:
+    cuDNN may build a graph for this shape."""
     if not q.is_cuda:
         mask = q.new_full((q.shape[2], k.shape[2]), -torch.inf).triu_(k.shape[2] - q.shape[2] + 1) if causal else None
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask, scale=scale)
@@ -225,7 +234,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, usual: b
 
 
 def _cudnn_can(parameters: SDPAParams) -> bool:
-    """Whether cuDNN can, also where it is turned off for PyTorch's own choice, as vLLM does in its processes."""
+    """Whether cuDNN can read this, even if it is disabled for PyTorch's own choice, as in vLLM's processes."""
     allowed = cudnn_sdp_enabled()
     enable_cudnn_sdp(True)
     try:
@@ -243,8 +252,8 @@ def _merge(
     to: Tensor | None = None,
     mean: Tensor | None = None,
 ) -> None:
-    """Add a part [1, q_heads, n or more, d] to outs [n, q_heads, d] of `weights`, in which there is nothing before the
-    `first`: in place, or the sum and the mean of each KV head go to `to`."""
+    """Merge a part [1, q_heads, n or more, d] into outs [n, q_heads, d] with `weights`. The `first` part replaces them.
+    With `to`, the result plus the mean of the KV head goes there instead."""
     n, q_heads, dims = outs.shape
     rows = 16
     _merge_rows[(ceil_div(n * q_heads, rows),)](

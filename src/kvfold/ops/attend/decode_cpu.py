@@ -1,5 +1,7 @@
-"""`attend` of one query for each sequence on a CPU, compiled by numba: tiles of tokens are unpacked in the cache of a
-core, all heads that share them attend, and what each chunk of the context gives is merged."""
+"""`attend` for one query per sequence on a CPU, compiled by numba.
+
+The context is divided into chunks, and a chunk into tiles. A tile is unpacked in a core's cache, and all query heads of
+its KV head read it there. Then the chunks are merged."""
 
 import math
 
@@ -8,7 +10,7 @@ import torch
 from numba import carray, njit
 from torch import Tensor
 
-from kvfold.ops.compiled import (
+from kvfold.ops.cpu import (
     EXACT,
     FAST,
     PAGES,
@@ -31,8 +33,8 @@ from kvfold.ops.compiled import (
 from kvfold.ops.pages import LayerPages, Step
 from kvfold.quantizers import lloyd_max
 
-CHUNK = 512  # tokens of a task
-TILE = 64  # of which so many are unpacked at once
+CHUNK = 512  # tokens per task
+TILE = 64  # tokens that are unpacked at once
 ROWS = 4  # tokens that are multiplied at once
 UNSEEN = -1e30  # below every logit
 
@@ -61,15 +63,15 @@ def attend(
     result = out if out is not None and out.dtype == torch.float32 and out.is_contiguous() else torch.empty_like(q)
     queries, parts = torch.empty_like(q), torch.empty(chunks, *q.shape)
     weights = torch.empty(chunks, sequences, q_heads, 2)
-    width = -(-max(dims + 7, TILE) // 16) * 16  # in whole lines of a core's cache
-    scratch = torch.zeros(torch.get_num_threads(), TILE + q_heads // kv_heads, width)  # where no token is: finite
+    width = -(-max(dims + 7, TILE) // 16) * 16  # in whole cache lines
+    scratch = torch.zeros(torch.get_num_threads(), TILE + q_heads // kv_heads, width)  # finite where no token is
     key, value = dense(pages.key.transform, dims), dense(pages.value.transform, dims)
-    exact = [] if new is None else [side.contiguous() for side in new]
+    raw = [] if new is None else [side.contiguous() for side in new]
     told = Arguments(
         0, 0, 0, *described(pages), lloyd_max.level_table(q.device).data_ptr(),
         q.data_ptr(), queries.data_ptr(), parts.data_ptr(), weights.data_ptr(), result.data_ptr(),
         scratch.data_ptr(), scratch.shape[0], width,
-        pages.shadows.data_ptr(), pages.shadows.shape[0], *([side.data_ptr() for side in exact] or (0, 0)),
+        pages.shadows.data_ptr(), pages.shadows.shape[0], *([side.data_ptr() for side in raw] or (0, 0)),
         batch.table.data_ptr(), batch.table.stride(0),
         starts.data_ptr(), lengths.data_ptr(), batch.shadow_of.data_ptr(),
         key.matrix.data_ptr(), key.matrix.shape[0], value.inverse.data_ptr(), value.inverse.shape[0],
@@ -85,7 +87,7 @@ def attend(
 
 
 def _lengths(step: Step) -> tuple[Tensor, Tensor, int]:
-    """Tokens of each sequence before the step and with it, and chunks of the longest."""
+    """Tokens per sequence before the step and with it, and the number of chunks of the longest."""
     starts, lengths = step.batch.starts.int().contiguous(), step.batch.lengths.int().contiguous()
     return starts, lengths, max(1, -(-int(lengths.max()) // CHUNK))
 
@@ -108,8 +110,8 @@ def _exp2(x):
 
 @njit(**FAST)
 def _weigh(query, tile, count, shares, weight, mixed):
-    """The weights of the first tokens of a tile, relative to the highest logit so far; what came before is scaled to
-    that."""
+    """The weights of the first `count` tokens of a tile, relative to the highest logit so far. What came before is
+    scaled to that logit."""
     for i in range(0, count, ROWS):
         x0, x1, x2, x3 = tile[i], tile[i + 1], tile[i + 2], tile[i + 3]
         y0 = y1 = y2 = y3 = f4(0)
@@ -131,7 +133,7 @@ def _weigh(query, tile, count, shares, weight, mixed):
 
 @njit(**FAST)
 def _mix(weights, tile, count, mixed):
-    """Add the first tokens of a tile, by their weights."""
+    """Add the first `count` tokens of a tile, by their weights."""
     for i in range(0, count, ROWS):
         x0, x1, x2, x3 = tile[i], tile[i + 1], tile[i + 2], tile[i + 3]
         w0, w1, w2, w3 = weights[i], weights[i + 1], weights[i + 2], weights[i + 3]
@@ -141,7 +143,7 @@ def _mix(weights, tile, count, mixed):
 
 @kernel(Arguments)
 def _rotate_queries(p):
-    """A query head of a sequence, scaled for logits to base 2."""
+    """A task is a query: rotated, and scaled for logits to base 2."""
     a = carray(p, 1)[0]
     heads = a.kv_heads * a.ratio
     q = array(a.q, (a.sequences * heads, a.dims), np.float32)
@@ -156,8 +158,8 @@ def _rotate_queries(p):
 
 @kernel(Arguments)
 def _attend_chunks(p):
-    """The heads of one KV head over CHUNK tokens of a sequence: sums by weights relative to the highest logit, that
-    logit, and the sum of the weights."""
+    """A task is the query heads of one KV head over CHUNK tokens of a sequence. Per head it gives the weighted sum of
+    values, the highest logit, to which weights are relative, and the sum of weights."""
     a = carray(p, 1)[0]
     queries = array(a.queries, (a.sequences, a.kv_heads, a.ratio, a.dims), np.float32)
     parts = array(a.parts, (a.chunks, a.sequences, a.kv_heads, a.ratio, a.dims), np.float32)
@@ -188,13 +190,13 @@ def _attend_chunks(p):
                 while i < count:
                     token = first + i
                     page, place = table[sequence, token // a.page_size], token % a.page_size
-                    exact = token < sink or token >= recent
-                    end_of_run = min(start, sink if token < sink else length) if exact else recent
+                    in_window = token < sink or token >= recent
+                    end_of_run = min(start, sink if token < sink else length) if in_window else recent
                     run = min(count - i, a.page_size - place, end_of_run - token)
-                    if exact and token >= start:
+                    if in_window and token >= start:
                         widen((new_keys if side == 0 else new_values)[sequence, head], half, tile[i])
                         run = 1  # the query's own
-                    elif exact and shadow_of[page] >= 0:
+                    elif in_window and shadow_of[page] >= 0:
                         for j in range(run):
                             widen(shadows[shadow_of[page], head, side, place + j], half, tile[i + j])
                     else:
@@ -211,7 +213,7 @@ def _attend_chunks(p):
 
 @kernel(Arguments)
 def _merge(p):
-    """A query head of a sequence: its chunks together, rotated back, and the mean value."""
+    """A task is a query: its chunks are merged and rotated back, and the mean value is added."""
     a = carray(p, 1)[0]
     heads = a.kv_heads * a.ratio
     parts = array(a.parts, (a.chunks, a.sequences * heads, a.dims), np.float32)

@@ -1,24 +1,24 @@
-"""The part of `attend` that is read in 16 bits: the sink and the recent windows, in Triton for any GPU."""
+"""The part of `attend` that reads 16-bit tokens, those of the sink and of the recent window, on any GPU."""
 
 import math
 
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kvfold.ops.attend.parts import UNSEEN, Blocks, block_rows, exact_from, softmax
+from kvfold.ops.attend.parts import UNSEEN, QueryTiles, exact_from, softmax, tile_rows
 from kvfold.ops.pages import LayerPages
+from kvfold.ops.pdl import ALONE, BESIDE_TO_END, release, wait
 from kvfold.ops.sizes import power_of_two
 
-MAX_ROWS = 64  # of a block: of two on a processor, one computes while the other waits
+MAX_ROWS = 64  # of a tile: two CTAs fit on an SM, and one computes while the other waits for memory
 
 
 def splits(pages: LayerPages, q: Tensor) -> int:
     """How many parts the windows of transformed queries [tokens, q_heads, d] make."""
     windows = pages.windows
     tokens = windows.sink + windows.recent + windows.group + pages.step.batch.max_queries
-    return Blocks(pages, q, MAX_ROWS).splits(tokens, q.device)
+    return QueryTiles(pages, q, MAX_ROWS).splits(tokens, q.device)
 
 
 def attend(
@@ -28,17 +28,18 @@ def attend(
     scale: float,
     outs: Tensor,
     weights: Tensor,
-    late: bool = False,
+    overlaps: bool = False,
 ) -> None:
     """Let transformed queries [tokens, q_heads, d] read their windows, into parts [splits, tokens, q_heads, d].
 
-    `new` are the step's own tokens [tokens, kv_heads, d], the others come from shadows. With `late`, this one may
-    begin before the kernel before it ends, and does not end before that.
+    `new` are the step's own tokens [tokens, kv_heads, d]; older ones come from shadows. With `overlaps`, the kernel
+    runs beside the one before it. That one must have waited before it released this one.
     """
-    batch, windows, blocks = pages.step.batch, pages.windows, Blocks(pages, q, MAX_ROWS)
+    batch, windows, tiles = pages.step.batch, pages.windows, QueryTiles(pages, q, MAX_ROWS)
     tokens, q_heads, dims = q.shape
-    long = batch.max_queries >= blocks.tokens
-    _windows[(blocks.count, blocks.kv_heads, len(outs))](
+    long = batch.max_queries >= tiles.tokens
+    overlap = BESIDE_TO_END if overlaps else ALONE
+    _windows[(tiles.count, tiles.kv_heads, len(outs))](
         q,
         outs,
         weights,
@@ -53,31 +54,31 @@ def attend(
         windows.sink,
         windows.recent,
         windows.group,
-        blocks.each,
+        tiles.per_sequence,
         tokens,
         batch.table.stride(0),
         *q.stride()[:2],
         *new[0].stride()[:2],
         PAGE=pages.layout.page_size,
-        KV_HEADS=blocks.kv_heads,
+        KV_HEADS=tiles.kv_heads,
         Q_HEADS=q_heads,
         DIMS=dims,
         PADDED=power_of_two(dims),
-        RATIO=blocks.ratio,
-        QUERIES=blocks.queries,
-        ROWS=blocks.rows,
-        TOKENS=blocks.tokens,
+        RATIO=tiles.ratio,
+        QUERIES=tiles.queries,
+        ROWS=tiles.rows,
+        TOKENS=tiles.tokens,
         LONG=long,
-        LATE=late,
-        num_warps=blocks.num_warps,
-        num_stages=1,  # of tiles with older tokens, few of a program: what it does not take, programs beside it do
-        maxnreg=blocks.registers,  # so that there is room beside decoding
-        **({"launch_pdl": True} if late else {}),
+        OVERLAP=overlap,
+        num_warps=tiles.num_warps,
+        num_stages=1,  # for older tokens, of which a CTA reads few tiles: no prefetch, but room for more CTAs
+        maxnreg=tiles.registers,  # so that there is room beside decoding
+        **overlap.launch,
     )
 
 
 @triton.jit(
-    do_not_specialize=["sink", "recent", "group", "blocks", "tokens", "table_stride"],
+    do_not_specialize=["sink", "recent", "group", "query_tiles", "tokens", "table_stride"],
     do_not_specialize_on_alignment=["weights", "query_starts", "starts", "lengths", "table", "shadow_of"],
 )
 def _windows(
@@ -96,7 +97,7 @@ def _windows(
     sink,
     recent,
     group,
-    blocks,  # of the queries of a sequence
+    query_tiles,  # per sequence
     tokens,
     table_stride,
     q_stride,
@@ -107,22 +108,22 @@ def _windows(
     KV_HEADS: tl.constexpr,
     Q_HEADS: tl.constexpr,
     DIMS: tl.constexpr,
-    PADDED: tl.constexpr,  # dims, up to a power of two
-    RATIO: tl.constexpr,  # query heads of a KV head, up to a power of two
+    PADDED: tl.constexpr,  # DIMS, up to a power of two
+    RATIO: tl.constexpr,  # query heads per KV head, up to a power of two
     QUERIES: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
-    LONG: tl.constexpr,  # whether the step has tokens for a tile of its own
-    LATE: tl.constexpr,
+    LONG: tl.constexpr,  # whether the step's own tokens may fill a tile
+    OVERLAP: tl.constexpr,
 ):
     head, split = tl.program_id(1), tl.program_id(2)
-    sequence, first = tl.program_id(0) // blocks, tl.program_id(0) % blocks * QUERIES
+    sequence, first = tl.program_id(0) // query_tiles, tl.program_id(0) % query_tiles * QUERIES
     end = tl.load(query_starts + sequence + 1)
     if first >= end - tl.load(query_starts + sequence):
         return
     length, start = tl.load(lengths + sequence), tl.load(starts + sequence)
     table += sequence.to(tl.int64) * table_stride
-    query, q_head, live, position, oldest, last = block_rows(
+    query, q_head, live, position, oldest, last = tile_rows(
         query_starts, lengths, sequence, first, head, Q_HEADS, KV_HEADS, RATIO, QUERIES, ROWS
     )
     packed_to = exact_from(position, recent, group)
@@ -135,20 +136,20 @@ def _windows(
     highest = tl.full([ROWS], UNSEEN, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
 
-    # tiles: of the sink, then of the recent windows from that of the first query that is no padding on
+    # tiles of the sink, then of recent windows; the first window is that of the oldest query that is no padding
     recent_from = tl.maximum(sink, exact_from(tl.maximum(oldest, start), recent, group))
     sink_tiles = tl.cdiv(tl.minimum(sink, last + 1), TOKENS)
     tiles = sink_tiles + tl.cdiv(tl.maximum(last + 1 - recent_from, 0), TOKENS)
     share = tl.cdiv(tiles, tl.num_programs(2))
     begin, stop = split * share, tl.minimum((split + 1) * share, tiles)
-    # The step's own tokens lie side by side: tiles of them alone are loaded ahead, without a table. They come first:
-    # ptxas lets no two products overlap in a pipelined loop that goes on with the sums of another
+    # The step's own tokens lie side by side: tiles of them alone are prefetched, without a page table. They come first:
+    # in a pipelined loop that continues the sums of another loop, ptxas lets no two MMAs overlap.
     if LONG:
         own_from = tl.where(start > 0, sink_tiles + tl.cdiv(tl.maximum(start - recent_from, 0), TOKENS), 0)
         for tile in tl.range(tl.maximum(begin, own_from), stop, num_stages=3):
             tile_from, newest, seen = _tile(tile, sink, sink_tiles, recent_from, last, packed_to, position, TOKENS)
             own = (tile_from + end - length).to(tl.int64) * new_stride + head * new_head_stride
-            token = tl.minimum(tl.arange(0, TOKENS), newest - tile_from)  # past the newest, that again
+            token = tl.minimum(tl.arange(0, TOKENS), newest - tile_from)  # behind the newest token, load it again
             at = (token * new_stride)[:, None] + coordinate[None, :]
             k = tl.load(new_k + own + at, mask=real, other=0.0)
             v = tl.load(new_v + own + at, mask=real, other=0.0)
@@ -174,14 +175,13 @@ def _windows(
     tl.store(weights + place, tl.where(total > 0, highest + tl.log2(total), UNSEEN), mask=live)
     mean = out / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(outs + place[:, None] * DIMS + coordinate[None, :], mean, mask=live[:, None] & real)
-    if LATE:
-        gdc_launch_dependents()
-        gdc_wait()
+    release(OVERLAP, "end")
+    wait(OVERLAP, "end")
 
 
 @triton.jit
 def _tile(tile, sink, sink_tiles, recent_from, last, packed_to, position, TOKENS: tl.constexpr):
-    """The first token of a tile, the last that may be read, and which of its tokens each row reads."""
+    """The first token of a tile, the newest token that may be read, and which tokens of the tile each row reads."""
     in_sink = tile < sink_tiles
     tile_from = tl.where(in_sink, tile * TOKENS, recent_from + (tile - sink_tiles) * TOKENS)
     newest = tl.where(in_sink, tl.minimum(sink - 1, last), last)
@@ -192,7 +192,7 @@ def _tile(tile, sink, sink_tiles, recent_from, last, packed_to, position, TOKENS
 
 @triton.jit
 def _read(queries, k, v, seen, out, highest, total):
-    """The running output, maximum and sum of the rows after a tile more."""
+    """The running output, maximum and sum of the rows, after one more tile."""
     logits = tl.dot(queries, tl.trans(k.to(tl.float16)))
     weight, fade, highest, total = softmax(logits, seen, highest, total)
     return tl.dot(weight, v.to(tl.float16), out * fade[:, None]), highest, total

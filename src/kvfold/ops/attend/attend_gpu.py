@@ -1,8 +1,8 @@
-"""`attend` in Triton, for any GPU: decode, chunked prefill and verification in one kernel.
+"""`attend` on any GPU: decode, chunked prefill and verification in one kernel.
 
-A program takes a block of one sequence's queries, the query heads of one KV head, and one part of the packed tokens
-that they read. Windows are read by another kernel, and all parts are merged by log-sum-exp. Grids depend on sizes
-alone; lengths are read on the device.
+A CTA takes a tile of one sequence's queries, with the query heads of one KV head, and one part of the packed tokens
+that they read. Another kernel reads windows, and all parts are merged by log-sum-exp. Grids depend on sizes alone;
+lengths are read on the device.
 """
 
 import math
@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvfold.ops.attend import windows
-from kvfold.ops.attend.parts import UNSEEN, Blocks, block_rows, empty, exact_from, merge, softmax
+from kvfold.ops.attend import window_kernel
+from kvfold.ops.attend.parts import UNSEEN, QueryTiles, empty, exact_from, merge, softmax, tile_rows
 from kvfold.ops.pages import LayerPages
 from kvfold.ops.rotate import dual
 from kvfold.ops.tiles import (
@@ -22,9 +22,9 @@ from kvfold.ops.tiles import (
     CODEBOOK,
     attended_sides,
     coordinates,
-    pick,
+    load_codes,
+    pick_codes,
     power_of_two,
-    unpack,
 )
 from kvfold.quantizers import lloyd_max
 
@@ -39,30 +39,30 @@ def attend(
     if not q.numel():
         return q.float()
     rotated = dual(pages.key.transform, q.flatten(0, 1))
-    last = pages.step.batch.table.shape[1] * pages.layout.page_size - 1  # that a page table has room for
-    tokens = pages.windows.exact_from(last) - pages.windows.sink  # and that a query reads packed, at most
-    packed = Blocks(pages, rotated).splits(tokens, q.device) if tokens > 0 else 0
-    outs, weights = empty(packed + (0 if new is None else windows.splits(pages, rotated)), rotated)
+    last = pages.step.batch.table.shape[1] * pages.layout.page_size - 1  # position that the page table has room for
+    tokens = pages.windows.exact_from(last) - pages.windows.sink  # that a query reads packed, at most
+    packed = QueryTiles(pages, rotated).splits(tokens, q.device) if tokens > 0 else 0
+    outs, weights = empty(packed + (0 if new is None else window_kernel.splits(pages, rotated)), rotated)
     if packed:
         _attend_packed(pages, rotated, scale, outs[:packed], weights[:packed])
     if new is not None:
         flat = (new[0].flatten(0, 1), new[1].flatten(0, 1))
-        windows.attend(pages, rotated, flat, scale, outs[packed:], weights[packed:])
+        window_kernel.attend(pages, rotated, flat, scale, outs[packed:], weights[packed:])
     return merge(outs, weights, pages.value.transform, out).view(q.shape)
 
 
 def _attend_packed(pages: LayerPages, q: Tensor, scale: float, outs: Tensor, weights: Tensor) -> None:
-    """Let transformed queries [tokens, q_heads, d] read what lies between their windows, in parts."""
-    batch, layout, blocks = pages.step.batch, pages.layout, Blocks(pages, q)
-    # a tile lies in one page where that has metadata; with more tokens there would be too few registers
-    tokens = math.gcd(32, layout.page_size) if layout.per_page else blocks.tokens
+    """Let transformed queries [tokens, q_heads, d] read the packed tokens between their windows, in parts."""
+    batch, layout, tiles = pages.step.batch, pages.layout, QueryTiles(pages, q)
+    # where pages have metadata, a tile of tokens lies in one page; more than 32 tokens would take too many registers
+    tokens = math.gcd(32, layout.page_size) if layout.per_page else tiles.tokens
     centroids = [None if x is None else x.contiguous() for x in (pages.key.centroids, pages.value.centroids)]
     sides = attended_sides(layout)
-    heads = blocks.kv_heads // len(sides)
+    heads = tiles.kv_heads // len(sides)
     for i, (key, value) in enumerate(sides):
-        # what is looked up would fill shared memory if it were prefetched
+        # looked-up levels and centroids, if prefetched, would fill shared memory
         looked_up = CODEBOOK.value in key.rule + value.rule or any(x is not None for x in centroids)
-        _attend[(blocks.count, heads, len(outs))](
+        _attend[(tiles.count, heads, len(outs))](
             q,
             outs,
             weights,
@@ -78,7 +78,7 @@ def _attend_packed(pages: LayerPages, q: Tensor, scale: float, outs: Tensor, wei
             pages.windows.sink,
             pages.windows.recent,
             pages.windows.group,
-            blocks.each,
+            tiles.per_sequence,
             q.shape[0],
             batch.table.stride(0),
             *q.stride()[:2],
@@ -89,21 +89,21 @@ def _attend_packed(pages: LayerPages, q: Tensor, scale: float, outs: Tensor, wei
             HEAD=i * heads,
             PAGE=layout.page_size,
             PAGE_BYTES=layout.page_bytes,
-            KV_HEADS=blocks.kv_heads,
+            KV_HEADS=tiles.kv_heads,
             Q_HEADS=q.shape[1],
-            RATIO=blocks.ratio,
-            QUERIES=blocks.queries,
-            ROWS=blocks.rows,
-            STEP=tokens,
-            TOKENS=max(32, tokens),  # as many as columns, see `tiles`: of values they are what is summed over
-            num_warps=blocks.num_warps,
+            RATIO=tiles.ratio,
+            QUERIES=tiles.queries,
+            ROWS=tiles.rows,
+            STRIDE=tokens,
+            TOKENS=max(32, tokens),  # the product with values sums over them: 32 at least (see tiles.py)
+            num_warps=tiles.num_warps,
             num_stages=1 if looked_up else 3,
-            maxnreg=None if looked_up or layout.per_page else blocks.registers,  # what these read needs more
+            maxnreg=None if looked_up or layout.per_page else tiles.registers,  # lookups and page metadata need more
         )
 
 
 @triton.jit(
-    do_not_specialize=["sink", "recent", "group", "blocks", "tokens", "table_stride"],
+    do_not_specialize=["sink", "recent", "group", "query_tiles", "tokens", "table_stride"],
     do_not_specialize_on_alignment=["query_starts", "lengths", "table"],
 )
 def _attend(
@@ -112,7 +112,7 @@ def _attend(
     weights,
     pool,
     pool_meta,  # the pool as float16
-    pool_wide,  # the pool as the 16-bit type of raw segments
+    pool_raw,  # the pool in the 16-bit dtype of raw segments
     levels,
     key_centroids,  # float32[kv_heads, centroids, d], or None
     value_centroids,
@@ -123,33 +123,33 @@ def _attend(
     sink,
     recent,
     group,
-    blocks,  # of the queries of a sequence
+    query_tiles,  # per sequence
     tokens,
     table_stride,
     q_stride,
     q_head_stride,
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
-    KEY_CENTROIDS: tl.constexpr,  # of a KV head
+    KEY_CENTROIDS: tl.constexpr,  # per KV head
     VALUE_CENTROIDS: tl.constexpr,
     HEAD: tl.constexpr,  # the first KV head
     PAGE: tl.constexpr,
     PAGE_BYTES: tl.constexpr,
     KV_HEADS: tl.constexpr,
     Q_HEADS: tl.constexpr,
-    RATIO: tl.constexpr,  # query heads of a KV head, up to a power of two
+    RATIO: tl.constexpr,  # query heads per KV head, up to a power of two
     QUERIES: tl.constexpr,
     ROWS: tl.constexpr,
-    STEP: tl.constexpr,  # tokens of a tile
-    TOKENS: tl.constexpr,  # and room for them
+    STRIDE: tl.constexpr,  # tokens from tile to tile
+    TOKENS: tl.constexpr,  # columns of a tile, of which the first STRIDE are tokens
 ):
     DIMS: tl.constexpr = KEY.head_dim
     head, split = HEAD + tl.program_id(1), tl.program_id(2)
-    sequence, first = tl.program_id(0) // blocks, tl.program_id(0) % blocks * QUERIES
+    sequence, first = tl.program_id(0) // query_tiles, tl.program_id(0) % query_tiles * QUERIES
     if first >= tl.load(query_starts + sequence + 1) - tl.load(query_starts + sequence):
         return
     table += sequence.to(tl.int64) * table_stride
-    query, q_head, live, position, _, last = block_rows(
+    query, q_head, live, position, _, last = tile_rows(
         query_starts, lengths, sequence, first, head, Q_HEADS, KV_HEADS, RATIO, QUERIES, ROWS
     )
     packed_to = exact_from(position, recent, group)
@@ -162,14 +162,14 @@ def _attend(
     highest = tl.full([ROWS], UNSEEN, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
 
-    packed_from, packed_end = sink // STEP * STEP, exact_from(last, recent, group)
-    tiles = tl.cdiv(tl.maximum(packed_end - packed_from, 0), STEP)
+    packed_from, packed_end = sink // STRIDE * STRIDE, exact_from(last, recent, group)
+    tiles = tl.cdiv(tl.maximum(packed_end - packed_from, 0), STRIDE)
     share = tl.cdiv(tiles, tl.num_programs(2))
     for tile in range(split * share, tl.minimum((split + 1) * share, tiles)):
-        tile_from = packed_from + tile * STEP
+        tile_from = packed_from + tile * STRIDE
         token = tile_from + tl.arange(0, TOKENS)
-        exists = (token >= sink) & (token < tl.minimum(packed_end, tile_from + STEP))
-        if PAGE % STEP == 0:  # the tile lies in one page
+        exists = (token >= sink) & (token < tl.minimum(packed_end, tile_from + STRIDE))
+        if PAGE % STRIDE == 0:  # the tile lies in one page
             page = tl.load(table + tile_from // PAGE)
         else:
             page = tl.load(table + token // PAGE, mask=exists, other=0)
@@ -177,7 +177,7 @@ def _attend(
         offset = token % PAGE
         logits = tl.zeros([ROWS, TOKENS], tl.float32)
         for i in tl.static_range(len(KEY.parts)):
-            x = _levels(pool, pool_meta, pool_wide, levels, page, offset, exists, KEY, i, PAGE_BYTES).to(tl.float16)
+            x = _levels(pool, pool_meta, pool_raw, levels, page, offset, exists, KEY, i, PAGE_BYTES).to(tl.float16)
             meta = pool_meta + page * (PAGE_BYTES // 2) + (KEY.meta + KEY.entry[i] + offset * KEY.meta_stride)
             if KEY.rule[i] == AFFINE:
                 factor, shift = _pair(meta, exists)
@@ -196,11 +196,11 @@ def _attend(
         weight, fade, highest, total = softmax(logits, seen, highest, total)
         updated = ()
         for i in tl.static_range(len(VALUE.parts)):
-            x = _levels(pool, pool_meta, pool_wide, levels, page, offset, exists, VALUE, i, PAGE_BYTES)
+            x = _levels(pool, pool_meta, pool_raw, levels, page, offset, exists, VALUE, i, PAGE_BYTES)
             meta = pool_meta + page * (PAGE_BYTES // 2) + (VALUE.meta + VALUE.entry[i] + offset * VALUE.meta_stride)
             if VALUE.rule[i] == AFFINE:
                 factor, shift = _pair(meta, exists)
-                if value_centroids is not None:  # with which it is rounded
+                if value_centroids is not None:  # their sum is rounded, not x alone
                     x = x.to(tl.float32)
                 x = tl.fma(x, factor[:, None], shift[:, None])
             elif VALUE.rule[i] == CODEBOOK:
@@ -221,7 +221,7 @@ def _attend(
 
 @triton.jit
 def _queries(rows, live, scale, KEY: tl.constexpr, SEGMENT: tl.constexpr):
-    """A segment of the queries at pointers `rows`, in the order of its columns."""
+    """A segment of the queries at pointers `rows`, in the order of the tile's columns."""
     coordinate, real = coordinates(KEY, SEGMENT)
     states = tl.load(rows[:, None] + coordinate[None, :], mask=live[:, None] & real[None, :], other=0.0)
     return (states.to(tl.float32) * scale).to(tl.float16)
@@ -229,18 +229,21 @@ def _queries(rows, live, scale, KEY: tl.constexpr, SEGMENT: tl.constexpr):
 
 @triton.jit
 def _levels(
-    pool, pool_meta, pool_wide, levels, page, offset, exists,
+    pool, pool_meta, pool_raw, levels, page, offset, exists,
     SIDE: tl.constexpr, SEGMENT: tl.constexpr, PAGE_BYTES: tl.constexpr,
 ):  # fmt: skip
-    """A segment of a tile of packed tokens, [TOKENS, parts·width]: codes or levels, which a token's metadata are to
-    scale, or numbers. Where metadata belong to a page, all tokens lie in it."""
+    """A segment of a tile of packed tokens, [TOKENS, parts·width].
+
+    - affine: codes, and codebook: levels. The token's metadata have yet to scale them.
+    - channel and raw: numbers. Channel metadata belong to a page, in which all tokens of the tile lie.
+    """
     slots = pool + page * PAGE_BYTES + (SIDE.codes + offset * SIDE.code_stride)
     if SIDE.rule[SEGMENT] == AFFINE:
-        return unpack(slots, SIDE, SEGMENT)
+        return load_codes(slots, SIDE, SEGMENT)
     elif SIDE.rule[SEGMENT] == CODEBOOK:
-        return tl.load(levels + (1 << SIDE.bits[SEGMENT]) + unpack(slots, SIDE, SEGMENT).to(tl.int32))
+        return tl.load(levels + (1 << SIDE.bits[SEGMENT]) + load_codes(slots, SIDE, SEGMENT).to(tl.int32))
     elif SIDE.rule[SEGMENT] == CHANNEL:
-        codes = unpack(slots, SIDE, SEGMENT)
+        codes = load_codes(slots, SIDE, SEGMENT)
         if SIDE.boosted[SEGMENT]:
             codes += _boosts(pool, slots, exists, page, SIDE, SEGMENT, PAGE_BYTES).to(tl.float16)
         coordinate, real = coordinates(SIDE, SEGMENT)
@@ -251,20 +254,22 @@ def _levels(
     else:
         coordinate, real = coordinates(SIDE, SEGMENT)
         first = (SIDE.codes + SIDE.byte[SEGMENT]) // 2 - SIDE.start[SEGMENT] + offset * (SIDE.code_stride // 2)
-        rows = pool_wide + page * (PAGE_BYTES // 2) + first
+        rows = pool_raw + page * (PAGE_BYTES // 2) + first
         return tl.load(rows[:, None] + coordinate[None, :], mask=exists[:, None] & real[None, :], other=0.0)
 
 
 @triton.jit
 def _pair(meta, exists):
-    """The scales and offsets of tokens, in one load."""
+    """Scale and offset per token, in one load."""
     return tl.split(tl.load(meta[:, None] + tl.arange(0, 2)[None, :], mask=exists[:, None], other=0.0))
 
 
 @triton.jit
 def _boosts(pool, slots, exists, page, SIDE: tl.constexpr, SEGMENT: tl.constexpr, PAGE_BYTES: tl.constexpr):
-    """What the coordinates that a page names have above the bits of all others, int32[TOKENS, parts·width]: it lies
-    behind those. Zeros for all others."""
+    """The upper bits of boosted coordinates, which have twice the bits: int32[TOKENS, parts·width], 0 for all others.
+
+    A page names its boosted coordinates. Their upper bits lie behind the codes of all coordinates.
+    """
     BITS: tl.constexpr = SIDE.bits[SEGMENT]
     BOOSTED: tl.constexpr = SIDE.boosted[SEGMENT]
     number = tl.arange(0, power_of_two(BOOSTED))
@@ -275,14 +280,14 @@ def _boosts(pool, slots, exists, page, SIDE: tl.constexpr, SEGMENT: tl.constexpr
     behind = tl.sum(tl.where(match, number[None, :] + 1, 0), 1)  # 0: not named
     mask = exists[:, None] & (behind > 0)[None, :]
     high = slots + SIDE.byte[SEGMENT] + SIDE.eighth[SEGMENT] * BITS
-    return pick(high, mask, tl.maximum(behind - 1, 0), BITS, BOOSTED // 8) << BITS
+    return pick_codes(high, mask, tl.maximum(behind - 1, 0), BITS, BOOSTED // 8) << BITS
 
 
 @triton.jit
 def _centroids(
     centroids, pool_meta, page, offset, exists, SIDE: tl.constexpr, SEGMENT: tl.constexpr, PAGE_BYTES: tl.constexpr
 ):  # fmt: skip
-    """A segment of the centroids of a KV head that a tile of packed tokens name, float32[TOKENS, parts·width]."""
+    """A segment of the centroids that packed tokens name, float32[TOKENS, parts·width]; `centroids` of one KV head."""
     last = page * (PAGE_BYTES // 2) + SIDE.meta + (offset + 1) * SIDE.meta_stride - 1
     number = tl.load(pool_meta + last, mask=exists, other=0.0).to(tl.int16, bitcast=True)
     coordinate, real = coordinates(SIDE, SEGMENT)

@@ -1,4 +1,7 @@
-"""What the Gluon kernels share: tiles of 64 tokens, 8 runs of 8, whose weights go from one product into the next."""
+"""What both Gluon kernels share: tiles of 64 tokens, 8 runs of 8, and how weights become an operand of the next MMA.
+
+A CTA is one warp. Lanes are numbered 4·run + lane of the run, as in MMA fragments.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -9,11 +12,11 @@ UNSEEN = gl.constexpr(-1e30)
 
 @gluon.jit
 def own_tiles(split, splits, sink, recent, length):
-    """The tokens that are read packed, begin to end, this program's tiles, first to last, and the one from which on
-    tokens may be of this step.
+    """The tokens that are read packed, from `begin` up to `end`; the first and the last tile of this CTA; and `newest`,
+    the first tile that may hold a token of this step.
 
-    Of the first and the last tile, some tokens may be another's or nobody's. Beside its own token, a sequence may read
-    one that another stores in the same step: the last of a page that both have, after which its own begins the next.
+    Some tokens of the first and the last tile may lie outside of begin and end. Of this step's tokens, a sequence may
+    read its own and the one before it: another sequence may store that as the last token of a page that both share.
     """
     begin, end = sink, length - recent
     first = sink // 64
@@ -24,15 +27,29 @@ def own_tiles(split, splits, sink, recent, length):
 
 
 @gluon.jit
-def wait_for_stored(tile, newest):
-    """What this step stores may not be there yet: `store` may still run."""
+def wait_for_stored(tile, newest, OVERLAP: gl.constexpr):
+    """Wait before reading a tile that may hold tokens of this step: `store` may still run."""
     if tile >= newest:
+        wait_by(OVERLAP, "end")
+
+
+@gluon.jit
+def wait_by(OVERLAP: gl.constexpr, PLACE: gl.constexpr):
+    """Wait (see pdl.py) if it is due at PLACE or was due before. To wait once more costs nothing."""
+    if OVERLAP.wait == PLACE or (OVERLAP.wait == "start" and PLACE == "end"):
         control("griddepcontrol.wait")
 
 
 @gluon.jit
+def release_by(OVERLAP: gl.constexpr, PLACE: gl.constexpr):
+    """Release the next kernel if that is due at PLACE or was due before."""
+    if OVERLAP.release == PLACE or (OVERLAP.release == "start" and PLACE == "end"):
+        control("griddepcontrol.launch_dependents")
+
+
+@gluon.jit
 def seen_tokens(tile, begin, end, LOGITS: gl.constexpr):
-    """[place, run, 1]"""
+    """bool[place, run, 1]: which tokens of a tile are read packed."""
     run = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, LOGITS)))
     place = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, LOGITS)))
     token = tile * 64 + run[None, :] * 8 + place[:, None]
@@ -41,7 +58,7 @@ def seen_tokens(tile, begin, end, LOGITS: gl.constexpr):
 
 @gluon.jit
 def softmax(logits, highest, total):
-    """The weights of a tile's logits, by what to scale what came before, and the running maximum and sum."""
+    """The weights of a tile, the factor for what came before it, and the running maximum and sum."""
     now = gl.maximum(highest, gl.max(gl.max(logits, 0), 0))
     fade = exp2(highest - now)
     weight = exp2(logits - now[None, :][None, :, :])
@@ -50,7 +67,7 @@ def softmax(logits, highest, total):
 
 @gluon.jit
 def weights_operand(first, second, VALUE: gl.constexpr, HEADS: gl.constexpr, COLUMNS: gl.constexpr, MMA: gl.constexpr):
-    """[place, run, head] for either segment -> the second operand of the outputs, [token, column]."""
+    """Weights [place, run, head] for either segment -> the second operand of outputs, [token, column]."""
     narrow = first.to(gl.float16)
     if COLUMNS == 2 * HEADS:
         other = second.to(gl.float16) if VALUE.segments == 2 else gl.zeros_like(narrow)
@@ -71,7 +88,7 @@ def weights_operand(first, second, VALUE: gl.constexpr, HEADS: gl.constexpr, COL
 @gluon.jit
 def faded(out, fade, VALUE: gl.constexpr, DIMS: gl.constexpr, HEADS: gl.constexpr, COLUMNS: gl.constexpr,
            MMA: gl.constexpr):  # fmt: skip
-    """Outputs so far [coordinate, column], times `fade` of their head."""
+    """Outputs so far [coordinate, column], times the `fade` of their head."""
     if COLUMNS == 2 * HEADS:
         first, second = gl.split(gl.reshape(out, [DIMS, HEADS, 2]))
         by = gl.convert_layout(fade, gl.SliceLayout(0, first.type.layout), assert_trivial=True)[None, :]
@@ -85,13 +102,13 @@ def faded(out, fade, VALUE: gl.constexpr, DIMS: gl.constexpr, HEADS: gl.constexp
 
 @gluon.jit
 def in_columns(x):
-    """[8 heads] -> [8 columns]: heads n and n + 4, which one lane has, are a pair of columns."""
+    """[8 heads] -> [8 columns]: heads n and n + 4, which one lane holds, become a pair of columns."""
     return gl.reshape(gl.permute(gl.reshape(x, [2, 4]), [1, 0]), [8])
 
 
 @gluon.jit
 def store_weights(weights, highest, total, RATIO: gl.constexpr, HEADS: gl.constexpr):
-    """The log2 of the sum of this program's weights, for each head."""
+    """Per head, the log2 of the sum of this CTA's weights."""
     number = gl.arange(0, HEADS, total.type.layout)
     weight = gl.where(total > 0.0, highest + gl.log2(total), UNSEEN)
     gl.store(weights + number, weight, mask=number < RATIO)
@@ -99,7 +116,7 @@ def store_weights(weights, highest, total, RATIO: gl.constexpr, HEADS: gl.conste
 
 @gluon.jit
 def joined(halves):
-    """Tensors as one with a trailing dimension for each bit of their number, the lowest first."""
+    """Tensors as one tensor, with a trailing dimension per bit of a tensor's number, the lowest bit first."""
     for _ in gl.static_range(6):
         if len(halves) > 1:
             pairs = ()
@@ -111,6 +128,7 @@ def joined(halves):
 
 @gluon.jit
 def control(INSTRUCTION: gl.constexpr):
+    """An instruction that no tensor depends on."""
     nothing = gl.full([32], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
     gl.inline_asm_elementwise(
         INSTRUCTION + "; mov.b32 $0, $1;", "=r,r", [nothing], dtype=gl.int32, is_pure=False, pack=1
@@ -131,12 +149,12 @@ def exp2(x):
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
-# --- layouts: what a lane holds. Lanes are numbered 4·run + lane of the run, as in the fragments of tensor cores.
+# --- layouts: what a lane holds
 
 
 @gluon.constexpr_function
 def logits_layout(heads):
-    """[place, run, head]: as tensor cores return [token, head, byte], the two bytes as one."""
+    """[place, run, head]: as MMA returns [token, head, byte], with the two bytes added up."""
     registers = [[0, 0, 4]] * (heads == 8) + [[1, 0, 0], [2, 0, 0], [4, 0, 0]]
     lanes = [[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
     return gl.DistributedLinearLayout(registers, lanes, [], [], [8, 8, heads])
@@ -144,7 +162,7 @@ def logits_layout(heads):
 
 @gluon.constexpr_function
 def weights_layout(columns):
-    """[place, run, column], as tensor cores return it."""
+    """[place, run, column], as MMA returns it."""
     high = [[0, 0, 8]] if columns == 16 else []
     lanes = [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
     registers = [[0, 0, 1], *high, [1, 0, 0], [2, 0, 0], [4, 0, 0]]

@@ -1,4 +1,7 @@
-"""Decode attention for Hopper in Gluon: one kernel for integers, one for codebooks, windows beside it, and a merge."""
+"""Decode on Hopper: the launches of a step, around a Gluon kernel for integers or one for codebooks.
+
+docs/structure.md says which kernels of a step overlap.
+"""
 
 import math
 from functools import lru_cache
@@ -8,23 +11,25 @@ import torch
 from torch import Tensor
 
 from kvfold.layout import PageLayout, SlotLayout
-from kvfold.ops.attend import gluon_codebooks as codebooks
-from kvfold.ops.attend import gluon_integers as integers
-from kvfold.ops.attend import levels, windows
-from kvfold.ops.attend.gluon_tiles import TILE
-from kvfold.ops.attend.parts import empty, merge, processors
+from kvfold.ops.attend import window_kernel
+from kvfold.ops.attend.hopper import codebook_decode as codebooks
+from kvfold.ops.attend.hopper import integer_decode as integers
+from kvfold.ops.attend.hopper import level_lookup as levels
+from kvfold.ops.attend.hopper.decode_tiles import TILE
+from kvfold.ops.attend.parts import empty, merge, sms
+from kvfold.ops.decode_prologue import prologue
 from kvfold.ops.pages import LayerPages
+from kvfold.ops.pdl import Overlap
 from kvfold.ops.rotate import dual
 from kvfold.ops.sizes import ceil_div
-from kvfold.ops.store.triton import pack, store
-from kvfold.ops.turn import turn
+from kvfold.ops.store.store_gpu import pack, store
 from kvfold.transforms import Hadamard
 
 MAX_SPLITS = 256
 
 
 def unsupported(layout: PageLayout, ratio: int) -> str | None:
-    """Why there is no fast path for pages of this layout and `ratio` query heads for each KV head, or None."""
+    """Why neither kernel reads pages of this layout, with `ratio` query heads per KV head; None: one does."""
     check = _no_codebooks if _has_codebooks(layout) else _no_integers
     for side, slot in (("keys", layout.key), ("values", layout.value)):
         if reason := check(slot, side):
@@ -55,8 +60,8 @@ def _no_codebooks(slot: SlotLayout, side: str) -> str | None:
     """Why the kernel for codebooks does not read these slots."""
     if any(segment.rule != "codebook" for segment in slot.segments) or slot.centroid or slot.heads:
         return "are not codes of one set of codebooks, as those of the other side"
-    if wide := [segment for segment in slot.segments if segment.bits > levels.MAX_BITS]:
-        return f"have codes of {wide[0].bits} bits, not 1 to {levels.MAX_BITS}"
+    if many := [segment for segment in slot.segments if segment.bits > levels.MAX_BITS]:
+        return f"have codes of {many[0].bits} bits, not 1 to {levels.MAX_BITS}"
     if odd := [segment for segment in slot.segments if segment.dims not in (32, 64, 128, 256)]:
         return f"have a segment of {odd[0].dims} coordinates, not 32, 64, 128 or 256"
     if slot.dims not in (64, 128, 256):
@@ -67,15 +72,16 @@ def _no_codebooks(slot: SlotLayout, side: str) -> str | None:
 
 
 def step(pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
-    """`store` of k and v [sequences, 1, kv_heads, d], and `attend`.
+    """`store` k and v [sequences, 1, kv_heads, d], then `attend`.
 
-    Where keys are rotated, and queries read what the step stores in 16 bits alone, that is packed beside decoding. With
-    fewer than two recent tokens they may read packed ones that other requests store in this step.
+    If queries read no packed token of this step, tokens are packed beside decoding. With a recent window of two tokens
+    or more this is so: of this step's tokens, a query may read its own and the one before it (see `own_tiles`), both in
+    16 bits. Without a rotation of keys, queries need no prologue.
     """
     if pages.key.transform.rotation is None or pages.windows.recent < 2 or q.dtype != k.dtype:
         return attend(pages, q, store(pages, k, v, overlaps=True), scale, out)
-    turned = turn(pages, q, k, v, overlaps=True)
-    return _attend(pages, turned.q, 1, True, turned.new, turned.kv, scale, out).view(q.shape)
+    begun = prologue(pages, q, k, v, overlaps=True)
+    return _attend(pages, begun.q, 1, True, begun.new, begun.kv, scale, out).view(q.shape)
 
 
 def attend(
@@ -88,11 +94,11 @@ def attend(
     rotation, rotated = pages.key.transform.rotation, q.squeeze(1)
     in_kernel = _kernel(pages.layout).rotates and new is None
     order = rotation.order if in_kernel and isinstance(rotation, Hadamard) else 1
-    # Queries are older than what `store` writes, so what reads them need not wait for it; a copy of them is not
+    # `dual` may overlap with `store`, which does not write queries; but not with the kernel that copies them
     if copied := rotated.stride()[1:] != (q.shape[-1], 1):
         rotated = rotated.contiguous()
     if order == 1:
-        rotated = dual(pages.key.transform, rotated, beside=not copied)
+        rotated = dual(pages.key.transform, rotated, overlaps=not copied)
     fresh = copied or (order == 1 and rotation is not None)
     return _attend(pages, rotated, order, fresh, new, None, scale, out).view(q.shape)
 
@@ -103,20 +109,27 @@ def _attend(
     order: int,
     fresh: bool,
     new: tuple[Tensor, Tensor] | None,
-    unpacked: Tensor | None,
+    kv: Tensor | None,
     scale: float,
     out: Tensor | None,
 ) -> Tensor:
-    """Queries [sequences, q_heads, d], rotated but for Hadamard matrices of this order, and `fresh` where the kernel
-    before writes them. What is `unpacked` is packed beside decoding."""
+    """`attend` for queries [sequences, q_heads, d].
+
+    The kernel rotates them by Hadamard matrices of this order; 1: they are rotated already. `fresh`: the kernel before
+    writes them. `kv` of the prologue is packed beside decoding.
+    """
     batch, layout, kernel = pages.step.batch, pages.layout, _kernel(pages.layout)
     sequences, q_heads, dims = q.shape
     kv_heads = pages.pool.shape[1]
     ratio = q_heads // kv_heads
     tiles = ceil_div(batch.table.shape[1] * layout.page_size, TILE)
     splits = _splits(sequences * kv_heads, tiles, kernel.warps, q.device)
-    outs, weights = empty(splits + (0 if new is None else windows.splits(pages, q)), q)
+    outs, weights = empty(splits + (0 if new is None else window_kernel.splits(pages, q)), q)
     heads = 4 if ratio <= 4 else 8
+    # With windows, the next kernels pack and read windows beside this one, which has to wait for their inputs first.
+    # Without, the next kernel merges.
+    beside = new is not None
+    overlap = Overlap("start" if fresh or beside else "end", "start" if beside else "end")
     kernel.decode[(splits, kv_heads, sequences)](
         q,
         outs,
@@ -139,43 +152,42 @@ def _attend(
         HEADS=heads,
         COLUMNS=max(8, heads * kernel.value.segments),
         ORDER=order,
-        FRESH=fresh,
-        WINDOWS=new is not None,
+        OVERLAP=overlap,
         num_warps=1,
         maxnreg=kernel.registers,
-        launch_pdl=True,
+        **overlap.launch,
     )
-    if unpacked is not None:
-        pack(pages, unpacked, overlaps=True)
-    if new is not None:  # beside decoding, in what that leaves of the processors
+    if kv is not None:
+        pack(pages, kv, overlaps=True)
+    if new is not None:  # beside decoding, on what that leaves of the SMs
         flat = (new[0].flatten(0, 1), new[1].flatten(0, 1))
-        windows.attend(pages, q, flat, scale, outs[splits:], weights[splits:], late=True)
-    return merge(outs, weights, pages.value.transform, out, late=True)
+        window_kernel.attend(pages, q, flat, scale, outs[splits:], weights[splits:], overlaps=True)
+    return merge(outs, weights, pages.value.transform, out, overlaps=True)
 
 
-def _splits(programs: int, tiles: int, warps: int, device: torch.device) -> int:
-    """Over how many programs the tokens of a sequence are split, so that all run at once."""
-    return max(1, min(warps * processors(device) // programs, tiles, MAX_SPLITS))
+def _splits(heads: int, tiles: int, warps: int, device: torch.device) -> int:
+    """Over how many CTAs the tokens per sequence and KV head are split, so that all CTAs run at once."""
+    return max(1, min(warps * sms(device) // heads, tiles, MAX_SPLITS))
 
 
 class Kernel(NamedTuple):
-    """The kernel that reads pages of some layout, and keys and values as it sees them."""
+    """The kernel for pages of one layout, and keys and values as it sees them."""
 
     decode: Any
     key: Any
     value: Any
     rotates: bool  # whether it can rotate queries by Hadamard matrices
-    warps: int  # that keep a processor busy
-    registers: int | None  # that a lane may have, so that as many fit
+    warps: int  # per SM
+    registers: int | None  # per thread, at most, so that as many warps fit
 
 
 @lru_cache
 def _kernel(layout: PageLayout) -> Kernel:
     key, value, at = layout.key, layout.value, layout.offsets
     if _has_codebooks(layout):
-        # lookups, not loads, take the time: a third warp for each scheduler fills the gaps of the others
+        # lookups, not loads, take the time: a third warp per scheduler fills the gaps of the other two
         warps, registers = (12, 168) if key.dims <= 128 else (8, None)
-        sides = codebooks.key_side(key, at[0], at[2]), codebooks.value_side(value, at[1], at[3])
-        return Kernel(codebooks.decode, *sides, False, warps, registers)
-    both = integers.side(key, at[0], at[2]), integers.side(value, at[1], at[3])
+        looked_up = codebooks.key_words(key, at[0], at[2]), codebooks.value_words(value, at[1], at[3])
+        return Kernel(codebooks.decode, *looked_up, False, warps, registers)
+    both = integers.integer_words(key, at[0], at[2]), integers.integer_words(value, at[1], at[3])
     return Kernel(integers.decode, *both, True, integers.room(*both), None)

@@ -1,0 +1,247 @@
+"""Tiles of transformed vectors to codes and metadata: clip, quantize, pack.
+
+A segment is computed in *parts*, runs of as many coordinates as its narrowest plane has bytes (see packing.py). A part
+is a tensor [TOKENS, width], where width is its run, up to a power of two. All parts of a segment have one layout. So
+codes are packed element by element.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kvfold.ops.tiles import AFFINE, CODEBOOK, bits_below
+from kvfold.quantizers.affine import SMALLEST_SCALE
+
+SMALLEST = tl.constexpr(SMALLEST_SCALE)
+TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
+ROUNDER = tl.constexpr(1.5 * 2**23)  # added to numbers below 2^22, it rounds them, half to even, into its low bits
+SIXTEENTHS = tl.constexpr(1.5 * 2**19)  # rounds to multiples of 1/16
+HALF_END = tl.constexpr(65520.0)  # from here on, float16 rounds to Inf
+HALF_BITS = tl.constexpr(0x477FF000)  # the bits of HALF_END
+BFLOAT_BITS = tl.constexpr(0x7F7F8000)  # the bits of the number from which on bfloat16 rounds to Inf
+GUESSED = tl.constexpr(24)  # ranks up to which `largest` guesses
+
+
+@triton.constexpr_function
+def coded(dims, run, part):
+    """How many coordinates a part has: as many as codes, or fewer in the last ones, which zeros fill up."""
+    return max(0, min(run, dims - part * run))
+
+
+@triton.jit
+def within(rows, LENGTH: tl.constexpr, WIDTH: tl.constexpr):
+    mask = rows[:, None]
+    if LENGTH < WIDTH:
+        mask = mask & (tl.arange(0, WIDTH) < LENGTH)[None, :]
+    return mask
+
+
+@triton.jit
+def joined(ys):
+    """The parts of all segments."""
+    parts = ()
+    for i in tl.static_range(len(ys)):
+        parts += ys[i]
+    return parts
+
+
+@triton.jit
+def largest(ys, stored, rank):
+    """The rank-th largest magnitude per vector. Magnitudes order like their bits as integers.
+
+    First guess: take the largest magnitude, then the largest below it, and so on, `rank` times. The guess is right if
+    exactly `rank` magnitudes reach it, that is, without ties. Otherwise find the largest number that at least `rank`
+    magnitudes reach, bit by bit from the top down.
+    """
+    limit = tl.full(stored.shape, 1 << 31, tl.uint32)
+    if rank <= GUESSED:
+        for _ in range(rank):
+            limit = limit - 1 - _nearest_below(ys, limit - 1)
+    known = (_reached(ys, limit) == rank) | ~stored
+    limit = tl.where(known, limit, 0)
+    for i in range(31 * (1 - tl.min(known.to(tl.int32), axis=0))):
+        tried = limit | (tl.full(limit.shape, 1, tl.uint32) << (30 - i))
+        limit = tl.where((_reached(ys, tried) >= rank) & ~known, tried, limit)
+    return limit.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _reached(ys, limit):
+    """How many magnitudes per vector reach its limit."""
+    count = tl.zeros_like(limit).to(tl.int32)
+    for i in tl.static_range(len(ys)):
+        reached = (_magnitude(ys[i][0]) >= limit[:, None]).to(tl.int32)
+        for part in tl.static_range(1, len(ys[i])):
+            reached += (_magnitude(ys[i][part]) >= limit[:, None]).to(tl.int32)
+        count += tl.sum(reached, axis=1)
+    return count
+
+
+@triton.jit
+def _nearest_below(ys, end):
+    """The distance from `end` down to the next magnitude. Those above `end` are far away: unsigned numbers wrap."""
+    nearest = tl.full(end.shape, 0xFFFFFFFF, tl.uint32)
+    for i in tl.static_range(len(ys)):
+        distance = end[:, None] - _magnitude(ys[i][0])
+        for part in tl.static_range(1, len(ys[i])):
+            distance = tl.minimum(distance, end[:, None] - _magnitude(ys[i][part]))
+        nearest = tl.minimum(nearest, tl.min(distance, axis=1))
+    return nearest
+
+
+@triton.jit
+def _magnitude(y):
+    return y.to(tl.uint32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def clamped(ys, limit):
+    parts = ()
+    for part in tl.static_range(len(ys)):  # NaN stays
+        parts += (tl.where(ys[part] > limit, limit, tl.where(ys[part] < -limit, -limit, ys[part])),)
+    return parts
+
+
+@triton.jit
+def quantized(ys, levels, boundaries, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
+    """Codes (raw segments: numbers), whether 16 bits can hold all, and metadata float16[TOKENS, entries]."""
+    if PACKING.side.rule[SEGMENT] == AFFINE:
+        segment = _affine(ys, PACKING, SEGMENT)
+    elif PACKING.side.rule[SEGMENT] == CODEBOOK:
+        segment = _codebook(ys, levels, boundaries, PACKING, SEGMENT)
+    else:
+        segment = (ys, storable(ys, PACKING.bfloat))
+    return segment
+
+
+@triton.jit
+def _affine(ys, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
+    """As `affine.quantize`, but multiplied by 1/scale instead of divided.
+
+    The product alone may round to the wrong side of a tie between two codes. Where y is given exactly, not rotated, it
+    is corrected: `near` is the code rounded to 1/16, and the rest y − low − near·scale is added to it, in units of the
+    scale. Near ties, which are multiples of 1/16, this is exact: near·scale has 23 bits at most.
+    """
+    TOP: tl.constexpr = (1 << PACKING.side.bits[SEGMENT]) - 1.0
+    RUN: tl.constexpr = PACKING.side.run[SEGMENT]
+    least = ys[0]
+    most = ys[0]
+    total = ys[0]
+    for part in tl.static_range(1, len(ys)):
+        least = tl.minimum(least, ys[part])
+        most = tl.maximum(most, ys[part])
+        total += ys[part]
+    if ys[0].shape[1] > RUN:
+        inside = (tl.arange(0, ys[0].shape[1]) < RUN)[None, :]
+        least = tl.where(inside, least, float("inf"))
+        most = tl.where(inside, most, float("-inf"))
+    low = tl.min(least, axis=1)
+    scale = tl.div_rn(tl.max(most, axis=1) - low, TOP)
+    sound = (scale < HALF_END) & (tl.abs(low) < HALF_END)
+    if not PACKING.rotated:  # a rotation spreads NaN over the vector; without one, minima and maxima may not see it
+        sound = sound & (tl.abs(tl.sum(total, axis=1)) < float("inf"))
+    scale = scale.to(tl.float16)
+    low = low.to(tl.float16)
+    interval = tl.maximum(scale.to(tl.float32), SMALLEST)
+    inverse = (1.0 / interval)[:, None]
+    codes = ()
+    for part in tl.static_range(len(ys)):
+        above = ys[part] - low.to(tl.float32)[:, None]
+        code = above * inverse
+        if not PACKING.rotated:
+            near = code + SIXTEENTHS - SIXTEENTHS
+            code = near + (above - near * interval[:, None]) * inverse
+        code = tl.minimum(tl.maximum(code, 0.0), TOP) + ROUNDER
+        codes += (code.to(tl.int32, bitcast=True),)
+    return codes, sound, tl.join(scale, low)
+
+
+@triton.jit
+def _codebook(ys, levels, boundaries, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
+    """As `codebook.quantize`."""
+    BITS: tl.constexpr = PACKING.side.bits[SEGMENT]
+    CODES: tl.constexpr = 1 << BITS
+    squares = ys[0] * ys[0]
+    for part in tl.static_range(1, len(ys)):
+        squares += ys[part] * ys[part]
+    norm = tl.sqrt_rn(tl.sum(squares, axis=1))
+    factor = tl.div_rn(PACKING.side.dims[SEGMENT] ** 0.5, tl.maximum(norm, TINY))[:, None]
+    codes = ()
+    squares = tl.zeros_like(ys[0])
+    for part in tl.static_range(len(ys)):
+        code = _nearest_level(ys[part] * factor, boundaries, BITS)
+        inside = (tl.arange(0, ys[0].shape[1]) < coded(PACKING.side.dims[SEGMENT], PACKING.side.run[SEGMENT], part))[
+            None, :
+        ]
+        level = tl.where(inside, tl.load(levels + CODES + code), 0.0)
+        squares += level * level
+        codes += (tl.where(inside, code, 0),)
+    norm = tl.div_rn(norm, tl.sqrt_rn(tl.sum(squares, axis=1)))
+    return codes, norm < HALF_END, norm.to(tl.float16)[:, None]
+
+
+@triton.jit
+def _nearest_level(y, boundaries, BITS: tl.constexpr):
+    code = tl.zeros_like(y).to(tl.int32)
+    for i in tl.static_range(BITS):
+        half = (1 << BITS) >> (i + 1)
+        boundary = tl.load(boundaries + (1 << BITS) - 1 + code + half)
+        code = tl.where(y <= boundary, code, code + half)  # NaN, from a vector of length 0, gets the last code
+    return code
+
+
+@triton.jit
+def store_codes(codes, slots, rows, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
+    """Pack the codes of a segment, from these pointers on; the inverse of `tiles.load_codes`."""
+    for plane in tl.static_range(4):
+        if PACKING.side.bits[SEGMENT] & (8 >> plane):
+            _store_plane(codes, slots, rows, PACKING, SEGMENT, 8 >> plane)
+
+
+@triton.jit
+def _store_plane(codes, slots, rows, PACKING: tl.constexpr, SEGMENT: tl.constexpr, WIDTH: tl.constexpr):
+    """Byte j of run r of a plane holds code j of part r in its low bits, then code j of part r + RUNS, ..."""
+    BELOW: tl.constexpr = bits_below(PACKING.side.bits[SEGMENT], WIDTH)
+    # mask off the higher planes of a code; the bits of ROUNDER are so high that no byte gets them
+    MASK: tl.constexpr = (1 << (BELOW + WIDTH)) - 1 if PACKING.side.bits[SEGMENT] > BELOW + WIDTH else -1
+    RUN: tl.constexpr = PACKING.side.run[SEGMENT]
+    RUNS: tl.constexpr = len(codes) * WIDTH // 8
+    byte = slots[:, None] + BELOW * PACKING.side.eighth[SEGMENT] + tl.arange(0, codes[0].shape[1])[None, :]
+    for i in tl.static_range(RUNS):
+        packed = (codes[i] & MASK) >> BELOW
+        for j in tl.static_range(1, 8 // WIDTH):
+            packed += ((codes[i + j * RUNS] & MASK) >> BELOW) << (j * WIDTH)
+        tl.store(byte + i * RUN, packed.to(tl.uint8), mask=within(rows, RUN, codes[0].shape[1]))
+
+
+@triton.jit
+def store_parts(ys, pointers, rows, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
+    """All coordinates of a segment, from each pointer on."""
+    column = tl.arange(0, ys[0].shape[1])[None, :]
+    for part in tl.static_range(len(ys)):
+        mask = within(rows, coded(PACKING.side.dims[SEGMENT], PACKING.side.run[SEGMENT], part), ys[0].shape[1])
+        tl.store(pointers[:, None] + part * PACKING.side.run[SEGMENT] + column, ys[part], mask=mask)
+
+
+@triton.jit
+def storable(ys, BFLOAT: tl.constexpr):
+    """Per vector, whether 16 bits can hold all its numbers."""
+    most = _magnitude(ys[0])
+    for part in tl.static_range(1, len(ys)):
+        most = tl.maximum(most, _magnitude(ys[part]))
+    return tl.max(most, axis=1) < (BFLOAT_BITS if BFLOAT else HALF_BITS)
+
+
+@triton.jit
+def sixteen_bits(ys, rows, BFLOAT: tl.constexpr):
+    """float32 -> the bits of bfloat16 or float16, 0 except in `rows`. bfloat16 is rounded by hand: Triton's interpreter
+    truncates."""
+    rounded = ()
+    for part in tl.static_range(len(ys)):
+        if BFLOAT:
+            bits = ys[part].to(tl.int32, bitcast=True)
+            number = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
+        else:
+            number = ys[part].to(tl.float16).to(tl.int16, bitcast=True)
+        rounded += (tl.where(rows[:, None], number, 0),)
+    return rounded

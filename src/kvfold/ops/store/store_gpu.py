@@ -1,0 +1,352 @@
+"""`store` in one launch, keys and values together. A CTA packs a tile of tokens of one KV head, keys or values.
+
+Vectors are computed in parts, as quantize_tiles.py says. 16-bit floats are stored by their bits, as int16.
+"""
+
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvfold.codec import Codec
+from kvfold.ops import tiles
+from kvfold.ops.pages import LayerPages
+from kvfold.ops.pdl import AFTER, ALONE, BESIDE, Overlap, release, wait
+from kvfold.ops.rotate import head_stride, terms_and_shift
+from kvfold.ops.sizes import ceil_div, power_of_two
+from kvfold.ops.store.quantize_tiles import (
+    clamped,
+    coded,
+    joined,
+    largest,
+    quantized,
+    sixteen_bits,
+    storable,
+    store_codes,
+    store_parts,
+    within,
+)
+from kvfold.ops.tiles import RAW, Side
+from kvfold.quantizers import lloyd_max
+from kvfold.transforms import Transform
+
+NARROWEST = 16  # columns, as MMA takes
+
+
+class _Tile(NamedTuple):
+    """What a CTA takes."""
+
+    tokens: int
+    rows: int  # of a matrix per load, at most 128
+    warps: int
+    stages: int  # more than one: the next rows are prefetched
+    registers: int | None  # per thread, at most
+
+
+FEW = _Tile(16, 128, 4, 1, None)
+FEW_TERMS = _Tile(16, 64, 4, 3, None)  # for matrices of several terms
+MANY = _Tile(64, 128, 4, 1, 128)  # reads matrices less often; four CTAs per SM
+MANY_LONG = _Tile(64, 32, 8, 3, None)  # for vectors of more than 128 coordinates
+MANY_VECTORS = 1 << 13  # from this many vectors on, MANY has CTAs for nearly all SMs
+IDENTITY = Transform()
+
+
+class _Source(NamedTuple):
+    """The keys or the values of a step."""
+
+    x: Tensor  # [tokens, kv_heads, d], copied only where sequences and tokens cannot be viewed as one dimension
+    token: int  # strides
+    head: int
+
+
+class Operands(NamedTuple):
+    """A transform A. Columns are those of all parts here, and coordinates in decode_prologue.py."""
+
+    matrices: tuple[Tensor, ...]  # 16-bit [kv_heads or 1, rows, columns]: A = factor·Σ matrices; none: A = 1
+    head: int  # stride from KV head to KV head
+    shift: Tensor | None  # float32[kv_heads, columns]: −mean·A
+
+
+class _Packing(NamedTuple):
+    """How keys or values are computed and packed: per segment, then for the whole vector."""
+
+    side: Side
+    width: tuple[int, ...]  # columns per part
+    column: tuple[int, ...]  # the first column of the segment's parts
+    columns: int
+    alike: bool  # whether all widths are the same
+    factor: float
+    rotated: bool
+    clipped: bool
+    bfloat: bool  # whether raw segments are bfloat16
+
+
+class _Memory(NamedTuple):
+    shadow_of: Tensor  # see pages.py
+    pool: Tensor
+    entries: Tensor  # the pool as 16-bit words
+    shadows: Tensor
+    new: Tensor | None  # [2, sequences, n, kv_heads, d]
+    faults: Tensor
+    levels: Tensor  # see tiles.py
+    boundaries: Tensor
+
+
+def store(pages: LayerPages, k: Tensor, v: Tensor, overlaps: bool = False) -> tuple[Tensor, Tensor] | None:
+    """As `naive.store`, for 16-bit k and v.
+
+    With `overlaps`, the kernel is launched before the one before it ends, and lets the next begin.
+
+    A vector that cannot be stored gets metadata of zeros, so that its codes, whatever they are, decode to zero.
+    """
+    check(pages, k, v)
+    new = torch.empty(2, *k.shape, dtype=pages.shadows.dtype, device=k.device) if pages.windows else None
+    _launch(pages, pages.key.transform, k, pages.value.transform, v, new, AFTER if overlaps else ALONE)
+    return None if new is None else (new[0], new[1])
+
+
+def pack(pages: LayerPages, kv: Tensor, overlaps: bool = False) -> None:
+    """Pack keys and values that are transformed and in shadows already: `kv` of decode_prologue.py.
+
+    With `overlaps`, the kernel runs beside the one before it. That one must have waited before it released this one:
+    then the prologue has ended, and `kv` is there.
+    """
+    _launch(pages, IDENTITY, kv[0], IDENTITY, kv[1], None, BESIDE if overlaps else ALONE)
+
+
+def check(pages: LayerPages, k: Tensor, v: Tensor) -> None:
+    expected = (len(pages.step.batch.slots), pages.pool.shape[1], pages.layout.key.dims)
+    for x in (k, v):
+        if x.dtype not in (torch.bfloat16, torch.float16):
+            raise ValueError(f"the kernel stores bfloat16 and float16, not {x.dtype}")
+        if (x.shape[:2].numel(), *x.shape[2:]) != expected:
+            raise ValueError(f"{tuple(x.shape)} are not the {expected} [tokens, kv_heads, d] of the step")
+
+
+def _launch(
+    pages: LayerPages,
+    of_keys: Transform,
+    k: Tensor,
+    of_values: Transform,
+    v: Tensor,
+    new: Tensor | None,
+    overlap: Overlap,
+) -> None:
+    (sequences, n, kv_heads, dims), batch = k.shape, pages.step.batch
+    memory = _Memory(
+        batch.shadow_of,
+        pages.pool,
+        pages.pool.view(torch.int16),
+        pages.shadows.view(torch.int16),
+        None if new is None else new.view(torch.int16),
+        pages.faults,
+        lloyd_max.level_table(k.device),
+        lloyd_max.boundary_table(k.device),
+    )
+    key, KEY = _prepared(pages.key, of_keys, tiles.key_side(pages.layout), k)
+    value, VALUE = _prepared(pages.value, of_values, tiles.value_side(pages.layout), v)
+    ranks = _clip_rank(pages.key), _clip_rank(pages.value)
+    if k.shape[:3].numel() < MANY_VECTORS:
+        tile = FEW if max(len(key.matrices), len(value.matrices)) < 2 else FEW_TERMS
+    else:
+        tile = MANY if dims <= 128 else MANY_LONG
+    _store[ceil_div(sequences * n, tile.tokens), kv_heads, 2](
+        _source(k), key, KEY, _source(v), value, VALUE, *ranks, batch.slots, memory, sequences * n,
+        pages.shadows.dtype == torch.bfloat16, pages.layout.page_size, pages.layout.page_bytes, tile.tokens,
+        tile.rows, overlap, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **overlap.launch,
+    )  # fmt: skip
+
+
+def _source(x: Tensor) -> _Source:
+    x = (x if x.stride(-1) == 1 else x.contiguous()).flatten(0, 1)
+    return _Source(x, x.stride(0), x.stride(1))
+
+
+def _clip_rank(codec: Codec) -> int:
+    """The rank, from the largest down, of the magnitude that all others are clipped to; 0: no clipping."""
+    return 0 if codec.clip is None else codec.layout.dims - codec.kept + 1
+
+
+def _prepared(codec: Codec, transform: Transform, side: Side, x: Tensor) -> tuple[Operands, _Packing]:
+    clipped, bfloat = codec.clip is not None, codec.wide == torch.bfloat16
+    return transform.once(_prepare, side, clipped, bfloat, x.dtype, x.device)
+
+
+def _prepare(
+    transform: Transform, side: Side, clipped: bool, bfloat: bool, dtype: torch.dtype, device: torch.device
+) -> tuple[Operands, _Packing]:
+    """For the keys or the values of a layer, in this dtype."""
+    rotated = transform.rotation is not None
+    parts, runs = side.parts, side.run
+    least = NARROWEST if rotated else 1
+    widths = tuple(max(least // count, power_of_two(run)) for count, run in zip(parts, runs, strict=True))
+    order = [  # the coordinate of every column, -1: none
+        start + part * run + column if column < coded(stored, run, part) else -1
+        for start, stored, count, run, width in zip(side.start, side.dims, parts, runs, widths, strict=True)
+        for part in range(count)
+        for column in range(width)
+    ]
+    first = accumulate((count * width for count, width in zip(parts, widths, strict=True)), initial=0)
+    terms, factor, shift = terms_and_shift(transform, side.head_dim, dtype, device)
+    rows = -side.head_dim % 128
+    matrices = tuple(pad(term, (0, 1, 0, rows))[..., order].contiguous() for term in terms)
+    shift = None if shift is None else pad(shift, (0, 1))[..., order].contiguous()  # coordinate -1 is the padding, zero
+    numbers = (tuple(first)[:-1], len(order), len(set(widths)) == 1, factor, rotated, clipped, bfloat)
+    return Operands(matrices, head_stride(matrices), shift), _Packing(side, widths, *numbers)
+
+
+@triton.jit(do_not_specialize=["key_rank", "value_rank", "tokens"], do_not_specialize_on_alignment=["slots"])
+def _store(
+    k, key, KEY: tl.constexpr, v, value, VALUE: tl.constexpr, key_rank, value_rank, slots, memory, tokens,
+    BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    wait(OVERLAP, "start")
+    release(OVERLAP, "start")
+    if tl.program_id(2) == 0:
+        _store_side(k, key, key_rank, slots, memory, tokens, 0, KEY, BFLOAT, PAGE_SIZE, PAGE_BYTES, TOKENS, ROWS)
+    else:
+        _store_side(v, value, value_rank, slots, memory, tokens, 1, VALUE, BFLOAT, PAGE_SIZE, PAGE_BYTES, TOKENS, ROWS)
+    wait(OVERLAP, "end")
+
+
+@triton.jit
+def _store_side(
+    source, operands, rank, slots, memory, tokens, WHICH: tl.constexpr, PACKING: tl.constexpr, BFLOAT: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    SEGMENTS: tl.constexpr = len(PACKING.side.parts)
+    head = tl.program_id(1).to(tl.int64)
+    heads = tl.num_programs(1)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    exists = token < tokens
+    slot = tl.load(slots + token, mask=exists, other=-1)
+    stored = slot >= 0
+
+    vectors = source.x + token.to(tl.int64) * source.token + head * source.head
+    ys = ()  # per segment, its parts
+    if PACKING.rotated:
+        ys = _rotated(vectors, operands, exists, head, PACKING, ROWS)
+    else:
+        for i in tl.static_range(SEGMENTS):
+            ys += (_loaded(vectors, operands, exists, head, PACKING, i),)
+
+    sound = stored
+    if memory.new is not None:
+        for i in tl.static_range(SEGMENTS):
+            sound = sound & storable(ys[i], BFLOAT)
+    clipped = ys
+    if PACKING.clipped:
+        limit = largest((joined(ys),) if PACKING.alike else ys, stored, rank)[:, None]
+        clipped = ()
+        for i in tl.static_range(SEGMENTS):
+            clipped += (clamped(ys[i], limit),)
+    packed = ()  # per segment: codes or numbers, soundness, metadata
+    for i in tl.static_range(SEGMENTS):
+        packed += (quantized(clipped[i], memory.levels, memory.boundaries, PACKING, i),)
+        sound = sound & packed[i][1]
+    tl.store(memory.faults + slot, 1, mask=stored & ~sound)
+
+    page = slot // PAGE_SIZE
+    place = slot % PAGE_SIZE
+    codes = memory.pool + (page * heads + head) * PAGE_BYTES + PACKING.side.codes + place * PACKING.side.code_stride
+    entries = memory.entries + (page * heads + head) * (PAGE_BYTES // 2)
+    for i in tl.static_range(SEGMENTS):
+        if PACKING.side.rule[i] == RAW:
+            floats = (
+                entries + (PACKING.side.codes + PACKING.side.byte[i]) // 2 + place * (PACKING.side.code_stride // 2)
+            )
+            store_parts(sixteen_bits(packed[i][0], sound, PACKING.bfloat), floats, stored, PACKING, i)
+        else:
+            store_codes(packed[i][0], codes + PACKING.side.byte[i], stored, PACKING, i)
+            meta = entries + PACKING.side.meta + PACKING.side.entry[i] + place * PACKING.side.meta_stride
+            at = meta[:, None] + tl.arange(0, packed[i][2].shape[1])[None, :]
+            tl.store(at, tl.where(sound[:, None], packed[i][2].to(tl.int16, bitcast=True), 0), mask=stored[:, None])
+
+    if memory.new is not None:
+        shadow = tl.load(memory.shadow_of + page, mask=stored, other=-1)
+        in_shadow = memory.shadows + (((shadow * heads + head) * 2 + WHICH) * PAGE_SIZE + place) * PACKING.side.head_dim
+        in_new = memory.new + ((WHICH * tokens + token.to(tl.int64)) * heads + head) * PACKING.side.head_dim
+        for i in tl.static_range(SEGMENTS):
+            raw = sixteen_bits(ys[i], sound, BFLOAT)
+            store_parts(raw, in_new + PACKING.side.start[i], exists, PACKING, i)
+            store_parts(raw, in_shadow + PACKING.side.start[i], shadow >= 0, PACKING, i)
+
+
+@triton.jit
+def _loaded(vectors, operands, exists, head, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
+    """x − mean: the parts of a segment; 0 in columns without a coordinate."""
+    PARTS: tl.constexpr = PACKING.side.parts[SEGMENT]
+    WIDTH: tl.constexpr = PACKING.width[SEGMENT]
+    RUN: tl.constexpr = PACKING.side.run[SEGMENT]
+    ys = ()
+    for part in tl.static_range(PARTS):
+        first = vectors + PACKING.side.start[SEGMENT] + part * RUN
+        y = _run(first, exists, coded(PACKING.side.dims[SEGMENT], RUN, part), WIDTH).to(tl.float32)
+        if operands.shift is not None:
+            column = PACKING.column[SEGMENT] + part * WIDTH + tl.arange(0, WIDTH)
+            y += tl.load(operands.shift + head * PACKING.columns + column)[None, :]
+        ys += (y,)
+    return ys
+
+
+@triton.jit
+def _rotated(vectors, operands, exists, head, PACKING: tl.constexpr, ROWS: tl.constexpr):
+    """(x − mean)·A: per segment, its parts; 0 in columns without a coordinate."""
+    sums = ()
+    shifts = ()
+    for i in tl.static_range(len(PACKING.side.parts)):
+        sums += (tl.zeros([vectors.shape[0], PACKING.side.parts[i] * PACKING.width[i]], tl.float32),)
+        if operands.shift is not None:
+            shifts += (tl.load(operands.shift + head * PACKING.columns + _columns(PACKING, i))[None, :],)
+    for first in range(0, PACKING.side.head_dim, ROWS):
+        row = first + tl.arange(0, ROWS)
+        mask = exists[:, None] & (row < PACKING.side.head_dim)[None, :]
+        x = tl.load(vectors[:, None] + row[None, :], mask=mask, other=0.0)
+        more = ()
+        for i in tl.static_range(len(PACKING.side.parts)):
+            more += (_plus_product(sums[i], x, operands, head, row, PACKING, i),)
+        sums = more
+    ys = ()
+    for i in tl.static_range(len(PACKING.side.parts)):
+        if operands.shift is None:
+            ys += (_split(sums[i] * PACKING.factor, PACKING.side.parts[i]),)
+        else:
+            ys += (_split(sums[i] * PACKING.factor + shifts[i], PACKING.side.parts[i]),)
+    return ys
+
+
+@triton.jit
+def _plus_product(y, x, operands, head, row, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
+    """Add the product of x with these rows of the matrices, in the columns of a segment."""
+    entry = head * operands.head + row[:, None] * PACKING.columns + _columns(PACKING, SEGMENT)[None, :]
+    for term in tl.static_range(len(operands.matrices)):
+        matrix = tl.load(operands.matrices[term] + entry)
+        y = tl.dot(x.to(matrix.dtype), matrix, y)
+    return y
+
+
+@triton.jit
+def _columns(PACKING: tl.constexpr, SEGMENT: tl.constexpr):
+    return PACKING.column[SEGMENT] + tl.arange(0, PACKING.side.parts[SEGMENT] * PACKING.width[SEGMENT])
+
+
+@triton.jit
+def _split(y, PARTS: tl.constexpr):
+    """Split columns into PARTS runs. A thread mostly holds a column of every run, so that nothing moves."""
+    ys = (y,)
+    if PARTS > 1:
+        first, second = tl.split(tl.permute(tl.reshape(y, [y.shape[0], 2, y.shape[1] // 2]), [0, 2, 1]))
+        ys = _split(first, PARTS // 2) + _split(second, PARTS // 2)
+    return ys
+
+
+@triton.jit
+def _run(pointers, rows, LENGTH: tl.constexpr, WIDTH: tl.constexpr):
+    """LENGTH numbers from each pointer on, filled up with zeros."""
+    column = tl.arange(0, WIDTH)
+    return tl.load(pointers[:, None] + column[None, :], mask=within(rows, LENGTH, WIDTH), other=0)
