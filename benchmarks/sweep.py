@@ -31,8 +31,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
-from kvfold.bench import serving
-from kvfold.bench.fits import random_artifact
+from kvfold.bench import serving_times
+from kvfold.bench.random_fits import random_artifact
 from kvfold.files import append_rows
 from kvfold.geometry import example_configs
 from kvfold.recipes import parse
@@ -70,7 +70,7 @@ def main() -> None:
     options = parser.parse_args(sys.argv[1:end])
     if not options.caches:
         parser.error("name a cache at least: -r saw-int4, -r bf16, --own fp8")
-    loads = [serving.Load(tokens, options.output, users, hit, 1) for tokens, users, hit in options.load]
+    loads = [serving_times.Load(tokens, options.output, users, hit, 1) for tokens, users, hit in options.load]
     options.logs.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory() as scratch:
         folder = model_folder(options.model, Path(scratch), max(load.input + load.output for load in loads))
@@ -162,22 +162,22 @@ class Server:
         self.process.wait()
 
 
-def sweep(server: Server, loads: list[serving.Load], limit: float, rows: Path) -> None:
+def sweep(server: Server, loads: list[serving_times.Load], limit: float, rows: Path) -> None:
     begin = time.monotonic()
     if not server.open():
         print(f"{server.cache.name}: the server ended, see its log", flush=True)
         return
     print(f"{server.cache.name}: up after {time.monotonic() - begin:.0f} s", flush=True)
-    warm_up = serving.Load(loads[0].input, WARM_UP, 2, 0, 1)
+    warm_up = serving_times.Load(loads[0].input, WARM_UP, 2, 0, 1)
     for load in (warm_up, *loads):
         try:
-            asked = serving.Server.find(server.url, None)
-            answers = asyncio.run(asyncio.wait_for(serving.drive(asked, load, lambda: None), limit))
-        except (TimeoutError, serving.ServerError) as error:
+            asked = serving_times.Server.find(server.url, None)
+            answers = asyncio.run(asyncio.wait_for(serving_times.drive(asked, load, lambda: None), limit))
+        except (TimeoutError, serving_times.ServerError) as error:
             print(f"{server.cache.name}: {load} failed: {error or f'no end after {limit} s'}", flush=True)
             continue
         if load is not warm_up:
-            row = serving.row(asked, load, *answers, server.cache.name, serving.this_machine())
+            row = serving_times.row(asked, load, *answers, server.cache.name, serving_times.this_machine())
             append_rows(rows, [asdict(row)])
             print(row, flush=True)
     server.end()

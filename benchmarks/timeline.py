@@ -18,8 +18,9 @@ import torch
 from torch.nn.functional import pad
 from torch.profiler import ProfilerActivity, profile
 
-from kvfold.bench import kernels
-from kvfold.bench.graphs import capture
+from kvfold.bench.cuda_graphs import capture
+from kvfold.bench.kernel_cases import Case
+from kvfold.bench.kernel_times import fill
 from kvfold.files import append_rows
 from kvfold.recipes import parse
 
@@ -60,8 +61,8 @@ def main() -> None:
 
 @torch.no_grad()
 def run(text: str, name: str, folded: bool, longest: int) -> list[Row]:
-    case = kernels.Case.parse("decode", text)
-    ops, pages, q, k, v, _ = kernels.fill(case, parse(name), torch.device("cuda"))
+    case = Case.parse("decode", text)
+    ops, pages, q, k, v, _ = fill(case, parse(name), torch.device("cuda"))
     if folded:
         pages = replace(pages, value=replace(pages.value, transform=replace(pages.value.transform, rotation=None)))
     batch = pages.step.batch

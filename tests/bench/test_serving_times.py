@@ -15,8 +15,18 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from kvfold.bench import serving
-from kvfold.bench.serving import WARM_UP, WARM_UP_INPUT, WARM_UP_OUTPUT, Answer, Load, Row, Server, ServerError, row
+from kvfold.bench import serving_times
+from kvfold.bench.serving_times import (
+    WARM_UP,
+    WARM_UP_INPUT,
+    WARM_UP_OUTPUT,
+    Answer,
+    Load,
+    Row,
+    Server,
+    ServerError,
+    row,
+)
 from kvfold.cli import app
 
 FIRST, NEXT = 0.1, 0.02  # seconds to the first token, and from one to the next
@@ -116,7 +126,7 @@ def running(**options: Any) -> Iterator[FakeServer]:
 
 
 def measure(fake: FakeServer, *loads: Load) -> list[Row]:
-    return list(serving.run(Server.find(fake.url, None), loads, "int4", "a GPU"))
+    return list(serving_times.run(Server.find(fake.url, None), loads, "int4", "a GPU"))
 
 
 def command(*arguments: object) -> Result:
