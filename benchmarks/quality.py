@@ -1,10 +1,10 @@
-"""The quality panel: every recipe, as its paper has it and as we use it, on one model.
+"""The quality panel: every recipe as published and as used here, on one model.
 
     kvfold calibrate MODEL --out fits --text calibration.txt $(python benchmarks/quality.py --flags)
     python benchmarks/quality.py MODEL --artifact fits --text wiki.test.raw --context 2048 --tokens 8192 --out results
 
-writes results/quality.csv; with --layers, --needle LENGTH … and --gsm8k FILE also layers.csv, needle.csv and gsm8k.csv,
-one row for each measurement. Rows are written as they are measured.
+writes results/quality.csv. --layers, --needle LENGTH … and --gsm8k FILE write layers.csv, needle.csv and gsm8k.csv.
+There is one row per measurement. It is written as soon as it is measured.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from kvfold.overlap import check_disjoint
 from kvfold.recipes import parse
 from kvfold.text import tokenize
 
-# As published: without centring, windows where the paper has them.
+# As published: without centring, with windows if the paper has them.
 PUBLISHED = [
     "int4:centre=false",
     "saw-int4:centre=false",
@@ -73,11 +73,11 @@ OURS = [
     *(f"{family}-k2v2:sink=64,recent=256" for family in ("tq", "gtq")),
     "gtq-k2v2:sink=64,recent=256,widths=all",
 ]
-# What each part of OSCAR is good for.
+# OSCAR without one of its parts.
 ABLATIONS = [
     f"oscar-int2:{without}" for without in ("eigen=false", "hadamard=false", "permute=false", "clip=false")
 ] + ["oscar-int2:sink=0,recent=0"]
-# Long contexts and generation take minutes: every method in one form of ours, and as published.
+# Long contexts and generation take minutes, so these are fewer: every method in few forms, and as published.
 LONG = [
     "saw-int4:sink=4",
     "oscar-int2:group=WHOLE",
@@ -100,8 +100,8 @@ LONG = [
     "tq-k2v2:sink=64,recent=256",
     *(name for name in PUBLISHED if "per_head" not in name),
 ]
-NEW_TOKENS = 320  # of an answer to a problem, at most
-AT_ONCE = 8  # recipes that share a run of the 16-bit cache
+NEW_TOKENS = 320  # the most tokens of an answer
+AT_ONCE = 8  # recipes per run of the 16-bit cache
 
 
 def main() -> None:
@@ -197,7 +197,7 @@ def layers(
 
 
 def facts(options: argparse.Namespace, model: Any, artifact: Artifact) -> dict[str, Any]:
-    """What every row says about where it comes from."""
+    """The columns of every row that say where it comes from."""
     cuda = model.device.type == "cuda"
     return {
         "model": options.name or options.model,
@@ -226,7 +226,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=0, help="tokens to score; 0: none")
-    parser.add_argument("--layers", action="store_true", help="look into the attention of every layer")
+    parser.add_argument("--layers", action="store_true", help="diagnose the attention of every layer")
     parser.add_argument("--needle", type=int, nargs="*", default=[], help="lengths of the needle suite")
     parser.add_argument("--depths", type=float, nargs="*", default=[0.0, 0.5, 1.0])
     parser.add_argument("--trials", type=int, default=1)

@@ -1,11 +1,11 @@
-"""The picture of what `kvfold bench kernels --csv` measured.
+"""Draw the rows of `kvfold bench kernels --csv`.
 
     kvfold bench kernels --csv results/kernels-h200.csv
     python benchmarks/roofline.py results/kernels-h200.csv kernels.svg
 
-Left: the share of the bandwidth of a large device copy that each row reaches, by case. Right: attention as operations
-per second over operations per byte of the cache, under the roof that this bandwidth is, with 16-bit attention as hollow
-marks. --peak draws the roof of the tensor cores, in TFLOP/s; what it is was not measured here.
+Left: per row, the share of the bandwidth of a large device copy. Right: a roofline of attention, operations per second
+over operations per byte of the cache. The roof is the bandwidth of the copy. Hollow marks are 16-bit attention. --peak
+adds the roof of the tensor cores, in TFLOP/s. It is not measured.
 """
 
 import argparse
@@ -97,7 +97,7 @@ def case(row: Row) -> str:
 
 
 def operations(row: Row) -> float:
-    """Of attention: two products of head_dim, each a multiplication and an addition, for all that queries see."""
+    """Operations of attention: 4·head_dim per pair of a query and a token that it sees."""
     new, context = int(row["new"]), int(row["context"])
     pairs = new * context - new * (new - 1) / 2
     return 4 * int(row["batch"]) * int(row["q_heads"]) * int(row["head_dim"]) * pairs

@@ -1,11 +1,11 @@
-"""The pictures of what `kvfold bench serving --csv` measured.
+"""Draw the rows of `kvfold bench serving --csv`.
 
     kvfold bench serving http://localhost:8000 -r saw-int4 -c 8 -c 32 -c 128 --csv saw-int4.csv
     python benchmarks/serving.py results/serving-h200.csv serving.svg
 
-A row of two for each engine, model and lengths of prompt and answer. Left: what each user gets against what the GPU
-gives, with the number of users beside each mark. Right: what the GPU gives against the number of users. Then one for
-each engine and model that served a single user: what that user gets against the length of its prompt.
+There are two panels per engine, model, and lengths of prompt and answer. Left: tokens per second of the GPU over tokens
+per second per user, with the number of users beside each mark. Right: tokens per second of the GPU over the number of
+users. Loads of a single user have one panel per engine and model: tokens per second over the length of the prompt.
 """
 
 import argparse
@@ -69,7 +69,7 @@ def draw(rows: list[Row], picture: Path) -> None:
 
 
 def by(columns: tuple[str, ...], rows: list[Row]) -> list[tuple[tuple[str, ...], list[Row]]]:
-    """Rows with the same of these, in the order of numbers."""
+    """Groups of rows that agree in these columns, sorted by number."""
 
     def key(row: Row) -> tuple[tuple[int, str], ...]:
         return tuple((int(row[column]) if row[column].isdigit() else 0, row[column]) for column in columns)
@@ -78,7 +78,7 @@ def by(columns: tuple[str, ...], rows: list[Row]) -> list[tuple[tuple[str, ...],
 
 
 def lines(axes: Axes, rows: list[Row], x: str, y: str, colours: dict[str, str]) -> None:
-    """One for each recipe; of what was measured again, the latest."""
+    """One line per recipe. Of repeated measurements it shows the latest."""
     for recipe, colour in colours.items():
         latest = sorted((row for row in rows if row["recipe"] == recipe), key=lambda row: row["date"])
         own = {(int(row["input"]), users(row)): row for row in latest}

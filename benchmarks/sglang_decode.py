@@ -1,12 +1,12 @@
-"""Decoding inside SGLang: batches of which all requests are there, of a model with random weights.
+"""Decoding inside SGLang: full batches, of a model with random weights.
 
     python benchmarks/sglang_decode.py Qwen3-8B --case 32x8192 --case 32x16384 --csv rows.csv                # its own
     python benchmarks/sglang_decode.py Qwen3-8B --case 32x8192 --engine '{"kv_cache_dtype": "fp8_e4m3"}' --csv rows.csv
     python benchmarks/sglang_decode.py Qwen3-8B -r saw-int4 --case 32x8192 --case 32x16384 --csv rows.csv    # packed
 
-In an environment with SGLang and kvfold. Speed and memory are those of real weights, answers are not. Every case is
-timed from the moment when its last request has the first token until one of them has its last. A case in which the
-scheduler did not decode all requests together has no row.
+It runs in an environment with SGLang and kvfold. Speed and memory are those of real weights, answers are not. Timing
+begins when the last request of a case has its first token. It ends when the first request has its last token. A case
+has no row if the scheduler did not decode all requests together.
 """
 
 import argparse
@@ -25,8 +25,8 @@ import torch
 from sweep import model_folder
 from transformers import AutoConfig
 
-from kvfold.bench.fits import random_artifact
-from kvfold.bench.serving import TOKENS
+from kvfold.bench.random_fits import random_artifact
+from kvfold.bench.serving_times import TOKENS
 from kvfold.files import append_rows
 from kvfold.recipes import parse
 
@@ -39,10 +39,10 @@ class Row:
     recipe: str  # or the type of SGLang's own cache
     attention: str
     batch: int
-    input: int  # tokens of each prompt
-    output: int  # and of each answer
+    input: int  # tokens per prompt
+    output: int  # tokens per answer
     prefill_tps: float  # tokens of all prompts per second, until the last request has its first token
-    decode_tps: float  # tokens of all answers per second, while all are decoded
+    decode_tps: float  # tokens of all answers per second, while all requests are decoded
     step_ms: float
     kv_tokens: int  # that fit
     gpu: str
@@ -118,7 +118,7 @@ def run(model, recipe, cases, output, extra, scratch):
 
 
 async def answer(engine, prompts: list[list[int]], output: int) -> tuple[float, float, int]:
-    """Seconds until all have their first token, from then until one has its last, and how many tokens came between."""
+    """Seconds until all requests have their first token, then the seconds and tokens of `together`."""
     start = time.perf_counter()
     counts = await asyncio.gather(*(stream(engine, prompt, output) for prompt in prompts))
     begin, seconds, decoded = together(counts, output)
@@ -126,8 +126,11 @@ async def answer(engine, prompts: list[list[int]], output: int) -> tuple[float, 
 
 
 def together(counts: list[list[tuple[float, int]]], output: int) -> tuple[float, float, int]:
-    """When all requests had their first token, the seconds from then until one had its last, and how many tokens came
-    between. `counts` says of each request when so many tokens were there."""
+    """The moment at which all requests have their first token, the seconds from then until one has its last token, and
+    the number of tokens between.
+
+    `counts` holds, per request, the times at which tokens came, each with the number of tokens so far.
+    """
     begin = max(count[0][0] for count in counts)
     end = min(count[-1][0] for count in counts)
     decoded = [so_far(count, end) - so_far(count, begin) for count in counts]
@@ -141,7 +144,7 @@ def together(counts: list[list[tuple[float, int]]], output: int) -> tuple[float,
 
 
 async def stream(engine, prompt: list[int], output: int) -> list[tuple[float, int]]:
-    """When so many tokens were there."""
+    """The times at which tokens came, each with the number of tokens so far."""
     wanted = {"max_new_tokens": output, "temperature": 0, "ignore_eos": True}
     chunks = await engine.async_generate(input_ids=prompt, sampling_params=wanted, stream=True)
     return [(time.perf_counter(), chunk["meta_info"]["completion_tokens"]) async for chunk in chunks]

@@ -5,10 +5,13 @@
     python benchmarks/sweep.py sglang Qwen3-4B -r bf16 -r oscar-int2:group=128 --load 100000x1@100 --output 256 \\
         --csv rows.csv -- --mem-fraction-static 0.459
 
-In an environment with the engine and kvfold. What comes after `--` goes to every server. A shape as Qwen3-8B has random
-weights, so that speed and memory are real and answers are not; fits are random too, and values folded where a recipe
-folds them. All servers start at once and wait at a gate, for what they import and compile takes longer than most loads:
-one at a time has pages and is under load. A server or a load that fails is left out, and said to be.
+It runs in an environment with the engine and kvfold. Flags after `--` go to every server.
+
+A shape as Qwen3-8B gets random weights and random fits, so speed and memory are real and answers are not. Values are
+folded if the recipe folds them.
+
+Imports and compilation take longer than most loads. So all servers start at once and wait at a gate. Only one at a time
+has pages and is under load. A server or a load that fails is reported and has no row.
 """
 
 import argparse
@@ -31,14 +34,14 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
-from kvfold.bench import serving
-from kvfold.bench.fits import random_artifact
+from kvfold.bench import serving_times
+from kvfold.bench.random_fits import random_artifact
 from kvfold.files import append_rows
 from kvfold.geometry import example_configs
 from kvfold.recipes import parse
 
 GATES = Path(__file__).parent / "gate"
-WARM_UP = 32  # tokens of each of two answers before the loads: the first after a start find something to compile
+WARM_UP = 32  # tokens per answer of a load of two users before the others: it compiles what is left to compile
 STOCK = {  # the engines' own servers
     "vllm": ["-m", "vllm.entrypoints.openai.api_server", "--model"],
     "sglang": ["-m", "sglang.launch_server", "--model-path"],
@@ -70,7 +73,7 @@ def main() -> None:
     options = parser.parse_args(sys.argv[1:end])
     if not options.caches:
         parser.error("name a cache at least: -r saw-int4, -r bf16, --own fp8")
-    loads = [serving.Load(tokens, options.output, users, hit, 1) for tokens, users, hit in options.load]
+    loads = [serving_times.Load(tokens, options.output, users, hit, 1) for tokens, users, hit in options.load]
     options.logs.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory() as scratch:
         folder = model_folder(options.model, Path(scratch), max(load.input + load.output for load in loads))
@@ -95,21 +98,21 @@ def parse_load(text: str) -> tuple[int, int, int]:
 
 
 def model_folder(model: str, scratch: Path, longest: int) -> Path:
-    """A folder with the shape of a model for requests of so many tokens."""
+    """A folder with the configuration of a model, for requests of up to `longest` tokens."""
     if model not in example_configs():
         return Path(model)
     folder, config = scratch / model, example_configs()[model]
-    config["max_position_embeddings"] = max(config["max_position_embeddings"], longest + 2)  # which SGLang keeps back
+    config["max_position_embeddings"] = max(config["max_position_embeddings"], longest + 2)  # SGLang keeps 2 back
     config["dtype"] = "bfloat16"  # without it SGLang would take float16
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     words = WordLevel({f"{token} ": token for token in range(config["vocab_size"])}, unk_token="0 ")
-    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)).save_pretrained(folder)  # SGLang answers with text
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)).save_pretrained(folder)  # SGLang answers in text
     return folder
 
 
 class Server:
-    """A process in a session of its own, which waits at its gate."""
+    """A server process in a session of its own. It waits at its gate."""
 
     def __init__(
         self, options: argparse.Namespace, flags: list[str], folder: Path, cache: Cache, scratch: Path
@@ -130,7 +133,7 @@ class Server:
         command += ["--served-model-name", folder.name, "--load-format", "dummy"]
         command += ["--host", "127.0.0.1", "--port", self.url.rpartition(":")[2], *flags]
         paths = [str(GATES), *filter(None, [os.environ.get("PYTHONPATH")])]
-        # what is compiled is kept by each for itself, and nobody gives up before it is his turn
+        # Each server keeps what it compiles for itself, and none gives up while it waits.
         environment |= {"GATE": str(self.gate), "PYTHONPATH": os.pathsep.join(paths)}
         environment |= {"VLLM_CACHE_ROOT": str(scratch / "cache"), "VLLM_ENGINE_READY_TIMEOUT_S": "100000"}
         with (options.logs / f"{cache.name}.log").open("w") as log:
@@ -139,12 +142,12 @@ class Server:
             )
 
     def arrive(self) -> None:
-        """At its gate, or at an early end."""
+        """Wait until the server is at its gate or has ended."""
         while not Path(f"{self.gate}.ready").exists() and self.process.poll() is None:
             time.sleep(0.1)
 
     def open(self) -> bool:
-        """Let it through; whether it answers then."""
+        """Open the gate. The result is whether the server answers."""
         Path(f"{self.gate}.open").touch()
         while self.process.poll() is None:
             with suppress(URLError, ConnectionError, TimeoutError), urlopen(f"{self.url}/health", timeout=5):
@@ -153,7 +156,7 @@ class Server:
         return False
 
     def end(self) -> None:
-        """With all processes that it has started, so that their memory is free."""
+        """End the server and all processes that it has started, so that their memory is free."""
         self.process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(10)
@@ -162,22 +165,22 @@ class Server:
         self.process.wait()
 
 
-def sweep(server: Server, loads: list[serving.Load], limit: float, rows: Path) -> None:
+def sweep(server: Server, loads: list[serving_times.Load], limit: float, rows: Path) -> None:
     begin = time.monotonic()
     if not server.open():
         print(f"{server.cache.name}: the server ended, see its log", flush=True)
         return
     print(f"{server.cache.name}: up after {time.monotonic() - begin:.0f} s", flush=True)
-    warm_up = serving.Load(loads[0].input, WARM_UP, 2, 0, 1)
+    warm_up = serving_times.Load(loads[0].input, WARM_UP, 2, 0, 1)
     for load in (warm_up, *loads):
         try:
-            asked = serving.Server.find(server.url, None)
-            answers = asyncio.run(asyncio.wait_for(serving.drive(asked, load, lambda: None), limit))
-        except (TimeoutError, serving.ServerError) as error:
+            asked = serving_times.Server.find(server.url, None)
+            answers = asyncio.run(asyncio.wait_for(serving_times.drive(asked, load, lambda: None), limit))
+        except (TimeoutError, serving_times.ServerError) as error:
             print(f"{server.cache.name}: {load} failed: {error or f'no end after {limit} s'}", flush=True)
             continue
         if load is not warm_up:
-            row = serving.row(asked, load, *answers, server.cache.name, serving.this_machine())
+            row = serving_times.row(asked, load, *answers, server.cache.name, serving_times.this_machine())
             append_rows(rows, [asdict(row)])
             print(row, flush=True)
     server.end()

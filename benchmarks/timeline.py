@@ -3,8 +3,8 @@
     python benchmarks/timeline.py 8x700 1x100000 -r oscar-int2:group=128 -r saw-int4
     python benchmarks/timeline.py 8x700 --folded --csv rows.csv      # values without a rotation, as `kvfold fold` makes
 
-Steps are stored and attended over as in an engine: captured in one CUDA graph, with page tables for the longest context
-that the server allows. Kernels that are launched early overlap with those before them, and seem to last longer.
+Steps run as in an engine: captured in one CUDA graph, with page tables for the longest context that the server allows.
+Kernels that are launched early overlap with those before them, and seem to last longer.
 """
 
 import argparse
@@ -18,8 +18,9 @@ import torch
 from torch.nn.functional import pad
 from torch.profiler import ProfilerActivity, profile
 
-from kvfold.bench import kernels
-from kvfold.bench.graphs import capture
+from kvfold.bench.cuda_graphs import capture
+from kvfold.bench.kernel_cases import Case
+from kvfold.bench.kernel_times import fill
 from kvfold.files import append_rows
 from kvfold.recipes import parse
 
@@ -42,7 +43,7 @@ class Row:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("case", nargs="+", help="sequences and tokens of each: 8x700")
+    parser.add_argument("case", nargs="+", help="sequences and tokens per sequence: 8x700")
     parser.add_argument("-r", "--recipe", action="append", help="default: oscar-int2:group=128")
     parser.add_argument("--folded", action="store_true", help="values are not rotated")
     parser.add_argument("--longest", type=int, default=131072, help="tokens that page tables have room for")
@@ -60,8 +61,8 @@ def main() -> None:
 
 @torch.no_grad()
 def run(text: str, name: str, folded: bool, longest: int) -> list[Row]:
-    case = kernels.Case.parse("decode", text)
-    ops, pages, q, k, v, _ = kernels.fill(case, parse(name), torch.device("cuda"))
+    case = Case.parse("decode", text)
+    ops, pages, q, k, v, _ = fill(case, parse(name), torch.device("cuda"))
     if folded:
         pages = replace(pages, value=replace(pages.value, transform=replace(pages.value.transform, rotation=None)))
     batch = pages.step.batch
@@ -89,8 +90,10 @@ def run(text: str, name: str, folded: bool, longest: int) -> list[Row]:
 
 
 def timeline(events: Sequence[tuple[str, float, float]]) -> list[tuple[str, float, float]]:
-    """The median step of kernels (name, start, duration): each with its start in the step, and its duration. A step
-    begins wherever the first kernel comes again."""
+    """The median step of kernels (name, start, duration). Starts count from the beginning of the step.
+
+    A step begins wherever the first kernel comes again.
+    """
     events = sorted(events, key=lambda event: event[1])
     firsts = [i for i, (name, *_) in enumerate(events) if name == events[0][0]]
     steps = [events[i:j] for i, j in zip(firsts, [*firsts[1:], len(events)], strict=True)]

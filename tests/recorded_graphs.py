@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kvfold.bench.graphs import WARM_UP
+from kvfold.bench.cuda_graphs import WARM_UP
 from kvfold.ops.attend import attend_gpu as attend
 from kvfold.ops.dispatch import Choice, Ops
 from kvfold.ops.store import store_gpu as store
@@ -66,7 +66,7 @@ class Recording(TorchDispatchMode):
 
 
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable, Callable], tuple[Recording, Any]]:
-    """What stands in for `kvfold.bench.graphs.capture`."""
+    """What stands in for `kvfold.bench.cuda_graphs.capture`."""
 
     def capture(begin: Callable[[], object], call: Callable[[], Any]) -> tuple[Recording, Any]:
         for _ in range(WARM_UP):
@@ -86,5 +86,5 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable, Callable], 
 
 def use_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches on the CPU run Triton's kernels, interpreted."""
-    for module in ("kvfold.paged.cache", "kvfold.bench.decoding"):
+    for module in ("kvfold.paged.cache", "kvfold.bench.model_steps"):
         monkeypatch.setattr(f"{module}.choose", lambda *_: KERNELS)

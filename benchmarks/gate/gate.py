@@ -1,6 +1,6 @@
-"""A plugin of vLLM and SGLang, for `sweep.py`: a server starts, and waits at its gate for its turn.
+"""A plugin of vLLM and SGLang for `sweep.py`: a server starts, then waits at its gate for its turn.
 
-GATE is a path. A server that has come so far writes `GATE.ready`, and goes on when there is `GATE.open`.
+The environment variable GATE is a path. At its gate a server writes `GATE.ready`. It goes on when `GATE.open` exists.
 """
 
 import multiprocessing
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def vllm() -> None:
-    """Before pages are allocated: weights are loaded then, and what is compiled is compiled."""
+    """Wait before pages are allocated. Weights are loaded and kernels compiled by then."""
     if "GATE" not in os.environ:
         return
     import torch
@@ -27,8 +27,7 @@ def vllm() -> None:
 
 
 def sglang() -> None:
-    """In the process of the scheduler, before anything is on the device: how many tokens fit is found out by how much
-    memory is free."""
+    """Wait in the scheduler's process, before anything is on the device: free memory decides how many tokens fit."""
     if "GATE" in os.environ and multiprocessing.parent_process() is not None:
         wait()
 

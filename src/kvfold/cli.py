@@ -467,7 +467,7 @@ def selftest(json_file: JsonFile = None, csv_file: CsvFile = None) -> None:
 
     Example: `kvfold selftest --csv selftest.csv`
     """
-    from kvfold import selftest as run
+    from kvfold.bench import selftest as run
 
     _check_files(json_file, csv_file)
     rows = _rows("Checking", run.run, csv_file)
@@ -496,7 +496,7 @@ def decode(
 
     Example: `kvfold bench decode embedded -r saw-int4 --context 2048`
     """
-    from kvfold.bench.decode import decode as run
+    from kvfold.bench.decode_times import decode as run
 
     panel, means = [parse(name) for name in recipe], _artifact(artifact or _carried(model, recipe))
     _check(model, panel, files=(json_file, csv_file))
@@ -545,7 +545,7 @@ def kernels(
 
     Example: `kvfold bench kernels -r saw-int4 --op decode --case 32x8192`, or `kvfold bench kernels --explain`
     """
-    from kvfold.bench import kernels as run
+    from kvfold.bench import kernel_times as run
 
     _check_files(json_file, csv_file)
     panel = [parse(name) for name in recipe or run.default_recipes(head_dim)]
@@ -591,8 +591,8 @@ def step(
 
     Example: `kvfold bench step --case 32x16384`
     """
-    from kvfold.bench import step as run
-    from kvfold.bench.decoding import with_layers
+    from kvfold.bench import step_times as run
+    from kvfold.bench.model_steps import with_layers
 
     _check_files(json_file, csv_file)
     config = with_layers(_config(shape), layers)
@@ -631,7 +631,7 @@ def serving(
 
     Example: `kvfold bench serving http://localhost:8000 -r saw-int4 --input 8192 --output 1024 -c 8 -c 32 -c 128`
     """
-    from kvfold.bench import serving as run
+    from kvfold.bench import serving_times as run
 
     _check_files(json_file, csv_file)
     server = run.Server.find(url, model)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kvfold.bench.verify import naive_attend_error, naive_store_error, on_cpu
+from kvfold.bench.expected_ops import naive_attend_error, naive_store_error, on_cpu
 from kvfold.ops.pages import LayerPages
 from kvfold.ops.store import naive
 

@@ -6,12 +6,12 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip(f"CUDA graphs need a GPU, and torch {torch.__version__} sees none", allow_module_level=True)
 
-from kvfold.bench.decoding import Steps, dense_error, packed_cache, packed_error, random_model
-from kvfold.bench.graphs import WARM_UP, capture
-from kvfold.bench.verify import naive_attend_error, on_cpu
+from kvfold.bench.cuda_graphs import WARM_UP, capture
+from kvfold.bench.expected_ops import naive_attend_error, on_cpu
+from kvfold.bench.model_steps import Decoder, dense_error, packed_cache, packed_error, random_model
+from kvfold.bench.selftest import Case, Layer, Tokens
 from kvfold.ops.dispatch import choose
 from kvfold.recipes import parse
-from kvfold.selftest import Case, Layer, Tokens
 
 DEVICE = torch.device("cuda")
 CONFIG = {
@@ -79,7 +79,7 @@ def test_replays_with_growing_lengths_are_eager_steps(model, recipe, page):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_graph_does_what_its_lengths_say(model, recipe):
     """A replay without `begin` is the same step again; after `begin` it is another one, over one token more."""
-    steps = Steps(model, packed_cache(model, parse(recipe), 2, 20, 40, 16), 2)
+    steps = Decoder(model, packed_cache(model, parse(recipe), 2, 20, 40, 16), 2)
     graph, logits = capture(steps.begin, steps.run)
     graph.replay()
     first = logits.clone()
@@ -101,7 +101,7 @@ def test_sequences_of_different_lengths(model):
 
     def filled(rows, prompt, mask=None):
         cache = packed_cache(model, recipe, len(rows), 0, room, 16)
-        run = Steps(model, cache, len(rows))
+        run = Decoder(model, cache, len(rows))
         positions = None if mask is None else (mask.cumsum(1) - 1).clamp_min(0)
         if mask is not None:
             cache.begin(len(rows), prompt.shape[1], mask)

@@ -13,11 +13,12 @@ if not torch.cuda.is_available():
 
 from triton.runtime.jit import JITFunction
 
-from kvfold.bench.decoding import with_layers
-from kvfold.bench.fits import random_artifact
-from kvfold.bench.graphs import capture
-from kvfold.bench.kernels import Case, fill
-from kvfold.bench.verify import naive_attend_error, on_cpu
+from kvfold.bench.cuda_graphs import capture
+from kvfold.bench.expected_ops import naive_attend_error, on_cpu
+from kvfold.bench.kernel_cases import Case
+from kvfold.bench.kernel_times import fill
+from kvfold.bench.model_steps import with_layers
+from kvfold.bench.random_fits import random_artifact
 from kvfold.engines.serving import Config, Layer, Plan, steps_of
 from kvfold.geometry import example_configs
 from kvfold.ops.store import naive

@@ -6,8 +6,9 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip(f"kernels for GPUs need one, and torch {torch.__version__} sees none", allow_module_level=True)
 
-from kvfold.bench.graphs import capture
-from kvfold.bench.kernels import Case, fill
+from kvfold.bench.cuda_graphs import capture
+from kvfold.bench.kernel_cases import Case
+from kvfold.bench.kernel_times import fill
 from kvfold.recipes import parse
 
 DEVICE = torch.device("cuda")

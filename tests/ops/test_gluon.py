@@ -13,7 +13,8 @@ from test_levels import run
 from torch import Tensor
 from triton import knobs
 
-from kvfold import selftest
+from kvfold.bench import selftest
+from kvfold.bench.selftest import Case, Tokens
 from kvfold.codec import Codec
 from kvfold.layout import PageLayout, Segment, SlotLayout, affine_slot, codebook_slot, mixed_slot
 from kvfold.ops.attend.hopper import codebook_decode as kernel
@@ -23,7 +24,6 @@ from kvfold.ops.attend.hopper.decode_step import unsupported
 from kvfold.ops.dispatch import HOPPER, Choice, Ops, choose
 from kvfold.ops.store import store_gpu as store
 from kvfold.recipes import parse
-from kvfold.selftest import Case, Tokens
 
 GPU = torch.device("cuda")
 interpret = knobs.runtime.interpret

@@ -20,7 +20,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
-from kvfold.bench.fits import random_artifact
+from kvfold.bench.random_fits import random_artifact
 from kvfold.engines.serving import Config, Layer, Plan, steps_of
 from kvfold.engines.shadow_table import ShadowTable
 from kvfold.ops.attend import parts

@@ -1,1 +1,1 @@
-"""Evaluation: what a recipe costs in quality, against the 16-bit cache of the same model."""
+"""Evaluation: the quality of recipes, against the 16-bit cache of the same model."""

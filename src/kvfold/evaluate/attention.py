@@ -1,4 +1,4 @@
-"""What quantized keys do to attention, layer by layer: no windows, values untouched."""
+"""The effect of quantized keys on attention, layer by layer. There are no windows, and values are not quantized."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from kvfold.engines.transformers import PackedCache
 from kvfold.rope import Rope
 
 TOP = 10
-PAIRS = 256  # of a query and a key, for each layer
+PAIRS = 256  # pairs of a query and a key, per layer
 OFFSETS = 50  # relative positions at which the logits of a pair are compared
 FAR = 1024  # the largest of them
 
@@ -22,7 +22,7 @@ FAR = 1024  # the largest of them
 @dataclass(frozen=True)
 class LayerRow:
     layer: int
-    softmax_kl: float  # KL of the attention weights from the exact ones, mean over heads and queries
+    softmax_kl: float  # KL of the attention weights from those of raw keys; mean over heads and queries
     top10: float  # share of the ten most attended tokens that stay among the ten
     logit_mae: float  # mean |error| of q·k before scaling, over relative positions in [−1024, 1024]
 
@@ -31,7 +31,7 @@ class LayerRow:
 def diagnose(
     model: PreTrainedModel, tokens: Tensor, caches: Mapping[str, PackedCache], rope: Rope | None = None
 ) -> dict[str, list[LayerRow]]:
-    """Quantize the keys of one window of `tokens` (1-D) as each cache does; its second half of queries looks back."""
+    """Quantize the keys of `tokens` (1-D, one window) as each cache does. The second half of the queries looks back."""
     if len(tokens) < 2 * TOP:
         raise ValueError(f"attention is looked into with {2 * TOP} tokens of a window at least, not {len(tokens)}")
     rope = rope or probe(model)
@@ -47,7 +47,7 @@ def diagnose(
 
 
 def _decoded(codec: Codec, k: Tensor, page_size: int) -> Tensor:
-    """Keys [kv_heads, n, d] as they come back; of a codec for whole pages the last tokens may come back as they are."""
+    """Keys [kv_heads, n, d], quantized and decoded. A codec of whole pages leaves the tokens of the last page raw."""
     tokens = k.transpose(0, 1)
     if not codec.layout.per_page:
         return codec.decode(codec.encode(tokens)).transpose(0, 1)
@@ -58,7 +58,7 @@ def _decoded(codec: Codec, k: Tensor, page_size: int) -> Tensor:
 
 
 def _weights(queries: Tensor, k: Tensor, decoded: Tensor, scale: float) -> tuple[float, float]:
-    """Softmax KL and overlap of the most attended tokens, with queries [kv_heads, group, n, d]."""
+    """KL of the attention weights and overlap of the most attended tokens, for queries [kv_heads, group, n, d]."""
     n = k.shape[1]
     future = torch.ones(n, n, device=k.device).triu(1).bool()[n // 2 :]
     kl, common = [], []
@@ -74,12 +74,14 @@ def _weights(queries: Tensor, k: Tensor, decoded: Tensor, scale: float) -> tuple
 
 
 def _logit_error(queries: Tensor, error: Tensor, rope: Rope) -> float:
-    """Mean |qᵀ·R_Δ·(k̂ − k)| over pairs of a query [kv_heads, group, n, d] and an error [kv_heads, n, d], and over
-    relative positions Δ between them."""
+    """Mean |qᵀ·R_Δ·(k̂ − k)| over pairs of a query and a key, and over relative positions Δ between them.
+
+    Queries are [kv_heads, group, n, d]. The errors k̂ − k of keys are [kv_heads, n, d].
+    """
     n = error.shape[1]
     generator = torch.Generator().manual_seed(0)
     at, of = torch.randint(n, (2, PAIRS), generator=generator).to(error.device)
     offsets = torch.linspace(-FAR, FAR, OFFSETS, dtype=torch.float64, device=error.device)
-    turn = offsets - (of - at).unsqueeze(1)  # from where the key stands to the offset: [PAIRS, OFFSETS]
+    turn = offsets - (of - at).unsqueeze(1)  # from the key's position to the offset, [PAIRS, OFFSETS]
     turned = rope.rotate(error[:, of].double().unsqueeze(2), turn)  # [kv_heads, PAIRS, OFFSETS, d]
     return float(torch.einsum("hgpd,hpod->hgpo", queries[:, :, at].double(), turned).abs().mean())

@@ -1,4 +1,4 @@
-"""GSM8K: grade-school problems from a local jsonl file, solved in words; the final number must match exactly."""
+"""GSM8K: grade-school problems from a local jsonl file. The final number of an answer must match exactly."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvfold.evaluate.retrieval import Make
 
 SHOTS = 5
-STOP = "\n\nQuestion"  # where a plain model goes on to a problem of its own
+STOP = "\n\nQuestion"  # where a model without a chat template goes on to a problem of its own
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Problems:
-    """What is asked, and solved problems to show before: never the same ones."""
+    """The problems that are asked, and solved ones that stand before them. No problem is both."""
 
     asked: list[Problem]
     shots: list[Problem]
@@ -42,7 +42,7 @@ class Gsm8kScore:
 
 
 def read_problems(path: Path, count: int) -> Problems:
-    """Ask the first `count` problems of a jsonl file with `question` and `answer`, and show its last ones."""
+    """Ask the first `count` problems of a jsonl file with `question` and `answer`. The last ones are the shots."""
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
         problems = [Problem(line["question"], line["answer"]) for line in lines]
@@ -65,7 +65,7 @@ def gsm8k(
     max_new_tokens: int = 512,
     advance: Callable[[float], None] = lambda share: None,
 ) -> Gsm8kScore:
-    """Let the model answer greedily, `batch` problems at a time, each batch with a cache of its own."""
+    """Let the model answer greedily, `batch` problems at a time. Each batch gets a new cache."""
     prompts = [prompt(tokenizer, problems.shots, problem.question) for problem in problems.asked]
     correct = 0
     for start in range(0, len(prompts), batch):
@@ -88,7 +88,7 @@ def gsm8k(
 
 
 def prompt(tokenizer: PreTrainedTokenizerBase, shots: list[Problem], question: str) -> list[int]:
-    """The shots and the question as tokens: as turns of a chat where the tokenizer knows chats, or as plain text."""
+    """The tokens of shots and question: turns of a chat if the tokenizer has a chat template, else plain text."""
     if not tokenizer.chat_template:
         solved = "".join(f"Question: {shot.question}\nAnswer: {shot.answer}\n\n" for shot in shots)
         return tokenizer(f"{solved}Question: {question}\nAnswer:")["input_ids"]
@@ -96,7 +96,7 @@ def prompt(tokenizer: PreTrainedTokenizerBase, shots: list[Problem], question: s
     for shot in shots:
         chat += [{"role": "user", "content": shot.question}, {"role": "assistant", "content": shot.answer}]
     chat.append({"role": "user", "content": question})
-    # The shots show how to reason; a model that thinks by itself would take thousands of tokens.
+    # The shots show how to reason. A model that thinks first would take thousands of tokens.
     inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, enable_thinking=False)
     return inputs["input_ids"]
 
@@ -110,7 +110,7 @@ def left_padded(prompts: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
 
 
 def final_number(text: str) -> Decimal | None:
-    """The number after "####", or else the last one before the model goes on to another problem."""
+    """The number after "####". Without one, the last number before the model goes on to another problem."""
     own = text.split(STOP)[0].replace(",", "").replace("$", "")
     number = r"(?<!\d)-?\d+(?:\.\d+)?"  # the minus in 5-3 is no sign
     marked = re.search(rf"####\s*({number})", own)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-CHUNK = 512  # tokens fed at a time: bounds the logits held, changes no answer
+CHUNK = 512  # tokens per call of the model; it bounds the memory of logits and changes no answer
 
 
 @dataclass
@@ -21,7 +21,7 @@ class Scores:
     agreed: int = 0
 
     def add(self, log_probs: Tensor, reference: Tensor, targets: Tensor) -> None:
-        """Add tokens: log-probabilities and the reference's [tokens, vocabulary], and the tokens that did follow."""
+        """Add tokens. `log_probs` and `reference` are [tokens, vocabulary]; `targets` are the tokens that followed."""
         self.tokens += len(targets)
         self.nll -= log_probs.gather(1, targets.unsqueeze(1)).double().sum().item()
         self.kl_sum += (reference.exp() * (reference - log_probs)).sum(dim=-1).double().sum().item()
@@ -33,7 +33,7 @@ class Scores:
 
     @property
     def kl(self) -> float:
-        return max(0.0, self.kl_sum / self.tokens)  # a sum of nearly equal float32 numbers may fall just below zero
+        return max(0.0, self.kl_sum / self.tokens)  # sums of nearly equal float32 numbers may fall just below zero
 
     @property
     def top1(self) -> float:
@@ -49,9 +49,9 @@ def compare(
     caches: dict[str, Callable[[], Cache]],
     advance: Callable[[float], None] = lambda share: None,
 ) -> tuple[Scores, dict[str, Scores]]:
-    """Score every cache on `tokens` (1-D), in windows of `context` that each begin with an empty cache.
+    """Score every cache on `tokens` (1-D), in windows of `context` tokens. Each window begins with an empty cache.
 
-    All caches see the same chunk in turn, so the reference's logits are computed once and never kept for long.
+    The caches take turns per chunk. So the logits of the reference are computed once and kept for one chunk only.
     """
     own, others = Scores(), {name: Scores() for name in caches}
     for window in tokens.to(model.device).split(context):

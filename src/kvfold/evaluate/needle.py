@@ -1,18 +1,18 @@
 """Six tasks of finding needles in a haystack, by length and depth (Block-GTQ, arXiv 2606.24033, appendix D.1.1).
 
-Reading a haystack is what takes long. So each is read once and holds the needles of all tasks. Every task has a
-sentence of its own and no word of a key stands in two tasks, so that needles can only be mistaken within a task:
+Reading a haystack takes most of the time. So each haystack is read once and holds the needles of all tasks. Every task
+has a sentence of its own, and no word of a key occurs in two tasks. So needles can be mistaken only within a task:
 
 - single: one needle, the only one with its sentence.
 - distractor: one needle, with lookalikes all over the haystack: the same sentence and adjective, another noun.
 - multi: one of several needles all over the haystack.
 - m-key: each of three needles that follow one another.
 - m-value: the three values of one key, in one sentence.
-- m-query: each of the needles of which multi asks one.
+- m-query: each of the needles of `multi`.
 
-The depth is that of the needle asked for; what stands all over the haystack begins there and goes on, at equal
-distances, around the end. The first three tasks score 0 or 1, the others the share of values found. A value is found
-if every token of it comes out of greedy decoding after the question and the right tokens before it.
+The depth is that of the needle asked for. Needles all over the haystack begin at this depth and go on at equal
+distances, past the end to the beginning. The first three tasks score 0 or 1. The others score the share of values
+found. A value is found if greedy decoding gives every token of it after the question and the right tokens before it.
 """
 
 import random
@@ -29,8 +29,8 @@ from kvfold.evaluate.retrieval import Make, ask, bury, encode
 TASKS = ("single", "distractor", "multi", "m-key", "m-value", "m-query")
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 TRIALS = 3
-SPREAD = 4  # needles of distractor and of multi
-PREFILL = 2048  # tokens read at a time: bounds memory, changes no answer
+SPREAD = 4  # needles of `distractor`, and of `multi`
+PREFILL = 2048  # tokens per call of the model; it bounds memory and changes no answer
 
 ADJECTIVES = ("red", "old", "green", "silver", "small", "golden", "broken", "wooden", "yellow", "heavy")
 NOUNS = ("door", "clock", "boat", "tower", "box", "lamp", "piano", "garden", "bridge", "well", "wagon", "harp", "bell")
@@ -38,7 +38,7 @@ NOUNS = ("door", "clock", "boat", "tower", "box", "lamp", "piano", "garden", "br
 
 @dataclass(frozen=True)
 class NeedleRow:
-    """How much of a task's answers was found, between 0 and 1, on average over the trials."""
+    """The share of a task's answers that was found, the mean over trials."""
 
     task: str
     length: int
@@ -49,7 +49,7 @@ class NeedleRow:
 
 @dataclass(frozen=True)
 class Needle:
-    """The sentence of `question` and `values`, and the tasks that ask for it."""
+    """A sentence that begins with `question` and holds `values`, and the tasks that ask for it."""
 
     question: str
     values: tuple[str, ...]
@@ -57,7 +57,7 @@ class Needle:
     tasks: tuple[str, ...]
 
     def encode(self, tokenizer: PreTrainedTokenizerBase) -> list[Tensor]:
-        """Tokens in pieces, so that haystack and question have the same ones: question, each value, full stop."""
+        """The tokens of question, values and full stop, piece by piece: haystack and question have the same tokens."""
         return [encode(tokenizer, piece) for piece in (self.question, *self.values, ".\n")]
 
 
@@ -72,7 +72,7 @@ def needle_suite(
     trials: int = TRIALS,
     advance: Callable[[float], None] = lambda share: None,
 ) -> list[NeedleRow]:
-    """All tasks, in haystacks of `lengths` tokens out of `text` (1-D); every cache gets the same ones."""
+    """All tasks, in haystacks of `lengths` tokens out of `text` (1-D). Every cache gets the same haystacks."""
     rows = []
     for length in lengths:
         for depth in depths:
@@ -88,7 +88,7 @@ def needle_suite(
 
 
 def needles(depth: float, rng: random.Random) -> list[Needle]:
-    """The needles of all tasks, at or from `depth`."""
+    """The needles of all tasks. Those that are spread begin at `depth`; all others stand there."""
     adjectives, nouns = rng.sample(ADJECTIVES, len(ADJECTIVES)), rng.sample(NOUNS, len(NOUNS))
     single, target, *several, one = (f"{adjective} {noun}" for adjective, noun in zip(adjectives, nouns, strict=False))
     lookalikes = [f"{adjectives[1]} {noun}" for noun in nouns[len(adjectives) :]]
@@ -117,7 +117,7 @@ def needles(depth: float, rng: random.Random) -> list[Needle]:
 def hide(
     tokenizer: PreTrainedTokenizerBase, text: Tensor, length: int, depth: float, trial: int
 ) -> tuple[Tensor, dict[Needle, list[Tensor]]]:
-    """A haystack of `length` tokens, and the needles at their depths in it; the same for the same arguments."""
+    """A haystack of `length` tokens with the needles in it, and their tokens. Equal arguments give equal haystacks."""
     rng = random.Random(trial)
     hidden = {needle: needle.encode(tokenizer) for needle in needles(depth, rng)}
     room = length - sum(len(piece) for pieces in hidden.values() for piece in pieces)
@@ -135,7 +135,7 @@ def hide(
 def _found(
     model: PreTrainedModel, cache: Cache, tokens: Tensor, hidden: dict[Needle, list[Tensor]]
 ) -> dict[Needle, float]:
-    """The share of its values that is found, for each needle that a task asks for."""
+    """Per needle that a task asks for, the share of its values that is found."""
     for chunk in tokens.to(model.device).split(PREFILL):
         model(chunk[None], past_key_values=cache, logits_to_keep=1)
     shares = {}

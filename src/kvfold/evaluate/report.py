@@ -1,10 +1,11 @@
-"""What an evaluation found: a table for the terminal, JSON for programs, one self-contained HTML page for people."""
+"""The results of an evaluation: a table for the terminal, rows for JSON, and a self-contained HTML page."""
 
 import math
 import re
 import textwrap
 from dataclasses import asdict, dataclass
 from html import escape
+from importlib.resources import files
 from io import StringIO
 from pathlib import Path
 from statistics import fmean
@@ -25,7 +26,7 @@ REFERENCE = "bf16"
 
 @dataclass(frozen=True)
 class Row:
-    """One recipe. Shares (`top1`, `copy`, `needle`, `gsm8k`) lie between 0 and 1; None is not measured."""
+    """One recipe. Shares (`top1`, `copy`, `needle`, `gsm8k`) lie between 0 and 1. None: not measured."""
 
     recipe: str
     bits_per_element_2k: float
@@ -38,10 +39,10 @@ class Row:
     copy: float | None
     needle: float | None
     needle_by_depth: dict[str, float] | None
-    suite: "list[NeedleRow] | None" = None  # of the needle suite
+    suite: "list[NeedleRow] | None" = None  # the needle suite
     gsm8k: float | None = None
-    tasks: dict[str, float] | None = None  # of lm-eval, by task and metric
-    layers: "list[LayerRow] | None" = None  # what quantized keys do to the attention of each layer
+    tasks: dict[str, float] | None = None  # scores of lm-eval, by task and metric
+    layers: "list[LayerRow] | None" = None  # effects of quantized keys on attention, per layer
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ class Report:
     text: str
     context: int
     tokens: int
-    noise_floor: float  # KL of the plain model against the 16-bit cache
-    plain_perplexity: float  # of the plain model
+    noise_floor: float  # KL of the model with transformers' own cache, against the 16-bit pages
+    plain_perplexity: float  # of the model with transformers' own cache
     versions: dict[str, str]
     rows: list[Row]
 
@@ -68,7 +69,7 @@ class Report:
         return [self.reference, *(row for row in self.rows if row is not self.reference)]
 
     def increase(self, row: Row) -> float:
-        """Perplexity over the reference's, in percent."""
+        """How far the perplexity is above that of the reference, in percent."""
         return 100 * (row.perplexity / self.reference.perplexity - 1)
 
 
@@ -80,7 +81,7 @@ def table(report: Report) -> Group:
         f"{report.model} · {report.text} · context {report.context:,} · {report.tokens:,} tokens"
     )
     tables: list[RenderableType] = [_rich_table(report, COLUMNS, [_cells(row, report) for row in report.ordered])]
-    if more := _more_columns(report):  # a table of its own: one with all columns would be too wide for a terminal
+    if more := _more_columns(report):  # a second table: all columns in one would be too wide for a terminal
         cells = [[_name(row, report), *_more_cells(row)] for row in report.ordered]
         tables += [Text(), _rich_table(report, [COLUMNS[0], *more], cells)]
     return Group(*tables, Text(caption, style="table.caption"))
@@ -97,7 +98,7 @@ def _rich_table(report: Report, columns: list[str], rows: list[list[str]]) -> Ta
 
 
 def rows(report: Report) -> list[dict[str, Any]]:
-    """Tidy rows for JSON, each with what it was measured on; numbers that are not finite are None."""
+    """Tidy rows for JSON. Each has the model, text and versions. Numbers that are not finite become None."""
     common = {
         "model": report.model,
         "text": report.text,
@@ -123,7 +124,8 @@ def write_html(report: Report, path: Path) -> None:
         "Plain model": f"perplexity {_perplexity(report.plain_perplexity)}",
         **report.versions,
     }
-    page = PAGE.substitute(
+    page = _filled(
+        "report.html",
         model=escape(report.model),
         noise=_kl(report.noise_floor),
         kl_plot=kl_plot,
@@ -166,7 +168,7 @@ def _name(row: Row, report: Report) -> str:
 
 
 def _more_columns(report: Report) -> list[str]:
-    """What was measured because it was asked for, then for all recipes."""
+    """The columns of optional measurements. An optional one is made for all recipes or for none."""
     measured = report.reference
     suite = ["needle\nsuite"] if measured.suite else []
     gsm8k = ["GSM8K"] if measured.gsm8k is not None else []
@@ -205,14 +207,14 @@ def _share(number: float | None) -> str:
 
 
 def _wrap(recipe: str) -> str:
-    """Lines of at most 24 characters, broken after a colon or comma where there is one."""
+    """Lines of at most 24 characters. They break after a colon or a comma if there is one."""
     lines = textwrap.fill(re.sub("([:,])", r"\1 ", recipe), 24, break_on_hyphens=False)
     return re.sub("([:,]) ", r"\1", lines)
 
 
 # Plots.
 
-# Placeholders, for which the page puts its own colours: so one drawing serves light and dark.
+# Placeholders. The page replaces them with its own colours, so one drawing serves light and dark.
 INK, MUTED, LINE, ACCENT, PAPER = (f"#00000{i}" for i in range(1, 6))
 COLOURS = {INK: "--ink", MUTED: "--muted", LINE: "--line", ACCENT: "--accent", PAPER: "--paper"}
 
@@ -238,7 +240,7 @@ STYLE = {
     "ytick.major.size": 0,
 }
 
-# Where a label may stand, in points from what it names: near before far.
+# Where a label may stand, as offsets in points from what it names; near ones first.
 PLACES = [
     (distance * math.cos(math.radians(angle)), distance * math.sin(math.radians(angle)))
     for distance in (8, 16, 26, 40, 58, 80, 110)
@@ -260,8 +262,8 @@ def _kl_plot(report: Report) -> str:
     from matplotlib.ticker import LogLocator
 
     measured = [row.kl for row in report.rows if 0 < row.kl < math.inf]
-    # A log scale has no 0: what is not above 0 stands on the baseline. That is the noise floor, unless the noise floor
-    # lies so far below every recipe that showing it would squeeze them together.
+    # A log scale has no 0, so rows without a KL above 0 stand on the baseline. The baseline is the noise floor. If that
+    # lies far below all recipes, it would squeeze them together, and the baseline is higher.
     baseline = max(report.noise_floor, min(measured, default=1.0) / 1000)
     where = "" if baseline == report.noise_floor else ", off the scale"
     axes = _axes(report, "kl", "KL divergence from the 16-bit cache")
@@ -303,7 +305,7 @@ def _axes(report: Report, name: str, title: str) -> Any:
 
 
 def _draw(report: Report, axes: Any, values: list[float], baseline: float, baseline_name: str) -> str:
-    """One point for each of the ordered rows; what is not finite stands at the top."""
+    """One point per row, in order. Values that are not finite stand at the top."""
     axes.minorticks_off()
     line = axes.axhline(baseline, color=MUTED, linewidth=1.2, linestyle=(0, (4, 3)))
     note = {"textcoords": "offset points", "color": MUTED, "fontsize": 9}
@@ -325,7 +327,7 @@ def _draw(report: Report, axes: Any, values: list[float], baseline: float, basel
         )
         points.append(point)
         names.append(row.recipe if finite else f"{row.recipe} ({value})")
-    axes.figure.draw_without_rendering()  # settles the layout, in which names then find their place
+    axes.figure.draw_without_rendering()  # settles the layout, before labels are placed
     taken = [thing.get_window_extent() for thing in (line, above_line, corner, *points)]
     labels: list[Any] = []
     for point, name in zip(points, names, strict=True):
@@ -334,7 +336,7 @@ def _draw(report: Report, axes: Any, values: list[float], baseline: float, basel
 
 
 def _label(axes: Any, point: Any, name: str, points: list[Any], taken: list[Any], labels: list[Any]) -> Any:
-    """Name a point at the nearest place where the name covers nothing, and is not taken for another point's."""
+    """Label a point at the nearest place where the label covers nothing and is near no other point."""
     from matplotlib.transforms import Bbox
 
     (at,) = point.get_xydata()
@@ -373,13 +375,19 @@ def _svg(axes: Any) -> str:
     axes.figure.savefig(buffer, format="svg", transparent=True, metadata=no_metadata)
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
-    svg = re.sub(r' id="[\w.]+_\d+"', "", svg)  # matplotlib's own numbers, the same in every plot
+    svg = re.sub(r' id="[\w.]+_\d+"', "", svg)  # matplotlib's own ids, which repeat in every plot
     svg = re.sub("#00000[1-5]", lambda colour: f"var({COLOURS[colour[0]]})", svg)
     label = f"{axes.get_title()} of every recipe against its bits per element; the table below has the numbers"
     return svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
 
 
 # The page.
+
+
+def _filled(template: str, **places: str) -> str:
+    """A template file beside this module, with HTML in its `$places`."""
+    text = files("kvfold.evaluate").joinpath(template).read_text(encoding="utf-8")
+    return Template(text).substitute(places)
 
 
 def _results(report: Report) -> str:
@@ -396,11 +404,11 @@ def _needle(report: Report) -> str:
         return ""
     depths = list(found[0][1])
     rows = [(recipe, [_heat(shares[depth]) for depth in depths]) for recipe, shares in found]
-    return NEEDLE.substitute(table=_html_table(["recipe", *depths], rows))
+    return _filled("needle_section.html", table=_html_table(["recipe", *depths], rows))
 
 
 def _suite(report: Report) -> str:
-    """The tasks of the needle suite, then for every recipe a map of depth against length."""
+    """A table of the tasks of the needle suite, then per recipe a map of depth against length."""
     found = [(row.recipe, row.suite) for row in report.ordered if row.suite]
     if not found:
         return ""
@@ -409,7 +417,8 @@ def _suite(report: Report) -> str:
     )
     by_task = [(recipe, [_heat(_mean(cells, task=task)) for task in tasks]) for recipe, cells in found]
     maps = [_map(recipe, cells, lengths, depths) for recipe, cells in found]
-    return SUITE.substitute(tasks=_html_table(["recipe", *tasks], by_task), maps="\n".join(maps))
+    by_task_table = _html_table(["recipe", *tasks], by_task)
+    return _filled("suite_section.html", tasks=by_task_table, maps="\n".join(maps))
 
 
 def _map(recipe: str, cells: "list[NeedleRow]", lengths: list[int], depths: list[float]) -> str:
@@ -433,105 +442,7 @@ def _breakable(name: str) -> str:
 
 
 def _html_table(columns: list[str], rows: list[tuple[str, list[str]]]) -> str:
-    """A row is a name and its cells, which are HTML."""
+    """A row is a name and its cells. Cells are HTML."""
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
     body = "\n".join(f'<tr><th scope="row">{_breakable(name)}</th>{"".join(cells)}</tr>' for name, cells in rows)
     return f'<div class="scroll" tabindex="0"><table>\n<tr>{head}</tr>\n{body}\n</table></div>'
-
-
-NEEDLE = Template("""\
-<h2>Needle retrieval by depth</h2>
-<p>A fact is hidden in the text and asked for at the end. Columns say how deep it was hidden; cells, how often it was
-found.</p>
-<div class="heat">$table</div>
-""")
-
-SUITE = Template("""\
-<h2>Needle suite</h2>
-<p>Facts are hidden in the text and asked for at the end: one alone (<em>single</em>), one among lookalikes
-(<em>distractor</em>), one of several (<em>multi</em>), three that stand together (<em>m-key</em>), three values of one
-key (<em>m-value</em>), several all over the text (<em>m-query</em>). Cells say how much of the answers was found.</p>
-<div class="heat">$tasks</div>
-<p>The same by tokens of text, from left to right, and by how deep the facts were hidden, from top to bottom; the mean
-of all tasks.</p>
-<div class="heat maps">
-$maps
-</div>
-""")
-
-PAGE = Template("""\
-<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>KV cache recipes on $model</title>
-<style>
-:root {
-  color-scheme: light dark;
-  --paper: #ffffff; --ink: #1b212b; --muted: #5a6573; --line: #dfe4ea; --accent: #1f5fd0;
-}
-@media (prefers-color-scheme: dark) {
-  :root { --paper: #11151b; --ink: #e7ebf0; --muted: #9ca7b5; --line: #303945; --accent: #74abff; }
-}
-* { box-sizing: border-box; }
-body {
-  max-width: 68rem; margin: 0 auto; padding: 2rem 1rem 4rem;
-  background: var(--paper); color: var(--ink); font: 1rem/1.55 system-ui, sans-serif; overflow-wrap: anywhere;
-}
-h1 { margin: 0; font-size: 1.9rem; line-height: 1.2; }
-h2 { margin: 2.5rem 0 .5rem; font-size: 1.25rem; }
-h3 { margin: 0 0 .3rem; font-size: 1rem; font-weight: 500; }
-p { max-width: 46rem; }
-.model { margin: .3rem 0 1.5rem; color: var(--muted); }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 2rem 2.5rem; }
-figure { margin: 1rem 0 0; }
-figcaption { margin-top: .5rem; color: var(--muted); font-size: .875rem; }
-svg { display: block; width: 100%; height: auto; }
-svg text { font-family: inherit !important; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .925rem; }
-th, td { padding: .45rem .8rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
-th[scope=col] { color: var(--muted); font-weight: 500; white-space: pre; vertical-align: bottom; }
-th[scope=row] { min-width: 8rem; font-weight: 500; white-space: normal; }
-th:first-child { position: sticky; left: 0; padding-left: 0; background: var(--paper); text-align: left; }
-.maps { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 18rem), 1fr)); gap: 0 2rem; }
-.maps th[scope=row] { min-width: 0; }
-.heat td { background: color-mix(in srgb, var(--accent) calc(var(--found) * .4), transparent); }
-dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 13rem), 1fr)); gap: .9rem 1.5rem; }
-dt { color: var(--muted); font-size: .875rem; }
-dd { margin: 0; }
-</style>
-</head>
-<body>
-<header>
-<h1>KV cache: quality against bytes</h1>
-<p class="model">$model</p>
-</header>
-<main>
-<p>While a language model writes, it keeps the keys and values of every token so far: the KV cache. A <em>recipe</em>
-stores that cache in fewer bytes, and this page shows what that costs. <strong>Bits per element</strong> are the bits
-really allocated for each number in the cache, everything included; an ordinary cache takes 16. Recipes that keep a
-window of tokens in 16 bits take fewer at 128k tokens than at 2k. <strong>KL divergence</strong> says how far the
-probabilities of the next token move from those with a 16-bit cache; 0 is no change. <strong>Top-1</strong> is how often
-the most likely next token stays the same. <strong>Perplexity</strong> is how much the text surprises the model; lower
-is better. <strong>Copy</strong> and <strong>needle</strong> are how often the model repeats a passage, or finds a fact,
-from earlier in the text.</p>
-<div class="plots">
-<figure>$kl_plot<figcaption>Lower and further left is better; the scale is logarithmic. The noise floor, KL $noise, is
-the plain model against the 16-bit cache: below it, differences mean nothing. The dashed line is that floor, or the low
-end of the scale where the floor lies lower still. The hollow point is the 16-bit reference: its KL is 0, which a
-logarithmic scale does not have, so it is drawn on the dashed line.</figcaption></figure>
-<figure>$perplexity_plot<figcaption>Lower and further left is better; the scale is linear up to 1 % and logarithmic
-above. The hollow point is the 16-bit reference.</figcaption></figure>
-</div>
-<h2>Results</h2>
-$results
-$needle
-<h2>How this was measured</h2>
-<dl>$facts</dl>
-</main>
-</body>
-</html>
-""")

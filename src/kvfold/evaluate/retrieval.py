@@ -1,4 +1,4 @@
-"""What a cache must not lose: copying random tokens, and finding needles at several depths of a haystack."""
+"""Two abilities that a cache must keep: copying random tokens, and finding needles at several depths."""
 
 import random
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
-THINGS = ("red door", "old clock", "green boat", "stone tower", "silver box")  # one needle for each depth
+THINGS = ("red door", "old clock", "green boat", "stone tower", "silver box")  # one needle per depth
 COPY_TOKENS = 256
 COPY_TRIALS = 2
 HAYSTACKS = 2
@@ -19,7 +19,7 @@ Make = Callable[[], Cache]
 
 @torch.no_grad()
 def copy_accuracy(model: PreTrainedModel, make: Make, text: Tensor) -> float:
-    """Feed shuffled tokens of `text` twice; the share of the second half that the model predicts."""
+    """Feed shuffled tokens of `text` twice. The result is the share of the second half that the model predicts."""
     right = 0
     for trial in range(COPY_TRIALS):
         generator = torch.Generator().manual_seed(trial)
@@ -34,10 +34,10 @@ def copy_accuracy(model: PreTrainedModel, make: Make, text: Tensor) -> float:
 def needle_accuracy(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, make: Make, text: Tensor
 ) -> dict[str, float]:
-    """Hide a code for each of `THINGS` in haystacks out of `text`; the share found, by depth.
+    """Hide a code per thing of `THINGS` in haystacks out of `text`. The result is the share found, by depth.
 
-    A haystack is read once; each question is asked, and taken back, by itself. An answer counts if every token of it
-    comes out of greedy decoding.
+    A haystack is read once. After each question the cache is cropped to the haystack again. An answer counts if greedy
+    decoding gives every token of it.
     """
     length = min(HAYSTACK_TOKENS, len(text) // HAYSTACKS)
     found = dict.fromkeys(DEPTHS, 0)
@@ -57,7 +57,7 @@ def needle_accuracy(
 
 
 def bury(hay: Tensor, needles: list[tuple[float, Tensor]]) -> Tensor:
-    """`hay` (1-D) with the tokens of each needle at its depth, of which the needles are in order."""
+    """`hay` (1-D) with the tokens of each needle at its depth. Needles are sorted by depth."""
     parts, begin = [], 0
     for depth, needle in needles:
         end = int(depth * len(hay))
@@ -67,7 +67,7 @@ def bury(hay: Tensor, needles: list[tuple[float, Tensor]]) -> Tensor:
 
 
 def ask(model: PreTrainedModel, cache: Cache, question: Tensor, answer: Tensor) -> Tensor:
-    """Which tokens of `answer` greedy decoding gives after `question`; what was asked is taken back from the cache."""
+    """Which tokens of `answer` greedy decoding gives after `question`. The cache is cropped to what it held before."""
     asked = torch.cat((question, answer[:-1]))[None].to(model.device)
     logits = model(asked, past_key_values=cache, logits_to_keep=len(answer)).logits[0]
     cache.crop(-asked.shape[1])

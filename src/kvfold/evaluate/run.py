@@ -26,7 +26,7 @@ from kvfold.recipe import Recipe
 from kvfold.recipes import parse
 
 PLAIN = "transformers' own cache"
-DIAGNOSED = 2048  # tokens whose attention is looked into, at most
+DIAGNOSED = 2048  # at most so many tokens are diagnosed
 
 
 def evaluate(
@@ -37,22 +37,22 @@ def evaluate(
     context: int,
     *,
     artifact: Artifact | None = None,
-    names: tuple[str, str] = ("", ""),  # of the model and of the text
-    lengths: Sequence[int] = (),  # of the needle suite, which is left out without any
-    haystack: Tensor | None = None,  # its text, where `tokens` are too few
+    names: tuple[str, str] = ("", ""),  # the names of model and text
+    lengths: Sequence[int] = (),  # of the needle suite; none: no suite
+    haystack: Tensor | None = None,  # the text of the suite, if `tokens` are too few
     problems: Problems | None = None,  # of GSM8K
     tasks: Sequence[str] = (),  # of lm-eval
-    layers: bool = False,  # whether to look into the attention of every layer
+    layers: bool = False,  # whether to diagnose the attention of every layer
     advance: Callable[[float], None] = lambda share: None,
 ) -> Report:
-    """Evaluate `recipes` beside the 16-bit cache, on `tokens` (1-D); `advance` gets shares of 1."""
+    """Evaluate `recipes` and the 16-bit cache on `tokens` (1-D). `advance` gets shares of 1."""
     geometry = Geometry.from_config(model.config.to_dict())
     if artifact is not None:
         for read in (tokens,) if haystack is None else (tokens, haystack):
             check_disjoint(read, artifact.tensors[TEXT])
     text = tokens if haystack is None else haystack
     panel = {str(recipe): recipe for recipe in (parse(REFERENCE), *recipes)}
-    # what does not fit the model fails here, before the long work
+    # A recipe or length that does not fit the model fails here, before the long work.
     caches = {name: cache(model, recipe, artifact) for name, recipe in panel.items()}
     makes: dict[str, Make] = {name: packed.empty for name, packed in caches.items()}
     for length in lengths:
@@ -97,7 +97,7 @@ def _asked_for(
     tasks: Sequence[str],
     advance: Callable[[float], None],
 ) -> dict[str, Any]:
-    """What takes long and is measured only where it is asked for."""
+    """The optional measurements, which take long."""
     found: dict[str, Any] = {}
     if lengths:
         found["suite"] = needle_suite(model, tokenizer, make, text, lengths, advance=advance)
@@ -117,7 +117,7 @@ def _row(
     copied: float,
     needles: dict[str, float],
 ) -> Row:
-    fitted = artifact if recipe.learns else None  # without one, the layouts of a short calibration are not known here
+    fitted = artifact if recipe.learns else None  # without it, the layouts of a short calibration are unknown here
     layout = recipe.page_layouts(geometry, artifact=fitted)[0]
     return Row(
         recipe=str(recipe),

@@ -1,4 +1,4 @@
-"""Tasks of EleutherAI's lm-eval, run over a packed cache. Only data that is already on this machine is used."""
+"""Tasks of EleutherAI's lm-eval over a packed cache. Only data on this machine is used."""
 
 import os
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ BATCH = 16
 
 
 def check_tasks(tasks: Sequence[str]) -> None:
-    """Refuse tasks that lm-eval does not know or whose data is not here, and any where lm-eval is missing."""
+    """Refuse tasks that lm-eval does not know, and tasks without data on this machine. lm-eval must be installed."""
     if tasks:
         _require_lm_eval()
         from lm_eval.tasks import TaskManager
@@ -26,7 +26,7 @@ def check_tasks(tasks: Sequence[str]) -> None:
 def lm_eval_tasks(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, make: Make, tasks: Sequence[str]
 ) -> dict[str, float]:
-    """What lm-eval finds, by task and metric; `tasks` are names that it knows, or YAML files that describe a task."""
+    """Scores by task and metric. `tasks` are names that lm-eval knows, or YAML files that describe a task."""
     _require_lm_eval()
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
@@ -51,7 +51,7 @@ def lm_eval_tasks(
 
 
 def _require_lm_eval() -> None:
-    # Read by `datasets` when it is first imported; HF_DATASETS_OFFLINE=0 in the environment allows downloads.
+    # `datasets` reads it at its first import. HF_DATASETS_OFFLINE=0 in the environment allows downloads.
     os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
     try:
         import lm_eval  # noqa: F401

@@ -1,4 +1,4 @@
-"""Codecs and artifacts for timing, without a calibrated model: recipes fitted to a random layer."""
+"""Codecs and artifacts without a calibrated model: recipes are fitted to random states."""
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -18,15 +18,17 @@ FIT_TOKENS = 320
 
 @lru_cache(maxsize=512)
 def random_codecs(
-    recipe: Recipe, head_dim: int, q_heads: int, kv_heads: int, wide: torch.dtype, layer: int = 0
+    recipe: Recipe, head_dim: int, q_heads: int, kv_heads: int, raw_dtype: torch.dtype, layer: int = 0
 ) -> tuple[Codec, Codec]:
-    """The codecs of a layer; what they are fitted to is the same for all layers."""
-    return recipe.layer_codecs(layer, head_dim, _fit(recipe, head_dim, q_heads, kv_heads), wide)
+    """The codecs of a layer. All layers are fitted to the same states."""
+    return recipe.layer_codecs(layer, head_dim, _fit(recipe, head_dim, q_heads, kv_heads), raw_dtype)
 
 
 def random_artifact(config: Mapping[str, Any], recipes: Sequence[Recipe], folded: bool = False) -> Artifact:
-    """For a model of which there is a configuration alone, and weights are random: all layers get the same fits. They
-    can be taken for weights into which rotations of values are folded."""
+    """An artifact for a model with random weights, from its configuration alone. All layers get the same fits.
+
+    `folded`: the model's weights count as those of `kvfold fold`, and values have no rotation.
+    """
     geometry = Geometry.from_config(config)
     shape = (geometry.layers, geometry.kv_heads, geometry.head_dim)
     tensors = {
@@ -73,6 +75,6 @@ def _rope(head_dim: int) -> Rope:
 
 
 def random_states(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Around a mean, and of sizes that differ as those of keys do, to which Block-GTQ gives several widths."""
+    """Random vectors with a mean of 1. Coordinates differ in size as those of keys do, so Block-GTQ allots widths."""
     sizes = torch.linspace(1.5, -1.5, shape[-1], device=generator.device).exp()
     return torch.randn(shape, generator=generator, device=generator.device) * sizes / sizes.square().mean().sqrt() + 1

@@ -1,4 +1,4 @@
-"""What whole steps are timed beside: a dense 16-bit cache, allocated once, under the fastest attention of torch."""
+"""The baseline of whole decode steps: a dense 16-bit cache that is allocated once."""
 
 from typing import Any
 
@@ -7,14 +7,14 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from kvfold.bench.baselines import attend_dense
+from kvfold.bench.dense_attention import attend_dense
 from kvfold.geometry import Geometry
 
 IMPLEMENTATION = "kvfold-dense"
 
 
 class DenseLayer(CacheLayerMixin):
-    """Keys and values [sequences, kv_heads, capacity, d] of a layer."""
+    """The keys and values of a layer, [sequences, kv_heads, capacity, d]."""
 
     is_sliding = False
 
@@ -42,16 +42,16 @@ class DenseLayer(CacheLayerMixin):
 
 
 class DenseCache(Cache):
-    """Sequences of `start` random tokens each, with room for `capacity`. Steps bring one token, after `begin`.
+    """Sequences of `start` random tokens each, with room for `capacity` tokens. `begin` comes before every step.
 
-    A step over a full cache takes the place of the last one, so that all have the same shape: cuDNN makes a plan for
-    each shape, which it cannot do while a graph is captured.
+    A step over a full cache overwrites the last token. So all steps have one shape. cuDNN prepares each shape once,
+    which it cannot do while a graph is captured.
     """
 
     def __init__(
         self, geometry: Geometry, sequences: int, start: int, capacity: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.tokens = start  # of each sequence
+        self.tokens = start  # per sequence
         self.position = torch.zeros(1, dtype=torch.int64, device=device)
         shape = (sequences, geometry.kv_heads, capacity, geometry.head_dim)
         super().__init__(layers=[DenseLayer(self, shape, dtype, device) for _ in range(geometry.layers)])

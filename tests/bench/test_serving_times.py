@@ -15,8 +15,18 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from kvfold.bench import serving
-from kvfold.bench.serving import WARM_UP, WARM_UP_INPUT, WARM_UP_OUTPUT, Answer, Load, Row, Server, ServerError, row
+from kvfold.bench import serving_times
+from kvfold.bench.serving_times import (
+    WARM_UP,
+    WARM_UP_INPUT,
+    WARM_UP_OUTPUT,
+    Answer,
+    Load,
+    Row,
+    Server,
+    ServerError,
+    row,
+)
 from kvfold.cli import app
 
 FIRST, NEXT = 0.1, 0.02  # seconds to the first token, and from one to the next
@@ -28,17 +38,20 @@ ASKED = [  # columns that the results must have, in this order
 
 @dataclass
 class FakeServer:
-    """An OpenAI endpoint that says how it was used. Tokens come two in an event, as servers under load send them."""
+    """An OpenAI endpoint that records its requests. An event holds two tokens, as of servers under load."""
 
     models: tuple[str, ...] = ("tiny",)
     version_path: str = "/version"
     metrics: str | None = None
     status: int = 200
-    missing: int = 0  # tokens of each answer that never come
-    breaks: bool = False  # the connection, in the middle of an answer
+    missing: int = 0  # tokens per answer that never come
+    breaks: str = ""  # where the connection is closed: "early", before an answer, or "late", in the middle of one
+    gives_up: bool = False  # an event says so
+    silent: bool = False  # nothing but completions is answered
+    text: str = "a b"  # of an event
     prompts: list[dict[str, Any]] = field(default_factory=list)
     running: int = 0
-    together: list[int] = field(default_factory=list)  # requests that ran when each came
+    together: list[int] = field(default_factory=list)  # per request, how many ran when it came
     url: str = ""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -56,6 +69,8 @@ class FakeServer:
             writer.close()
 
     async def get(self, path: str, writer: asyncio.StreamWriter) -> None:
+        if self.silent:
+            await asyncio.sleep(60)
         pages = {
             "/v1/models": json.dumps({"data": [{"id": model} for model in self.models]}),
             self.version_path: json.dumps({"version": "1.2.3"}),
@@ -70,6 +85,8 @@ class FakeServer:
     async def complete(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         self.prompts.append(body)
         self.together.append(self.running)
+        if self.breaks == "early":
+            return
         if self.status != 200:
             writer.write(f"HTTP/1.1 {self.status} Bad Request\r\n\r\n".encode() + b'{"message": "context too long"}')
             return
@@ -79,8 +96,10 @@ class FakeServer:
         for token in range(0, count, 2):
             await asyncio.sleep(NEXT if token else 0)
             done = token + 2 >= count
-            choice = {"text": "a b", "finish_reason": ("stop" if self.missing else "length") if done else None}
+            choice = {"text": self.text, "finish_reason": ("stop" if self.missing else "length") if done else None}
             self.send(writer, {"choices": [choice], "usage": None})
+            if self.gives_up:
+                self.send(writer, {"error": {"message": "out of memory"}})
             if self.breaks:
                 return
             await asyncio.sleep(0 if done else NEXT)
@@ -91,7 +110,7 @@ class FakeServer:
 
     def send(self, writer: asyncio.StreamWriter, event: dict[str, Any]) -> None:
         """An event in two chunks, which end anywhere."""
-        data = f"data: {json.dumps(event)}\n\n".encode()
+        data = f"data: {json.dumps(event, ensure_ascii=False)}\n\n".encode()
         for part in (data[:7], data[7:]):
             writer.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
 
@@ -116,7 +135,7 @@ def running(**options: Any) -> Iterator[FakeServer]:
 
 
 def measure(fake: FakeServer, *loads: Load) -> list[Row]:
-    return list(serving.run(Server.find(fake.url, None), loads, "int4", "a GPU"))
+    return list(serving_times.run(Server.find(fake.url, None), loads, "int4", "a GPU"))
 
 
 def command(*arguments: object) -> Result:
@@ -185,7 +204,7 @@ def common_prefix(prompts: list[list[int]]) -> list[int]:
     return [tokens[0] for tokens in takewhile(lambda tokens: len(set(tokens)) == 1, zip(*prompts, strict=True))]
 
 
-@pytest.mark.parametrize("users", [1, 4])
+@pytest.mark.parametrize("users", [1, 4, 130])
 def test_as_many_requests_run_as_there_are_users_and_never_more(users: int):
     with running() as fake:
         measure(fake, Load(input=4, output=4, concurrency=users, prefix_hit=0, rounds=3))
@@ -215,6 +234,12 @@ def test_so_much_of_every_prompt_is_shared(hit: int):
         assert all(len(prompt) == 40 for prompt in own)
         assert len({tuple(prompt[len(common) :]) for prompt in own}) == (1 if hit == 100 else len(own))
     assert common_prefix([prompts[2], prompts[-1]]) == []  # the second load finds nothing of the first
+
+
+def test_events_may_be_long_and_hold_any_character():
+    with running(text="\u2028\x85\x0c é" * 50_000) as fake:
+        (found,) = measure(fake, Load(input=4, output=2, concurrency=2, prefix_hit=0, rounds=1))
+    assert found.requests == 2
 
 
 def test_answers_do_not_end_before_their_length():
@@ -254,14 +279,35 @@ def test_fewer_tokens_than_asked():
         measure(fake, Load(input=4, output=4, concurrency=1, prefix_hit=0, rounds=1))
 
 
-def test_a_refused_request():
-    with running(status=400) as fake, pytest.raises(ServerError, match=r"refused a request: 400 .*context too long"):
+@pytest.mark.parametrize("status", [400, 503])
+def test_a_refused_request(status: int):
+    refused = rf"/v1/completions refused a request: {status} Bad Request: .*context too long"
+    with running(status=status) as fake, pytest.raises(ServerError, match=refused):
         measure(fake, Load(input=4, output=4, concurrency=1, prefix_hit=0, rounds=1))
 
 
-def test_an_answer_that_breaks_off():
-    with running(breaks=True) as fake, pytest.raises(ServerError, match="broke off an answer"):
+@pytest.mark.parametrize("breaks", ["early", "late"])
+def test_an_answer_that_breaks_off(breaks: str):
+    with running(breaks=breaks) as fake, pytest.raises(ServerError, match="broke off an answer"):
         measure(fake, Load(input=4, output=4, concurrency=2, prefix_hit=0, rounds=1))
+
+
+def test_a_request_that_the_server_gives_up():
+    with running(gives_up=True) as fake, pytest.raises(ServerError, match=r"gave up on a request: .*out of memory"):
+        measure(fake, Load(input=4, output=4, concurrency=1, prefix_hit=0, rounds=1))
+
+
+def test_a_server_that_is_gone():
+    with running() as fake:
+        server = Server.find(fake.url, None)
+    with pytest.raises(ServerError, match=f"no server answers at {fake.url}: .*Connect call failed"):
+        list(serving_times.run(server, [Load(4, 4, 1, 0, 1)], "int4", "a GPU"))
+
+
+def test_a_server_that_does_not_answer(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(serving_times, "WAIT", 0.2)
+    with running(silent=True) as fake, pytest.raises(ServerError, match=f"no server answers at {fake.url}: timed out"):
+        Server.find(fake.url, None)
 
 
 # The command

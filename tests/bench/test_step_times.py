@@ -15,11 +15,11 @@ from tiny_models import SIZES
 from transformers import DynamicCache
 from typer.testing import CliRunner, Result
 
-from kvfold.bench import decoding, step
-from kvfold.bench.decoding import Steps, dense_error, packed_cache, packed_error, random_model, with_layers
-from kvfold.bench.dense import DenseCache
-from kvfold.bench.graphs import WARM_UP
-from kvfold.bench.step import Case, Row, Turn
+from kvfold.bench import model_steps, step_times
+from kvfold.bench.cuda_graphs import WARM_UP
+from kvfold.bench.dense_cache import DenseCache
+from kvfold.bench.model_steps import Decoder, dense_error, packed_cache, packed_error, random_model, with_layers
+from kvfold.bench.step_times import Case, Row, Turn
 from kvfold.cli import app
 from kvfold.geometry import Geometry, example_configs
 from kvfold.ops.attend import naive
@@ -52,7 +52,7 @@ def test_cases():
     case = Case.parse("32x16384")
     assert (case.batch, case.context) == (32, 16384)
     assert case.start + WARM_UP + 1 == case.context
-    assert [Case.parse(text).batch for text in step.CASES] == [1, 1, 1, 8, 8, 8, 32, 32, 32]
+    assert [Case.parse(text).batch for text in step_times.CASES] == [1, 1, 1, 8, 8, 8, 32, 32, 32]
 
 
 @pytest.mark.parametrize("text", ["16384", "1x8+1", "x8", "1 x 8"])
@@ -115,7 +115,7 @@ def test_filled_pages(model: Any, recipe: str):
 
 
 def test_steps_are_the_same_for_every_cache(model: Any):
-    both = [Steps(model, packed_cache(model, parse("int4"), 3, 5, 20, 8), 3) for _ in range(2)]
+    both = [Decoder(model, packed_cache(model, parse("int4"), 3, 5, 20, 8), 3) for _ in range(2)]
     for position in range(5, 12):
         for steps in both:
             steps.begin()
@@ -127,7 +127,7 @@ def test_steps_are_the_same_for_every_cache(model: Any):
 def test_dense_attention_is_plain_attention(model: Any):
     """The logits of transformers' own cache, which is fed the same tokens."""
     geometry, steps = Geometry.from_config(TINY), 12
-    dense = Steps(model, DenseCache(geometry, 3, 0, steps, torch.float32, CPU), 3)
+    dense = Decoder(model, DenseCache(geometry, 3, 0, steps, torch.float32, CPU), 3)
     own = DynamicCache(config=model.config)
     for _ in range(steps):
         dense.begin()
@@ -140,7 +140,7 @@ def test_dense_attention_is_plain_attention(model: Any):
 
 
 def test_a_step_over_a_full_dense_cache_takes_the_place_of_the_last(model: Any):
-    dense = Steps(model, DenseCache(Geometry.from_config(TINY), 2, 7, 8, torch.float32, CPU), 2)
+    dense = Decoder(model, DenseCache(Geometry.from_config(TINY), 2, 7, 8, torch.float32, CPU), 2)
     seen = []
     for _ in range(3):
         dense.begin()
@@ -166,7 +166,7 @@ def test_the_dense_cache_takes_one_token_and_no_mask(model: Any):
 
 
 def test_dense_replays(model: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(decoding, "capture", recorder(monkeypatch))
+    monkeypatch.setattr(model_steps, "capture", recorder(monkeypatch))
     assert dense_error(model, 8, steps=9) < 2**-7
 
 
@@ -175,7 +175,7 @@ def test_packed_replays(monkeypatch: pytest.MonkeyPatch, recipe: str):
     """Kernels are interpreted; steps cross a page, and tokens leave the window."""
     made = random_model(TINIEST, CPU)
     use_kernels(monkeypatch)
-    monkeypatch.setattr(decoding, "capture", recorder(monkeypatch))
+    monkeypatch.setattr(model_steps, "capture", recorder(monkeypatch))
     assert packed_error(made, parse(recipe), 4, steps=4) < 2**-9
 
 
@@ -183,9 +183,9 @@ def test_a_graph_that_does_not_follow_is_found_out(monkeypatch: pytest.MonkeyPat
     """Without `reserve` every step describes itself elsewhere, and replays read what the captured one did."""
     made = random_model(TINIEST, CPU)
     use_kernels(monkeypatch)
-    monkeypatch.setattr(decoding, "capture", recorder(monkeypatch))
+    monkeypatch.setattr(model_steps, "capture", recorder(monkeypatch))
     monkeypatch.setattr("kvfold.ops.pages.Batch.update", lambda *_: False)
-    assert packed_error(made, parse("saw-int4"), 4, steps=4) > step.ALLOWED
+    assert packed_error(made, parse("saw-int4"), 4, steps=4) > step_times.ALLOWED
 
 
 # The command
@@ -216,14 +216,18 @@ def _fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return graph, graph.logits
 
     monkeypatch.setattr(DenseCache, "begun", 0, raising=False)
-    monkeypatch.setattr(decoding, "capture", capture)
-    monkeypatch.setattr(step, "capture", capture)
+    monkeypatch.setattr(model_steps, "capture", capture)
+    monkeypatch.setattr(step_times, "capture", capture)
     taken = {"DenseCache": 0.02, "PackedCache": 0.008}
-    monkeypatch.setattr(step, "milliseconds", lambda replay: taken[type(replay.__self__.call.__self__.cache).__name__])
-    monkeypatch.setattr(step, "random_model", lambda config, device: random_model(config, CPU, torch.float32))
-    monkeypatch.setattr(step, "dense_error", lambda model, page: dense_error(model, page, steps=5))
-    monkeypatch.setattr(step, "packed_error", lambda model, recipe, page: packed_error(model, recipe, page, steps=5))
-    monkeypatch.setattr(step, "choose", lambda *_: KERNELS)
+    monkeypatch.setattr(
+        step_times, "milliseconds", lambda replay: taken[type(replay.__self__.call.__self__.cache).__name__]
+    )
+    monkeypatch.setattr(step_times, "random_model", lambda config, device: random_model(config, CPU, torch.float32))
+    monkeypatch.setattr(step_times, "dense_error", lambda model, page: dense_error(model, page, steps=5))
+    monkeypatch.setattr(
+        step_times, "packed_error", lambda model, recipe, page: packed_error(model, recipe, page, steps=5)
+    )
+    monkeypatch.setattr(step_times, "choose", lambda *_: KERNELS)
 
 
 @pytest.fixture
@@ -255,7 +259,7 @@ def test_rows(shape: Path, tmp_path: Path):
     assert saw["begin_us"] > 0
     assert dense["cache_bytes"] == 2 * 2 * 2 * 2 * 40 * 32 * 4  # sides, layers, sequences, KV heads, float32
     assert saw["cache_bytes"] == 2 * 2 * 2 * 3 * 16 * 2 * (16 + 4)  # 3 pages for 48 tokens, codes and metadata
-    assert all(row["peak_bytes"] == 123 and row["layers"] == 2 and row["error"] < step.ALLOWED for row in rows)
+    assert all(row["peak_bytes"] == 123 and row["layers"] == 2 and row["error"] < step_times.ALLOWED for row in rows)
     assert all(row["baseline"] == "FlashAttention" and not row["note"] for row in rows)
     with (tmp_path / "rows.csv").open() as file:
         assert [row["speedup"] for row in csv.DictReader(file)] == ["1.0", "2.5", "2.5"] * 2
@@ -268,7 +272,7 @@ def test_what_does_not_fit_has_a_row_that_says_so(shape: Path, monkeypatch: pyte
     def too_large(*arguments: Any) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(step, "DenseCache", too_large)
+    monkeypatch.setattr(step_times, "DenseCache", too_large)
     rows = json.loads(run("--shape", shape, "--case", "2x40", "-r", "saw-int4", "--json", "-").stdout)
     assert [(row["us"], row["baseline_us"], row["speedup"], row["note"]) for row in rows] == [
         (None, None, None, "does not fit in memory"),
@@ -279,8 +283,8 @@ def test_what_does_not_fit_has_a_row_that_says_so(shape: Path, monkeypatch: pyte
 
 @pytest.mark.usefixtures("_fake_gpu")
 def test_what_is_wrong_is_not_timed(shape: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(step, "packed_error", lambda *_: 0.5)
-    monkeypatch.setattr(step, "_turns", lambda *_: pytest.fail("timed"))
+    monkeypatch.setattr(step_times, "packed_error", lambda *_: 0.5)
+    monkeypatch.setattr(step_times, "_turns", lambda *_: pytest.fail("timed"))
     result = run("--shape", shape, "--case", "2x40", "-r", "saw-int4")
     assert "saw-int4 is wrong by 0.5, 0.016 at most, and not timed" in str(result.exception)
 
@@ -288,7 +292,7 @@ def test_what_is_wrong_is_not_timed(shape: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.usefixtures("_fake_gpu")
 def test_a_run_that_breaks_off_leaves_its_rows(shape: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     turns = iter([{"dense": Turn(8.0), "saw-int4": Turn(4.0)}])
-    monkeypatch.setattr(step, "_turns", lambda *_: next(turns))
+    monkeypatch.setattr(step_times, "_turns", lambda *_: next(turns))
     assert run(
         "--shape", shape, "--case", "2x40", "--case", "1x40", "-r", "saw-int4", "--csv", tmp_path / "rows.csv"
     ).exception
@@ -297,7 +301,7 @@ def test_a_run_that_breaks_off_leaves_its_rows(shape: Path, monkeypatch: pytest.
 
 @pytest.mark.usefixtures("_fake_gpu")
 def test_recipes_without_kernels_are_refused(shape: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(step, "choose", lambda layout, ratio, device: decoding.choose(layout, ratio, CPU))
+    monkeypatch.setattr(step_times, "choose", lambda layout, ratio, device: model_steps.choose(layout, ratio, CPU))
     result = run("--shape", shape, "--case", "2x40", "-r", "kivi-2")
     assert "kivi-2 has no kernel, and plain torch cannot be captured: there is no kernel for these keys" in str(
         result.exception

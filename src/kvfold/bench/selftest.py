@@ -9,6 +9,7 @@ On Hopper the cases compile about 240 variants of kernels.
 
 import math
 import os
+import platform
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
@@ -24,9 +25,7 @@ import torch
 from torch import Tensor
 
 from kvfold import __version__
-from kvfold.bench.fits import random_codecs, random_states
-from kvfold.bench.serving import this_machine
-from kvfold.bench.verify import (
+from kvfold.bench.expected_ops import (
     allowed_error,
     differing_share,
     naive_attend_error,
@@ -35,6 +34,7 @@ from kvfold.bench.verify import (
     one_thread,
     relative_error,
 )
+from kvfold.bench.random_fits import random_codecs, random_states
 from kvfold.codec import Codec
 from kvfold.layout import PageLayout
 from kvfold.ops.dispatch import Choice, New, choose
@@ -55,7 +55,7 @@ WORKERS = 8  # processes on a GPU; each compiles on one core and takes about hal
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens of each sequence: before the two steps, and in the first one. The second step has one."""
+    """Tokens per sequence: before the two steps, and in the first step. The second step has one."""
 
     history: tuple[int, ...]
     new: tuple[int, ...]
@@ -74,7 +74,7 @@ SHORT = Tokens((374, 120, 0, 200), (9, 10, 16, 2))
 PROMPT = Tokens((1100, 20), (70, 3))
 # Enough queries for cuDNN's causal mask
 PREFILL = Tokens((0, 20), (2300, 3))
-# Each program of a decode kernel reads several tiles; `store` takes its larger blocks
+# Each program of a decode kernel reads several tiles; `store` takes its larger tiles
 LONG = Tokens((29_000, 60), (4_200, 8))
 
 
@@ -82,7 +82,7 @@ LONG = Tokens((29_000, 60), (4_200, 8))
 class Case:
     recipe: str
     head_dim: int
-    ratio: int  # query heads for each KV head
+    ratio: int  # query heads per KV head
     page: int
     tokens: Tokens = SHORT
     dtype: str = "bfloat16"
@@ -100,7 +100,7 @@ class Case:
         return f"{self.q_heads}:{self.kv_heads} heads of {self.head_dim}, pages of {self.page}, {self.dtype}"
 
 
-# Each kernel meets 1 to 8 query heads per KV head, both page sizes, both head dimensions and every kind of windows
+# Each kernel meets 1 to 8 query heads per KV head, both page sizes, both head dimensions and all kinds of windows
 CASES = (
     # integers
     Case("saw-int4", 128, 4, 64, LONG),
@@ -125,7 +125,7 @@ CASES = (
     Case("gtq-k2v2:sink=64,recent=256", 128, 6, 64),
     Case("tq-k6v5", 128, 5, 16),
     Case("tq-k1v6:recent=1", 128, 7, 16),
-    # what the portable kernel decodes, on Hopper too
+    # decoded by the portable kernel, on Hopper too
     Case("bf16", 128, 4, 64, LONG),
     Case("bf16", 64, 8, 16, PROMPT, "float16"),
     Case("int2:sink=4,recent=40", 64, 8, 16),
@@ -139,8 +139,6 @@ CASES = (
     Case("tq-k8v7", 128, 6, 64),
     Case("oscar-int2:per_head=true,recent=8", 64, 6, 16),
 )
-
-
 # On CPUs longer contexts and more heads run the same code
 CPU_CASES = tuple(replace(case, tokens=SHORT if case.tokens is SHORT else PROMPT, kv_heads=2) for case in CASES)
 
@@ -157,8 +155,8 @@ class Row:
     kv_heads: int
     dtype: str
     tokens: str
-    error: float | None  # relative; None: there is no number
-    allowed_error: float | None  # twice that of the definition with operands and outputs of 16 bits
+    error: float | None  # relative; None: not finite
+    allowed_error: float | None  # twice the error of the definition with operands and outputs of 16 bits
     ok: bool
     problem: str
     device: str
@@ -169,7 +167,7 @@ class Row:
 
 
 def run(progress: Callable[[float], None] = lambda share: None) -> Iterator[Row]:
-    """The rows of all cases, on the GPU if there is one. There several processes compile kernels at the same time."""
+    """The rows of all cases, on the GPU if there is one. On a GPU several processes compile kernels in parallel."""
     if find_spec("transformers") is None:
         raise ValueError(
             "selftest fits recipes to random layers, and needs transformers for that: pip install transformers"
@@ -194,9 +192,9 @@ def _advancing(checked: Iterable[list[Row]], progress: Callable[[float], None]) 
 
 @torch.no_grad()
 def check(case: Case) -> list[Row]:
-    """Every path that the case takes."""
+    """The rows of one case, one per path."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # `reason` says what the warnings of `choose` say
+        warnings.simplefilter("ignore")  # the column `reason` has what `choose` warns of
         layer = Layer(case, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     rows = [layer.store()]
     if case.tokens.pairs <= MOST_PAIRS:
@@ -212,7 +210,7 @@ class Found(NamedTuple):
 
     @property
     def wrong(self) -> str:
-        """In which way, if at all."""
+        """What is wrong; empty if nothing is."""
         if self.problem or self.error <= self.allowed:
             return self.problem
         if not math.isfinite(self.error):
@@ -221,7 +219,7 @@ class Found(NamedTuple):
 
 
 class Layer:
-    """The layer of a case: a cache on the device, and beside it what the definitions make of every step."""
+    """The layer of a case: a cache on the device, and the same cache as the definitions fill it."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
         self.case, recipe = case, parse(case.recipe)
@@ -231,7 +229,7 @@ class Layer:
         self.generator = torch.Generator().manual_seed(0)
         self.scale, self.turn = case.head_dim**-0.5, count()
         self.expected = on_cpu(self.pages)
-        self.keys = [torch.empty(0, case.kv_heads, case.head_dim)] * len(case.tokens.new)  # of each sequence
+        self.keys = [torch.empty(0, case.kv_heads, case.head_dim)] * len(case.tokens.new)  # per sequence
         for start in range(0, max(case.tokens.history), CHUNK):
             self.begin([max(0, min(CHUNK, tokens - start)) for tokens in case.tokens.history])
 
@@ -241,13 +239,13 @@ class Layer:
 
     @property
     def restores(self) -> bool:
-        """Whether there are 16-bit copies that a serving engine may lose."""
+        """Whether a serving engine uses shadow pages here, which it may lose."""
         served = self.ops.store.implementation != "torch" if self.pages.pool.is_cuda else not self.pages.layout.per_page
         return served and bool(self.pages.windows)
 
     @one_thread()
     def begin(self, counts: Sequence[int]) -> None:
-        """A step of random tokens, left-padded with NaN, and what the definition stores of them."""
+        """Begin a step of random tokens, left-padded with NaN, and let the definition store them."""
         self.resume()
         self.cache.extend(counts)
         self.before, self.expected = on_cpu(self.pages), on_cpu(self.pages)
@@ -263,8 +261,10 @@ class Layer:
         return random_states(shape, self.generator).to(self.case.torch_dtype)
 
     def queries(self) -> Tensor:
-        """Queries of the current step. Each puts about half of its weight on one token: beside a border of a tile, a
-        page or a window, or anywhere. A kernel that misses this token is far off."""
+        """Queries of the current step. Each puts about half of its weight on one token.
+
+        That token lies beside a border of a tile, page or window, or anywhere. A kernel that misses it is far off.
+        """
         windows, step = self.pages.windows, self.pages.step
         q = 0.3 * self._random(step.n, self.case.q_heads).float()
         for row, (start, length) in enumerate(zip(step.starts, step.lengths, strict=True)):
@@ -282,7 +282,7 @@ class Layer:
         return q.to(self.case.torch_dtype)
 
     def resume(self) -> None:
-        """Let the device have the bytes of the definition."""
+        """Copy the bytes of the definition to the device."""
         self.pages.pool.copy_(self.expected.pool)
         self.pages.shadows.copy_(self.expected.shadows)
 
@@ -290,13 +290,13 @@ class Layer:
         return [x.to(self.cache.device) for x in tensors]
 
     def store(self) -> Row:
-        """Several tokens of each sequence."""
+        """`store` of several tokens per sequence."""
         self.begin(self.case.tokens.new)
         choice = self.ops.store
         return self._row("store", choice, lambda: self.stored(choice.run(self.pages, *self._there(self.k, self.v))))
 
     def attend(self, path: str, choice: Choice) -> Row:
-        """The queries of the last step read what the definition has stored."""
+        """`attend` with the queries of the last step, over what the definition stored."""
         self.resume()
         q = self.queries()
 
@@ -308,7 +308,7 @@ class Layer:
         return self._row(path, choice, found)
 
     def step(self) -> Row:
-        """A token of each sequence is stored, and its query reads: in one call, as engines do it."""
+        """One token per sequence is stored and its query attends, in one call, as in engines."""
         self.begin([1] * len(self.case.tokens.new))
         states = self.queries(), self.k, self.v
 
@@ -322,7 +322,7 @@ class Layer:
         return self._row("step", self.ops.decode, found)
 
     def stored(self, new: New) -> Found:
-        """What the device has stored, and returned as `new`, against the definition."""
+        """Compare what the device stored, and returned as `new`, with the definition."""
         got = on_cpu(self.pages)
         shares = [differing_share(self.before.pool, self.expected.pool, got.pool)]
         shares.append(differing_share(*(_bits(pages.shadows) for pages in (self.before, self.expected, got))))
@@ -335,7 +335,7 @@ class Layer:
         return Found(*naive_store_error(self.before, self.expected, got, self.k, self.v), problem)
 
     def restore(self) -> Row:
-        """16-bit copies of three pages, and not of a fourth."""
+        """Restore the shadows of three pages, and leave a fourth alone."""
         self.resume()
         before, table, kept = self.expected.shadows, self.expected.step.table[0, :4], [2, 0, 1, 3]
 
@@ -343,10 +343,10 @@ class Layer:
             asked = torch.tensor([3], dtype=torch.int32)
             Restore([self.pages])(*self._there(table, torch.tensor(kept), asked))
             page, offset = table[:3].repeat_interleave(self.case.page), torch.arange(self.case.page).repeat(3)
-            exact = self.expected.unpack(page, offset).unflatten(0, (3, -1)).permute(0, 2, 3, 1, 4)
+            unpacked = self.expected.unpack(page, offset).unflatten(0, (3, -1)).permute(0, 2, 3, 1, 4)
             got = on_cpu(self.pages).shadows
             untouched = torch.equal(_bits(got[3:]), _bits(before[3:]))
-            error = relative_error(got[kept[:3]], exact), allowed_error(exact.to(got.dtype), exact)
+            error = relative_error(got[kept[:3]], unpacked), allowed_error(unpacked.to(got.dtype), unpacked)
             return Found(*error, "" if untouched else "it changes copies of other pages")
 
         on_gpu = self.pages.pool.is_cuda
@@ -356,10 +356,10 @@ class Layer:
     def _row(self, path: str, choice: Choice, find: Callable[[], Found]) -> Row:
         try:
             found = find()
-        except Exception as error:  # of the compiler, the driver or the kernel's own checks: all are for the table
+        except Exception as error:  # of the compiler, the driver or the kernel's checks: all belong in the table
             lines = str(error).strip().splitlines()
             found = Found(math.nan, math.nan, f"{type(error).__name__}: {lines[0] if lines else ''}")
-        case = self.case
+        case, on_gpu = self.case, self.pages.pool.is_cuda
         return Row(
             path=path,
             kernel=choice.implementation,
@@ -375,7 +375,7 @@ class Layer:
             allowed_error=_number(found.allowed),
             ok=not found.wrong,
             problem=found.wrong,
-            device=this_machine(),
+            device=torch.cuda.get_device_name() if on_gpu else platform.machine(),
             kvfold=__version__,
             torch=torch.__version__,
             triton=version("triton") if find_spec("triton") else "",
@@ -384,7 +384,7 @@ class Layer:
 
 
 def _poisoned_cache(case: Case, recipe: Recipe, codecs: tuple[Codec, Codec], device: torch.device) -> PagedCache:
-    """An empty cache with room for all tokens of the case. Pages come in random order and hold NaN."""
+    """An empty cache with room for all tokens of the case. Pages have a random order and hold NaN."""
     size, tokens = case.page, case.tokens
     cache = PagedCache(
         [codecs], case.kv_heads, len(tokens.new),

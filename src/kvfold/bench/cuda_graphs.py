@@ -1,4 +1,7 @@
-"""CUDA graphs, and timing by them: calls run over more data than the L2 cache holds; what is compared takes turns."""
+"""Capturing CUDA graphs, and timing by their replays.
+
+Calls run over more data than the L2 cache holds. Graphs that are compared are replayed in turns.
+"""
 
 import math
 import statistics
@@ -7,35 +10,37 @@ from typing import TypeVar
 
 import torch
 
-CAPACITIES = 4  # the copies of a call's data together are that many times as large as the L2 cache
+CAPACITIES = 4  # all copies of a call's data together, in sizes of the L2 cache
 MAX_COPIES = 256
-GRAPH_MS = 10  # a graph lasts about as long, so that its launch does not count
+GRAPH_MS = 10  # the least time of a graph, beside which its launch does not count
 REPLAYS = 20
-WARM_UP = 2  # calls before one is captured: they compile, and allocate what stays
+WARM_UP = 2  # calls before the captured one: they compile, and allocate what stays
 
 Calls = list[Callable[[], object]]
 T = TypeVar("T")
 
 
 def copies(size: int, device: torch.device) -> int:
-    """How many copies of `size` bytes calls should take turns on: two at least."""
+    """How many copies of `size` bytes the calls should take turns on; at least 2."""
     cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
     return min(MAX_COPIES, max(2, math.ceil(CAPACITIES * cache / size)))
 
 
 def times(runs: dict[str, Calls]) -> dict[str, float]:
-    """Microseconds of a call of each run: the median over replays."""
+    """Microseconds per call of each run: the median over replays."""
     graphs = {name: _capture(calls) for name, calls in runs.items()}
     taken: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(REPLAYS + 1):
         for name, (graph, calls) in graphs.items():
             taken[name].append(1000 * milliseconds(graph.replay) / calls)
-    return {name: statistics.median(each[1:]) for name, each in taken.items()}  # the first is to warm up
+    return {name: statistics.median(each[1:]) for name, each in taken.items()}  # the first replay warms up
 
 
 def capture(begin: Callable[[], object], call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-    """A graph of a call, and what it returns, where every replay puts it. `begin` runs before the call each time and is
-    not captured; it has to run before every replay but the first, if at all."""
+    """A graph of one call, and the result of that call. Every replay writes its result to the same memory.
+
+    `begin` runs before each call and is not captured. The caller runs it before every replay but the first.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -50,11 +55,11 @@ def capture(begin: Callable[[], object], call: Callable[[], T]) -> tuple[torch.c
 
 
 def _capture(calls: Calls) -> tuple[torch.cuda.CUDAGraph, int]:
-    """A graph with all calls, over and over where they are short, and how many there are in it."""
+    """A graph of all calls, repeated if they are short, and the number of calls in it."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for call in calls[:2]:  # compiles
+        for call in calls[:2]:  # these compile
             call()
         once = milliseconds(lambda: [call() for call in calls])
     rounds = max(1, math.ceil(GRAPH_MS / once))
@@ -66,7 +71,7 @@ def _capture(calls: Calls) -> tuple[torch.cuda.CUDAGraph, int]:
 
 
 def milliseconds(run: Callable[[], object]) -> float:
-    """Of what it puts on the current stream."""
+    """The time of what `run` puts on the current stream."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     run()

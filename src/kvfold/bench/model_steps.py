@@ -1,4 +1,4 @@
-"""Decode steps of a model with random weights, over caches that no prompt has filled: eager, or replayed as graphs."""
+"""Decode steps of a model with random weights: eager, or as a CUDA graph. Caches are filled without a prompt."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from kvfold.bench import dense
-from kvfold.bench.dense import DenseCache
-from kvfold.bench.fits import random_codecs, random_states
-from kvfold.bench.graphs import WARM_UP, capture
-from kvfold.bench.verify import relative_error
+from kvfold.bench import dense_cache
+from kvfold.bench.cuda_graphs import WARM_UP, capture
+from kvfold.bench.dense_cache import DenseCache
+from kvfold.bench.expected_ops import relative_error
+from kvfold.bench.random_fits import random_codecs, random_states
 from kvfold.codec import Codec, sixteen_bit
 from kvfold.engines.transformers import IMPLEMENTATION, PackedCache
 from kvfold.geometry import Geometry
@@ -21,11 +21,11 @@ from kvfold.recipe import Recipe
 from kvfold.recipes import parse
 
 NEEDED = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")  # to build a model
-STEPS = 70  # that are verified: more than a page
+STEPS = 70  # steps that are verified: more than a page
 
 
 def with_layers(config: Mapping[str, Any], layers: int | None) -> dict[str, Any]:
-    """A configuration with its first layers alone; None: with all."""
+    """A configuration cut to its first `layers` layers. None keeps all."""
     if layers is None:
         return dict(config)
     kinds = config.get("layer_types")
@@ -33,7 +33,7 @@ def with_layers(config: Mapping[str, Any], layers: int | None) -> dict[str, Any]
 
 
 def random_model(config: Mapping[str, Any], device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """As transformers initialises it, in the memory of the device from the beginning."""
+    """A model as transformers initialises it, made on the device."""
     if missing := [name for name in NEEDED if config.get(name) is None]:
         raise ValueError(f"a model cannot be built without {', '.join(missing)}: name a complete config.json")
     torch.manual_seed(0)
@@ -42,21 +42,21 @@ def random_model(config: Mapping[str, Any], device: torch.device, dtype: torch.d
         return AutoModelForCausalLM.from_config(made, dtype=dtype).eval()
 
 
-def layer_codecs(recipe: Recipe, geometry: Geometry, layer: int, wide: torch.dtype) -> tuple[Codec, Codec]:
-    return random_codecs(recipe, geometry.head_dim, geometry.q_heads, geometry.kv_heads, wide, layer)
+def layer_codecs(recipe: Recipe, geometry: Geometry, layer: int, raw_dtype: torch.dtype) -> tuple[Codec, Codec]:
+    return random_codecs(recipe, geometry.head_dim, geometry.q_heads, geometry.kv_heads, raw_dtype, layer)
 
 
 def packed_cache(
     model: PreTrainedModel, recipe: Recipe, batch: int, start: int, capacity: int, page: int
 ) -> PackedCache:
-    """Sequences of `start` random tokens each, with room for `capacity`, in pages that come in random order."""
+    """A cache of `start` random tokens per sequence, with room for `capacity` tokens, in pages of random order."""
     geometry = Geometry.from_config(model.config.to_dict())
-    wide = sixteen_bit(model.dtype)
+    raw_dtype = sixteen_bit(model.dtype)
     codecs = []
     for layer in range(geometry.layers):
-        key, value = layer_codecs(recipe, geometry, layer, wide)
-        codecs.append((key.to(model.device), value.to(model.device)))  # each layer its own, as those of a fitted model
-    cache = PackedCache(recipe, geometry, codecs, wide, model.device, page)
+        key, value = layer_codecs(recipe, geometry, layer, raw_dtype)
+        codecs.append((key.to(model.device), value.to(model.device)))  # one per layer, as a fitted model has
+    cache = PackedCache(recipe, geometry, codecs, raw_dtype, model.device, page)
     cache.begin(batch, 0, reserve=capacity)
     assert cache.paged is not None
     tables, pages = cache.paged.tables, len(cache.paged.pools[0])
@@ -68,21 +68,21 @@ def packed_cache(
 
 
 def fill(cache: PagedCache, recipe: Recipe) -> None:
-    """Random tokens in all pages and shadow pages: one page of them is stored, and its bytes are copied to all."""
-    size, wide, device = cache.tables.page_size, cache.shadows[0].dtype, cache.device
-    one = PagedCache(cache.codecs, cache.kv_heads, 1, windows=recipe.windows, page_size=size, wide=wide, device=device)
+    """Fill all pages and shadow pages: random tokens of one page are stored, and its bytes are copied to all others."""
+    size, dtype, device = cache.tables.page_size, cache.shadows[0].dtype, cache.device
+    one = PagedCache(cache.codecs, cache.kv_heads, 1, windows=recipe.windows, page_size=size, wide=dtype, device=device)
     one.extend([size])
     generator = torch.Generator(device).manual_seed(0)
     for layer, layout in enumerate(cache.layouts):
-        k, v = (random_states((1, size, cache.kv_heads, layout.key.dims), generator).to(wide) for _ in range(2))
+        k, v = (random_states((1, size, cache.kv_heads, layout.key.dims), generator).to(dtype) for _ in range(2))
         choose(layout, 1, device).store.run(one.pages(layer), k, v)
         cache.pools[layer].view(torch.int64)[:] = one.pools[layer].view(torch.int64)[0]
         if len(cache.shadows[layer]):
             cache.shadows[layer][:] = one.shadows[layer][0]
 
 
-class Steps:
-    """Steps of a random token for each sequence; they are the same for every cache."""
+class Decoder:
+    """Runs decode steps over a cache, with one random token per sequence. Every cache gets the same tokens."""
 
     def __init__(self, model: PreTrainedModel, cache: PackedCache | DenseCache, batch: int) -> None:
         self.model, self.cache = model, cache
@@ -91,25 +91,28 @@ class Steps:
         self.generator = torch.Generator(model.device).manual_seed(0)
 
     def begin(self) -> None:
-        """What a step needs before its forward call, or before a replay of one; all of it stays where it is."""
+        """Prepare the next step, before its forward call or before its replay. Tensors are written in place."""
         self.cache.begin(len(self.ids), 1)
         self.ids.random_(0, self.model.config.vocab_size, generator=self.generator)
         self.positions.fill_(self.cache.tokens - 1)
 
     @torch.no_grad()
     def run(self) -> Tensor:
-        """The logits [sequences, 1, vocabulary]."""
+        """The logits of the step, [sequences, 1, vocabulary]."""
         packed = isinstance(self.cache, PackedCache)
-        self.model.set_attn_implementation(IMPLEMENTATION if packed else dense.IMPLEMENTATION)
+        self.model.set_attn_implementation(IMPLEMENTATION if packed else dense_cache.IMPLEMENTATION)
         return self.model(self.ids, position_ids=self.positions, past_key_values=self.cache, use_cache=True).logits
 
 
 def packed_error(model: PreTrainedModel, recipe: Recipe, page: int, batch: int = 2, steps: int = STEPS) -> float:
-    """The largest relative error of the logits of replayed steps, between which lengths grow, to those of eager steps
-    over another cache; from where windows begin to leave tokens behind."""
+    """How far replayed steps are from eager steps over another cache: the largest relative error of logits.
+
+    Lengths grow between replays. The first step is the one at which tokens begin to leave the window.
+    """
     start = recipe.sink + recipe.recent + 3
     replayed, eager = (
-        Steps(model, packed_cache(model, recipe, batch, start, start + WARM_UP + steps, page), batch) for _ in range(2)
+        Decoder(model, packed_cache(model, recipe, batch, start, start + WARM_UP + steps, page), batch)
+        for _ in range(2)
     )
     graph, logits = capture(replayed.begin, replayed.run)
     for _ in range(WARM_UP):
@@ -126,10 +129,13 @@ def packed_error(model: PreTrainedModel, recipe: Recipe, page: int, batch: int =
 
 
 def dense_error(model: PreTrainedModel, page: int, batch: int = 2, steps: int = STEPS) -> float:
-    """The same of the dense cache to 16-bit pages, both empty at first: eager steps, then one that is replayed."""
+    """How far steps over the dense cache are from steps over 16-bit pages: the largest relative error of logits.
+
+    Both caches are empty at first. Eager steps come first, then a replayed one.
+    """
     geometry = Geometry.from_config(model.config.to_dict())
-    packed = Steps(model, packed_cache(model, parse("bf16"), batch, 0, steps, page), batch)
-    plain = Steps(model, DenseCache(geometry, batch, 0, steps, model.dtype, model.device), batch)
+    packed = Decoder(model, packed_cache(model, parse("bf16"), batch, 0, steps, page), batch)
+    plain = Decoder(model, DenseCache(geometry, batch, 0, steps, model.dtype, model.device), batch)
     errors = []
     for _ in range(steps):
         plain.begin()

@@ -12,15 +12,15 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from kvfold import selftest
-from kvfold.bench import kernels, verify
-from kvfold.bench.baselines import dense_calls
-from kvfold.bench.kernels import Case, Filled, cases, fill, measure, moved_bytes
+from kvfold.bench import expected_ops, kernel_times, selftest
+from kvfold.bench.dense_attention import dense_calls
+from kvfold.bench.kernel_cases import Case
+from kvfold.bench.kernel_times import Filled, cases, fill, measure, moved_bytes
+from kvfold.bench.selftest import Layer
 from kvfold.cli import app
 from kvfold.layout import PageLayout, affine_slot, channel_slot, codebook_slot
 from kvfold.ops.attend import naive
 from kvfold.recipes import parse
-from kvfold.selftest import Layer
 from kvfold.windows import Windows
 
 CPU = torch.device("cpu")
@@ -131,7 +131,9 @@ def test_the_reference_is_that_of_the_naive_op(recipe: str, op: str, text: str):
     _, pages, q, _, _, new = fill(case, parse(recipe), CPU)
     expected = naive.attend(pages, q, new, case.scale)
     for row in range(case.batch):
-        torch.testing.assert_close(verify.attend(pages, q, new, case.scale, row), expected[row], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            expected_ops.attend(pages, q, new, case.scale, row), expected[row], rtol=1e-4, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("recipe", ["saw-int4", "int4:sink=3,recent=9", "kivi-2:recent=5"])
@@ -141,7 +143,7 @@ def test_the_reference_of_padded_steps_is_that_of_the_naive_op(recipe: str):
     q = layer.queries()
     expected = naive.attend(layer.expected, q, layer.new, layer.scale)
     for row, count in enumerate((3, 9, 5)):
-        got = verify.attend(layer.expected, q, layer.new, layer.scale, row)
+        got = expected_ops.attend(layer.expected, q, layer.new, layer.scale, row)
         torch.testing.assert_close(got[-count:], expected[row, -count:], rtol=1e-4, atol=1e-5)
 
 
@@ -150,7 +152,7 @@ def test_errors_are_allowed_by_the_precision():
     for dtype in ("bfloat16", "float16"):
         case = Case.parse("extend", "2x60+4", **SMALL, dtype=dtype)
         _, pages, q, _, _, new = fill(case, parse("saw-int4:recent=8"), CPU)
-        error, allowed = verify.attend_error(pages, q, new, case.scale, naive.attend(pages, q, new, case.scale))
+        error, allowed = expected_ops.attend_error(pages, q, new, case.scale, naive.attend(pages, q, new, case.scale))
         assert error < 1e-5
         largest.append(allowed)
     assert 2**-12 < largest[0] < 2**-6
@@ -177,8 +179,8 @@ def fake_times(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
             counted[name] = len([call() for call in calls])
         return {name: 8.0 if name == "own" else 20.0 for name in runs}
 
-    monkeypatch.setattr(kernels, "times", times)
-    monkeypatch.setattr(kernels, "dense_calls", lambda case, device: {"cuDNN": [list]})
+    monkeypatch.setattr(kernel_times, "times", times)
+    monkeypatch.setattr(kernel_times, "dense_calls", lambda case, device: {"cuDNN": [list]})
     return counted
 
 
@@ -204,7 +206,7 @@ def test_a_measurement(fake_times: dict[str, int], recipe: str, op: str, text: s
 @pytest.mark.parametrize("op", ["decode", "extend", "store"])
 def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch, op: str):
     """A byte of each of the first tokens is changed after it was stored, or before it is compared."""
-    right = kernels.fill
+    right = kernel_times.fill
 
     def wrong(*arguments: Any) -> Filled:
         filled = right(*arguments)
@@ -216,8 +218,8 @@ def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch, op: str):
         spoiled = choice._replace(run=lambda *inputs: choice.run(*inputs) * 1.05)
         return filled._replace(ops=filled.ops._replace(**{op: spoiled}))
 
-    monkeypatch.setattr(kernels, "fill", wrong)
-    monkeypatch.setattr(kernels, "times", lambda runs: pytest.fail("timed"))
+    monkeypatch.setattr(kernel_times, "fill", wrong)
+    monkeypatch.setattr(kernel_times, "times", lambda runs: pytest.fail("timed"))
     with pytest.raises(ValueError, match=rf"saw-int4 is wrong by .* not timed: {op}, 1 × 46 tokens of which"):
         measure(Case.parse(op, "1x45+1" if op == "decode" else "1x30+16", **SMALL), parse("saw-int4"), 1.0, CPU)
 
@@ -234,7 +236,7 @@ def test_baselines_that_are_not_there_are_passed_over():
 
 
 def test_rows_have_all_columns():
-    assert {field.name for field in fields(kernels.Row)} >= ASKED
+    assert {field.name for field in fields(kernel_times.Row)} >= ASKED
 
 
 @no_gpu
@@ -287,7 +289,7 @@ def test_refusals(arguments: tuple[str, ...], message: str):
 def test_shapes_without_a_kernel_are_refused_by_shape(monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(kernels, "times", lambda runs: pytest.fail("timed"))
+    monkeypatch.setattr(kernel_times, "times", lambda runs: pytest.fail("timed"))
     result = run("-r", "int4:group=4", "--case", "2x640", "--op", "decode", "--page", 32)
     expected = (
         "int4:group=4 has no kernel for decode, 2 × 640 tokens of which 1 new, 32 query and 8 KV heads of 128, "
@@ -297,14 +299,14 @@ def test_shapes_without_a_kernel_are_refused_by_shape(monkeypatch: pytest.Monkey
 
 
 @pytest.fixture
-def measured(fake_times: dict[str, int]) -> list[kernels.Row]:
+def measured(fake_times: dict[str, int]) -> list[kernel_times.Row]:
     names = ("saw-int4", "oscar-int2:sink=0,recent=0")
     texts = (("decode", "2x50"), ("decode", "1x80"), ("extend", "1x40+9"), ("store", "2x20+30"))
     return [measure(Case.parse(op, text, **SMALL), parse(name), 1e4, CPU) for op, text in texts for name in names]
 
 
-def test_tables_and_rows(monkeypatch: pytest.MonkeyPatch, measured: list[kernels.Row], tmp_path: Path):
-    monkeypatch.setattr(kernels, "run", lambda *arguments: iter(measured))
+def test_tables_and_rows(monkeypatch: pytest.MonkeyPatch, measured: list[kernel_times.Row], tmp_path: Path):
+    monkeypatch.setattr(kernel_times, "run", lambda *arguments: iter(measured))
     result = run("--csv", tmp_path / "rows.csv", "--json", tmp_path / "rows.json")
     assert not result.exit_code, result.exception
     shown = " ".join(result.stdout.split())
@@ -316,20 +318,20 @@ def test_tables_and_rows(monkeypatch: pytest.MonkeyPatch, measured: list[kernels
 
 
 def test_a_run_that_breaks_off_leaves_its_rows(
-    monkeypatch: pytest.MonkeyPatch, measured: list[kernels.Row], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, measured: list[kernel_times.Row], tmp_path: Path
 ):
-    def broken(*arguments: Any) -> Iterator[kernels.Row]:
+    def broken(*arguments: Any) -> Iterator[kernel_times.Row]:
         yield measured[0]
         raise ValueError("wrong")
 
-    monkeypatch.setattr(kernels, "run", broken)
+    monkeypatch.setattr(kernel_times, "run", broken)
     assert str(run("--csv", tmp_path / "rows.csv").exception) == "wrong"
     assert len((tmp_path / "rows.csv").read_text().splitlines()) == 2
 
 
-def test_the_picture(monkeypatch: pytest.MonkeyPatch, measured: list[kernels.Row], tmp_path: Path):
+def test_the_picture(monkeypatch: pytest.MonkeyPatch, measured: list[kernel_times.Row], tmp_path: Path):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(kernels, "run", lambda *arguments: iter(measured))
+    monkeypatch.setattr(kernel_times, "run", lambda *arguments: iter(measured))
     run("--csv", tmp_path / "rows.csv")
     script = Path(__file__).parents[2] / "benchmarks" / "roofline.py"
     arguments = [str(script), str(tmp_path / "rows.csv"), str(tmp_path / "rows.svg"), "--peak", "900"]

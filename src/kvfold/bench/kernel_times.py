@@ -1,6 +1,8 @@
-"""The ops of one layer on a GPU, beside 16-bit attention and a plain INT4 store: verified first, then timed."""
+"""`kvfold bench kernels`: the ops of one layer on a GPU. They are verified, then timed.
 
-import re
+Baselines are 16-bit attention, a plain INT4 store and a device copy.
+"""
+
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -12,10 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvfold.bench.baselines import copy_calls, dense_calls
-from kvfold.bench.fits import random_codecs, random_states
-from kvfold.bench.graphs import Calls, copies, times
-from kvfold.bench.verify import attend_error, store_error
+from kvfold.bench.cuda_graphs import Calls, copies, times
+from kvfold.bench.dense_attention import dense_calls
+from kvfold.bench.expected_ops import attend_error, store_error
+from kvfold.bench.kernel_cases import CASES, Case
+from kvfold.bench.random_fits import random_codecs, random_states
 from kvfold.layout import PageLayout
 from kvfold.ops.dispatch import HOPPER, Choice, New, Ops, choose
 from kvfold.ops.pages import LayerPages
@@ -24,72 +27,9 @@ from kvfold.recipe import Recipe
 from kvfold.recipes import parse
 from kvfold.windows import Windows
 
-CASES = {  # of each op, by default
-    "decode": ("32x8192", "32x16384", "8x16384", "1x32768", "1x131072"),
-    "extend": ("1x32768+512",),
-    "store": ("32x1", "1x8192"),
-}
-EXTENDED = 512  # new tokens of `extend`, where a case does not say
 PLAIN_STORE = "int4:centre=false"
-COPIED = 2**30  # bytes of the copy that bandwidth is measured with
-FILL_TOKENS = 2**16  # stored at once while pages are filled
-
-
-@dataclass(frozen=True)
-class Case:
-    op: str
-    batch: int
-    context: int  # tokens of each sequence, with the new ones
-    new: int  # of them, the last: queries of attention, or what is stored
-    page: int = 64
-    head_dim: int = 128
-    q_heads: int = 32
-    kv_heads: int = 8
-    dtype: str = "bfloat16"
-
-    def __post_init__(self) -> None:
-        if self.dtype not in ("bfloat16", "float16"):
-            raise ValueError(f"{self}: the kernels take bfloat16 and float16")
-        if min(self.batch, self.new, self.page, self.head_dim, self.q_heads, self.kv_heads) < 1:
-            raise ValueError(f"{self}: all sizes are at least 1")
-        if self.new > self.context or (self.op == "decode" and self.new > 1):
-            raise ValueError(f"{self}: decode has 1 new token, and others as many as there are tokens at most")
-        if self.q_heads % self.kv_heads:
-            raise ValueError(f"{self}: query heads are no multiple of KV heads")
-
-    @classmethod
-    def parse(cls, op: str, text: str, **shape: Any) -> "Case":
-        """`32x8192`: 32 sequences of 8192 tokens; `1x32768+512`: one of 32768 tokens and 512 new ones. Without +NEW the
-        last token is new in `decode`, the last 512 in `extend`, and all in `store`."""
-        if op not in CASES:
-            raise ValueError(f"unknown op {op!r}: there are {', '.join(CASES)}")
-        match = re.fullmatch(r"(\d+)x(\d+)(?:\+(\d+))?", text)
-        if not match:
-            raise ValueError(
-                f"{text!r} is no case: write BATCHxCONTEXT or BATCHxCONTEXT+NEW, as 32x8192 or 1x32768+512"
-            )
-        batch, context, new = (int(number or 0) for number in match.groups())
-        usual = {"decode": 1, "extend": EXTENDED, "store": context}[op]
-        return cls(op, batch, context + new, usual if match[3] is None else new, **shape)
-
-    @property
-    def history(self) -> int:
-        return self.context - self.new
-
-    @property
-    def scale(self) -> float:
-        """Of the logits."""
-        return self.head_dim**-0.5
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return getattr(torch, self.dtype)
-
-    def __str__(self) -> str:
-        return (
-            f"{self.op}, {self.batch} × {self.context} tokens of which {self.new} new, {self.q_heads} query and "
-            f"{self.kv_heads} KV heads of {self.head_dim}, pages of {self.page}, {self.dtype}"
-        )
+COPIED = 2**30  # bytes of the device copy that measures the bandwidth
+FILL_TOKENS = 2**16  # tokens that one call stores while pages are filled
 
 
 @dataclass(frozen=True)
@@ -105,17 +45,17 @@ class Row:
     kv_heads: int
     dtype: str
     kernel: str
-    bytes: int  # that have to be moved
+    bytes: int  # see `moved_bytes`
     us: float
     baseline: str
     baseline_us: float
     speedup: float
-    copy_us: float | None  # of a device copy of what is to be stored; `store` only
+    copy_us: float | None  # a device copy of the same keys and values; `store` only
     tb_per_s: float
-    copy_tb_per_s: float  # of a large device copy, reads and writes
+    copy_tb_per_s: float  # a large device copy; reads and writes both count
     fraction_of_copy: float
     error: float  # relative
-    allowed_error: float  # twice that of the reference in the same precision
+    allowed_error: float  # twice the error of the definition in the same precision
     gpu: str
     torch: str
     triton: str
@@ -123,20 +63,20 @@ class Row:
 
 
 def default_recipes(head_dim: int) -> tuple[str, ...]:
-    """4, 2 and 3 bits without windows."""
+    """4, 2 and 3 bits, without windows."""
     oscar = "oscar-int2:sink=0,recent=0"
     return "saw-int4", f"{oscar},group={head_dim}", oscar, "gtq-k3v3:sink=0"
 
 
 def cases(ops: Sequence[str] | None, texts: Sequence[str] | None, **shape: Any) -> list[Case]:
-    """Each of `texts` (see `Case.parse`) for each of `ops`; by default all ops, each with its own cases."""
+    """Every text (see `Case.parse`) for every op. The default is all ops, each with its own cases."""
     return [Case.parse(op, text, **shape) for op in ops or CASES for text in texts or CASES.get(op, ("",))]
 
 
 def run(
     cases: Sequence[Case], recipes: Sequence[Recipe], progress: Callable[[float], None] = lambda share: None
 ) -> Iterator[Row]:
-    """Every case with every recipe, verified and then timed. What has no kernel is refused before anything runs."""
+    """Verify and time every case with every recipe. A recipe without a kernel is refused before anything runs."""
     if not torch.cuda.is_available():
         raise ValueError(
             f"kernels are timed on a GPU, and torch {torch.__version__} sees none: run this on a machine with one, "
@@ -149,7 +89,7 @@ def run(
             if choice.implementation == "torch":
                 raise ValueError(f"{recipe} has no kernel for {case}: {choice.reason}")
     copied = torch.empty(COPIED // 4, dtype=torch.int32, device=device).random_()
-    # as a kernel: in a graph, copy_ is a memcpy, which is slower
+    # neg is a kernel. copy_ would be a memcpy node of the graph, which is slower.
     copy_us = times({"copy": [partial(torch.neg, copied, out=torch.empty_like(copied))]})["copy"]
     del copied
     for case in cases:
@@ -159,7 +99,7 @@ def run(
 
 
 def explain(cases: Sequence[Case], recipes: Sequence[Recipe]) -> list[dict[str, Any]]:
-    """Which kernel each op gets with each recipe, and why, on the GPU that is there or else on Hopper."""
+    """Which kernel each op gets with each recipe, and why: on this machine's GPU, or on Hopper if there is none."""
     there = torch.cuda.is_available()
     gpu, capability = (torch.cuda.get_device_name(), None) if there else ("Hopper", HOPPER)
     rows = []
@@ -186,7 +126,7 @@ def measure(case: Case, recipe: Recipe, copy_rate: float, device: torch.device) 
     size = moved_bytes(case, pages.layout, pages.windows)
     runs = {"own": _calls(case, filled, size)}
     if case.op == "store":
-        runs["copy"] = copy_calls(k, v)
+        runs["copy"] = _copy_calls(k, v)
         plain = fill(case, parse(PLAIN_STORE), device)
         runs[PLAIN_STORE] = _calls(case, plain, moved_bytes(case, plain.pages.layout, plain.pages.windows))
     else:
@@ -217,24 +157,28 @@ def measure(case: Case, recipe: Recipe, copy_rate: float, device: torch.device) 
 
 
 def moved_bytes(case: Case, layout: PageLayout, windows: Windows) -> int:
-    """What has to be read of the cache, each token once packed, in 16 bits or both; queries and outputs do not count.
-    For `store`: keys and values, their slots, and with windows what is returned and goes to shadows."""
-    slot, wide = layout.key.slot_bytes + layout.value.slot_bytes, 2 * (layout.key.dims + layout.value.dims)
+    """Bytes that an op has to move; queries and outputs do not count.
+
+    - `decode`, `extend`: every cached token once. It is packed, or raw where a window holds it. It counts as both if
+      one query reads it packed and another reads it raw.
+    - `store`: keys, values and their slots. With windows also the raw vectors that are returned, and those of shadows.
+    """
+    slot, raw = layout.key.slot_bytes + layout.value.slot_bytes, 2 * (layout.key.dims + layout.value.dims)
     if case.op == "store":
         kept = windows.pages(case.history, case.context, case.page) if windows else ()
         shadowed = sum(token // case.page in kept for token in range(case.history, case.context))
-        size = case.new * (wide + slot) + (case.new * bool(windows) + shadowed) * wide
+        size = case.new * (raw + slot) + (case.new * bool(windows) + shadowed) * raw
     else:
         sink = min(windows.sink, case.context)
         packed = max(0, windows.exact_from(case.context - 1) - sink)
         recent = max(0, case.context - max(sink, windows.exact_from(case.history))) if windows.has_recent else 0
         page_meta = sum(slot.meta_bytes for slot in (layout.key, layout.value) if slot.per_page)
-        size = packed * slot + -(-packed // case.page) * page_meta + (sink + recent) * wide
+        size = packed * slot + -(-packed // case.page) * page_meta + (sink + recent) * raw
     return case.batch * case.kv_heads * size
 
 
 class Filled(NamedTuple):
-    """A layer's pages with a step that has been stored, and what the step came with."""
+    """The pages of a layer after a step was stored, and the tensors of that step."""
 
     ops: Ops
     pages: LayerPages
@@ -245,7 +189,7 @@ class Filled(NamedTuple):
 
 
 def fill(case: Case, recipe: Recipe, device: torch.device) -> Filled:
-    """Random tokens, stored by the op itself in pages that come in random order."""
+    """Let the op itself store random tokens, in pages of random order."""
     key, value = random_codecs(recipe, case.head_dim, case.q_heads, case.kv_heads, case.torch_dtype)
     cache = PagedCache(
         [(key.to(device), value.to(device))],
@@ -280,15 +224,22 @@ def ops_of(case: Case, recipe: Recipe, device: torch.device, capability: tuple[i
     return choose(layout, case.q_heads // case.kv_heads, device, capability)
 
 
+def _copy_calls(k: Tensor, v: Tensor) -> Calls:
+    """A device copy of keys and values, per call over other memory."""
+    both = torch.stack((k, v))
+    sources = [both.clone() for _ in range(copies(2 * both.nbytes, both.device))]
+    return [partial(torch.empty_like(source).copy_, source) for source in sources]
+
+
 def _choice(case: Case, ops: Ops) -> Choice:
     return getattr(ops, case.op)
 
 
 def _calls(case: Case, filled: Filled, size: int) -> Calls:
-    """The op on each of several copies of the layer."""
+    """The op on several copies of the layer, one call per copy."""
     ops, pages, q, k, v, new = filled
-    _ = pages.step.batch  # made once, before graphs are captured
-    out = torch.empty_like(q)  # of the type that engines want, and the baselines' outputs are of
+    _ = pages.step.batch  # makes it, before graphs are captured
+    out = torch.empty_like(q)  # in the dtype of q, as engines and baselines have it
     calls: Calls = []
     for _ in range(copies(size, pages.pool.device)):
         pool = pages.pool.clone()

@@ -1,4 +1,4 @@
-"""Decoding with a packed cache beside transformers' own cache: the same model, the same context, steps in turn."""
+"""`kvfold bench decode`: eager decoding in transformers, with packed caches and with its own cache in turns."""
 
 import statistics
 import time
@@ -43,7 +43,7 @@ def decode(
     steps: int = 32,
     progress: Callable[[float], None] = lambda done: None,
 ) -> list[Row]:
-    """Time `steps` decoding steps after a context of `tokens` (1-D); the caches take turns, so that noise hits all."""
+    """Time `steps` decode steps after a context of `tokens` (1-D). The caches take turns, so all see the same noise."""
     caches: dict[str, Cache] = {BASELINE: DynamicCache(config=model.config)}
     caches |= {str(recipe): cache(model, recipe, artifact) for recipe in recipes}
     context = tokens.unsqueeze(0).expand(batch, -1).to(model.device)

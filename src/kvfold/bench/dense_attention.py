@@ -1,10 +1,9 @@
-"""What the kernels are timed beside: attention over dense 16-bit keys and values, and a copy of what is stored."""
+"""The baseline of decoding: attention of cuDNN or FlashAttention over dense 16-bit keys and values."""
 
 import math
 import re
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,28 +11,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvfold.bench.graphs import Calls, copies
-
-if TYPE_CHECKING:
-    from kvfold.bench.kernels import Case
-
+from kvfold.bench.cuda_graphs import Calls, copies
+from kvfold.bench.kernel_cases import Case
 
 BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention": SDPBackend.FLASH_ATTENTION}  # the fastest first
 
 
-def copy_calls(k: Tensor, v: Tensor) -> Calls:
-    """A device copy of keys and values."""
-    both = torch.stack((k, v))
-    sources = [both.clone() for _ in range(copies(2 * both.nbytes, both.device))]
-    return [partial(torch.empty_like(source).copy_, source) for source in sources]
+def dense_calls(case: Case, device: torch.device) -> dict[str, Calls]:
+    """Calls of attention over dense keys and values of the shape of a case, by name of the backend.
 
-
-def dense_calls(case: "Case", device: torch.device) -> dict[str, Calls]:
-    """Attention over dense 16-bit keys and values of the same shape, by cuDNN; for `extend`, and where cuDNN has no
-    kernel, also by FlashAttention.
-
-    Of several new tokens the last see more. cuDNN has no mask for that, so it goes without one, over as many tokens as
-    the new ones see on average.
+    - `decode`: cuDNN, or FlashAttention if cuDNN has no kernel.
+    - `extend`: both, as far as they have a kernel. FlashAttention masks what a query must not see. cuDNN has no such
+      mask: all its queries see as many tokens as queries see on average.
     """
     shape = (case.batch, case.kv_heads, case.context, case.head_dim)
     q = torch.randn(case.batch, case.q_heads, case.new, case.head_dim, dtype=case.torch_dtype, device=device)
@@ -62,9 +51,8 @@ def dense_calls(case: "Case", device: torch.device) -> dict[str, Calls]:
 
 
 def attend_dense(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-    """The one new token q [sequences, q_heads, 1, d] of each sequence over dense k, v [sequences, kv_heads, tokens, d],
-    by the backend that `dense_backend` names."""
-    if k.shape[2] == 1:  # for which cuDNN has no kernel: its value is the output
+    """One query per sequence, q [sequences, q_heads, 1, d], over k, v [sequences, kv_heads, tokens, d]."""
+    if k.shape[2] == 1:  # cuDNN has no kernel for a single token; its value is the output
         return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
     with sdpa_kernel(BACKENDS[dense_backend(q.shape[1], k.shape[1], q.shape[3], q.dtype, q.device)]):
         return scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True)
@@ -72,7 +60,7 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor
 
 @lru_cache
 def dense_backend(q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> str:
-    """The first of `BACKENDS` that has a kernel for one query of a sequence."""
+    """The first of `BACKENDS` that has a kernel for one query per sequence."""
     q, k = (
         torch.zeros(1, heads, n, head_dim, dtype=dtype, device=device) for heads, n in ((q_heads, 1), (kv_heads, 64))
     )
@@ -84,7 +72,7 @@ def dense_backend(q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
 
 
 def _runs(call: Callable[[], object]) -> bool:
-    """Whether there is a kernel for a call of attention."""
+    """Whether a call of attention finds a kernel."""
     try:
         call()
     except RuntimeError as error:

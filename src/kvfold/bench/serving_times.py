@@ -1,7 +1,8 @@
-"""A server under load: any OpenAI endpoint, prompts and answers of fixed lengths, so many users at a time.
+"""`kvfold bench serving`: a server under load. It may be any OpenAI endpoint.
 
-Each user sends its next request when the last is answered. Prompts are random token ids; as much of them as asked for
-is the same for all, and in the server's prefix cache before timing begins.
+Prompts and answers have fixed lengths. Each user sends its next request when the last is answered. Prompts are random
+token ids. A given share of every prompt is the same for all users, and is in the server's prefix cache before timing
+begins.
 """
 
 import asyncio
@@ -13,38 +14,39 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
-from urllib.parse import urlsplit
 from urllib.request import urlopen
 
+import aiohttp
 import numpy as np
 import torch
 
-TOKENS = range(1000, 30000)  # ids that every vocabulary has, and no special ones
-# Requests before timing: a short one of each user, all at once, as servers compile for numbers of requests; then some
-# like those that are timed, which leave the shared prefix in the cache
-WARM_UP_INPUT = 16  # tokens of the short ones
-WARM_UP = 2  # others
-WARM_UP_OUTPUT = 4  # tokens of each answer
-POLL = 0.25  # seconds between looks at the server's metrics
-WAIT = 10.0  # seconds for what is not an answer
+TOKENS = range(1000, 30000)  # ids that every vocabulary has and that are not special
+# Requests before timing come in two parts. First one short request per user, all at once, since servers compile for
+# numbers of requests. Then some requests like the timed ones, which leave the shared prefix in the cache.
+WARM_UP_INPUT = 16  # tokens of a short prompt
+WARM_UP = 2  # requests of the second part
+WARM_UP_OUTPUT = 4  # tokens per answer, in both parts
+POLL = 0.25  # seconds between two reads of the server's metrics
+WAIT = 10.0  # the time-out of all requests but completions, in seconds
 
 
 class ServerError(ValueError):
-    """What the server does not do; the message says what to change."""
+    """The server cannot be measured. The message says what to change."""
 
 
 @dataclass(frozen=True)
 class Load:
     """One point of a sweep."""
 
-    input: int  # tokens of each prompt
-    output: int  # tokens of each answer
+    input: int  # tokens per prompt
+    output: int  # tokens per answer
     concurrency: int  # users
     prefix_hit: int  # percent of each prompt that is the same for all
-    rounds: int  # requests of each user
+    rounds: int  # requests per user
 
     @property
     def requests(self) -> int:
@@ -60,7 +62,7 @@ class Server:
 
     @classmethod
     def find(cls, url: str, model: str | None) -> "Server":
-        """The server at `url` with its model of that name, or its only one."""
+        """The server at `url`, and its model of that name. None is its only model."""
         url = url.rstrip("/").removesuffix("/v1")
         try:
             served = [entry["id"] for entry in json.loads(_get(f"{url}/v1/models"))["data"]]
@@ -75,7 +77,7 @@ class Server:
         return cls(url, model or served[0], *_engine(url))
 
     def kv_tokens(self) -> int | None:
-        """Tokens that the cache holds for running requests, where the server says so."""
+        """Tokens that the cache holds for running requests. None: the server does not say."""
         try:
             text = _get(f"{self.url}/metrics")
         except (OSError, HTTPException):
@@ -83,7 +85,7 @@ class Server:
         if used := _values(text, "sglang:num_used_tokens"):
             return int(sum(value for _, value in used))
         shares, sizes = _values(text, "vllm:kv_cache_usage_perc"), _values(text, "vllm:cache_config_info")
-        if not shares or len(sizes) != len(shares):  # one of each for every engine behind the server
+        if not shares or len(sizes) != len(shares):  # one of each per engine behind the server
             return None
         tokens = (int(labels["num_gpu_blocks"]) * int(labels["block_size"]) for labels, _ in sizes)
         return round(sum(size * share for size, (_, share) in zip(tokens, shares, strict=True)))
@@ -109,14 +111,14 @@ class Row:
     prefix_hit: int  # percent
     requests: int
     system_tps: float  # tokens of all answers per second
-    request_tps: float  # of one answer after its first token; the median request
+    request_tps: float  # tokens per second of the median answer after its first token
     ttft_p50: float  # seconds
     ttft_p90: float
     ttft_p99: float
     e2e_p50: float
     e2e_p90: float
     e2e_p99: float
-    kv_tokens: int | None  # at most, in running requests; None: the server does not say
+    kv_tokens: int | None  # the most that running requests held; None: the server does not say
     gpu: str
     date: str
 
@@ -128,7 +130,7 @@ def run(
     gpu: str,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Iterator[Row]:
-    """Every load after the other; a request that fails ends the run."""
+    """Run one load after the other. A request that fails ends the run."""
     requests = sum(load.requests for load in loads)
     for load in loads:
         answers, seconds, kv_tokens = asyncio.run(drive(server, load, lambda: progress(1 / requests)))
@@ -168,40 +170,42 @@ def row(
 
 
 async def drive(server: Server, load: Load, answered: Callable[[], None]) -> tuple[list[Answer], float, int | None]:
-    """All answers of a load, the seconds they took together, and the most tokens that the cache held."""
-    rng = random.Random()  # no seed: what an earlier load left in the server's cache must be no prefix of these prompts
+    """All answers of a load, the seconds from the first request to the last token, and the peak of `kv_tokens`."""
+    rng = random.Random()  # no seed: the server's cache must hold no prefix of these prompts from an earlier load
     shared = rng.choices(TOKENS, k=load.input * load.prefix_hit // 100)
 
     def prompts(n: int) -> list[list[int]]:
         return [shared + rng.choices(TOKENS, k=load.input - len(shared)) for _ in range(n)]
 
     short = [rng.choices(TOKENS, k=min(load.input, WARM_UP_INPUT)) for _ in range(load.concurrency)]
-    await asyncio.gather(*(request(server, prompt, WARM_UP_OUTPUT) for prompt in short))
-    for prompt in prompts(WARM_UP):
-        await request(server, prompt, WARM_UP_OUTPUT)
-    waiting, answers = prompts(load.requests), list[Answer]()
+    async with _session() as session:
+        ask = partial(request, session, server)
+        await asyncio.gather(*(ask(prompt, WARM_UP_OUTPUT) for prompt in short))
+        for prompt in prompts(WARM_UP):
+            await ask(prompt, WARM_UP_OUTPUT)
+        waiting, answers = prompts(load.requests), list[Answer]()
 
-    async def user() -> None:
-        while waiting:
-            answers.append(await request(server, waiting.pop(), load.output))
-            answered()
+        async def user() -> None:
+            while waiting:
+                answers.append(await ask(waiting.pop(), load.output))
+                answered()
 
-    watch = asyncio.create_task(_watch(server))
-    start = time.perf_counter()
-    users = [asyncio.create_task(user()) for _ in range(load.concurrency)]
-    try:
-        await asyncio.gather(*users)
-        seconds = time.perf_counter() - start
-    finally:
-        for task in (watch, *users):
-            task.cancel()
-        with suppress(asyncio.CancelledError):
-            await watch
+        watch = asyncio.create_task(_watch(server))
+        start = time.perf_counter()
+        users = [asyncio.create_task(user()) for _ in range(load.concurrency)]
+        try:
+            await asyncio.gather(*users)
+            seconds = time.perf_counter() - start
+        finally:
+            for task in (watch, *users):
+                task.cancel()
+            with suppress(asyncio.CancelledError):
+                await watch
     return answers, seconds, watch.result()
 
 
 async def _watch(server: Server) -> int | None:
-    """The most tokens in the cache until cancelled."""
+    """The peak of `kv_tokens` until cancelled."""
     peak = None
     with suppress(asyncio.CancelledError):
         while (now := await asyncio.to_thread(server.kv_tokens)) is not None:
@@ -210,7 +214,7 @@ async def _watch(server: Server) -> int | None:
     return peak
 
 
-async def request(server: Server, prompt: list[int], output: int) -> Answer:
+async def request(session: aiohttp.ClientSession, server: Server, prompt: list[int], output: int) -> Answer:
     body = {
         "model": server.model,
         "prompt": prompt,
@@ -223,7 +227,7 @@ async def request(server: Server, prompt: list[int], output: int) -> Answer:
     usage: dict[str, int] = {}
     ttft = reason = None
     start = time.perf_counter()
-    async for event in _stream(f"{server.url}/v1/completions", body):
+    async for event in _stream(session, server, body):
         if "error" in event:
             raise ServerError(f"{server.url} gave up on a request: {event['error']}")
         if event.get("choices") and ttft is None:
@@ -242,53 +246,34 @@ async def request(server: Server, prompt: list[int], output: int) -> Answer:
     return Answer(ttft, e2e)
 
 
-async def _stream(url: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-    """The events of a POST that is answered as a stream of them."""
-    parts = urlsplit(url)
-    secure, content = parts.scheme == "https", json.dumps(body).encode()
+def _session() -> aiohttp.ClientSession:
+    """A client without time-outs. Every request opens a connection of its own."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
+        headers={"Accept-Encoding": "identity"},
+        read_bufsize=2**24,  # bounds the length of a line
+        timeout=aiohttp.ClientTimeout(),
+    )
+
+
+async def _stream(
+    session: aiohttp.ClientSession, server: Server, body: dict[str, Any]
+) -> AsyncIterator[dict[str, Any]]:
+    """The server-sent events that answer a request."""
+    url = f"{server.url}/v1/completions"
     try:
-        reader, writer = await asyncio.open_connection(
-            parts.hostname, parts.port or (443 if secure else 80), ssl=secure or None, limit=2**24
-        )
-    except OSError as error:
-        raise ServerError(f"no server answers at {parts.scheme}://{parts.netloc}: {error}") from None
-    try:
-        head = (
-            f"POST {parts.path} HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(content)}\r\nConnection: close\r\n\r\n"
-        )
-        writer.write(head.encode() + content)
-        await writer.drain()
-        status = (await reader.readuntil(b"\r\n")).split(None, 2)
-        headers = {}
-        while line := (await reader.readline()).strip():
-            name, _, value = line.partition(b":")
-            headers[name.lower()] = value.strip().lower()
-        text = _chunks(reader) if headers.get(b"transfer-encoding") == b"chunked" else reader
-        if status[1:2] != [b"200"]:
-            said = b"".join([line async for line in text]).decode(errors="replace")
-            raise ServerError(f"{url} refused a request: {b' '.join(status[1:]).decode().strip()}: {said.strip()}")
-        async for event in _lines(text):
-            if event.startswith(b"data:") and event != b"data: [DONE]":
-                yield json.loads(event.removeprefix(b"data:"))
-    except (asyncio.IncompleteReadError, ConnectionError) as error:
+        async with session.post(url, json=body) as response:
+            if response.status != 200:
+                status = f"{response.status} {response.reason}".strip()
+                raise ServerError(f"{url} refused a request: {status}: {(await response.text()).strip()}")
+            async for line in response.content:
+                event = line.strip()
+                if event.startswith(b"data:") and event != b"data: [DONE]":
+                    yield json.loads(event.removeprefix(b"data:"))
+    except aiohttp.ClientConnectorError as error:
+        raise ServerError(f"no server answers at {server.url}: {error.os_error}") from None
+    except aiohttp.ClientError as error:
         raise ServerError(f"{url} broke off an answer: {error}") from None
-    finally:
-        writer.close()
-
-
-async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """The body of an answer with `Transfer-Encoding: chunked`."""
-    while size := int(await reader.readuntil(b"\r\n"), 16):
-        yield (await reader.readexactly(size + 2))[:-2]
-
-
-async def _lines(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    rest = b""
-    async for part in parts:
-        *lines, rest = (rest + part).split(b"\n")
-        for line in lines:
-            yield line.strip()
 
 
 def _get(url: str) -> str:
@@ -297,7 +282,7 @@ def _get(url: str) -> str:
 
 
 def _engine(url: str) -> tuple[str, str]:
-    """Name and version of the engine, as far as it says so."""
+    """The name and version of the engine, if it tells them."""
     for engine, path in (("vllm", "version"), ("sglang", "get_server_info")):
         with suppress(OSError, ValueError, KeyError, TypeError, HTTPException):
             return engine, str(json.loads(_get(f"{url}/{path}"))["version"])
@@ -305,7 +290,7 @@ def _engine(url: str) -> tuple[str, str]:
 
 
 def _values(text: str, name: str) -> list[tuple[dict[str, str], float]]:
-    """Labels and values of a metric in Prometheus' text format, one for each set of labels."""
+    """Labels and values of a metric in Prometheus' text format, one pair per set of labels."""
     found = []
     for line in text.splitlines():
         if line.startswith((name + "{", name + " ")):

@@ -6,7 +6,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip(f"kernels run on a GPU, and torch {torch.__version__} sees none", allow_module_level=True)
 
-from kvfold import selftest
+from kvfold.bench import selftest
 from kvfold.ops.dispatch import HOPPER
 
 

@@ -1,6 +1,7 @@
-"""A whole decode step, captured in a CUDA graph: packed caches beside a dense 16-bit one, verified first, then timed.
+"""`kvfold bench step`: decode steps of a whole model as CUDA graphs, with packed caches and with a dense 16-bit one.
 
-Caches come one after the other, in several turns, so that each has all memory to itself, and noise hits all of them.
+Steps are verified, then timed. Only one cache is in memory at a time. Each cache gets several turns, so all see the
+same noise.
 """
 
 import gc
@@ -17,9 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from kvfold.bench.baselines import dense_backend
-from kvfold.bench.decoding import (
-    Steps,
+from kvfold.bench.cuda_graphs import REPLAYS, WARM_UP, capture, milliseconds
+from kvfold.bench.dense_attention import dense_backend
+from kvfold.bench.dense_cache import DenseCache
+from kvfold.bench.model_steps import (
+    Decoder,
     dense_error,
     layer_codecs,
     packed_cache,
@@ -27,8 +30,6 @@ from kvfold.bench.decoding import (
     random_model,
     with_layers,
 )
-from kvfold.bench.dense import DenseCache
-from kvfold.bench.graphs import REPLAYS, WARM_UP, capture, milliseconds
 from kvfold.engines.transformers import PackedCache
 from kvfold.geometry import Geometry
 from kvfold.layout import PageLayout
@@ -38,15 +39,15 @@ from kvfold.recipe import Recipe
 CASES = tuple(f"{batch}x{context}" for batch in (1, 8, 32) for context in (8192, 32768, 100000))
 BASELINE = "dense"
 TURNS = 2
-BEGINS = 8  # steps whose bookkeeping is timed
+BEGINS = 8  # steps whose `begin` is timed
 VERIFIED_LAYERS = 2
-ALLOWED = 2**-6  # relative error of logits: a few roundings to bfloat16
+ALLOWED = 2**-6  # the relative error of logits that a few roundings to bfloat16 explain
 
 
 @dataclass(frozen=True)
 class Case:
     batch: int
-    context: int  # tokens of each sequence, the new one included
+    context: int  # tokens per sequence, the new one included
 
     def __post_init__(self) -> None:
         if self.batch < 1 or self.start < 1:
@@ -62,7 +63,7 @@ class Case:
 
     @property
     def start(self) -> int:
-        """Tokens of a packed cache before its first step, so that with the captured one they are `context`."""
+        """Tokens per sequence before the first step of a packed cache. After the captured step there are `context`."""
         return self.context - WARM_UP - 1
 
 
@@ -74,15 +75,15 @@ class Row:
     context: int
     layers: int
     page: int
-    us: float | None  # of a replay; None: does not fit in memory
-    baseline: str  # who computes attention over the dense cache
+    us: float | None  # per replay; None: does not fit in memory
+    baseline: str  # the backend of attention over the dense cache
     baseline_us: float | None
     speedup: float | None
-    begin_us: float | None  # of the host's bookkeeping before a replay
-    tokens_per_s: float | None  # of replays
+    begin_us: float | None  # the host's bookkeeping before a replay
+    tokens_per_s: float | None  # of replays alone
     cache_bytes: int | None
-    peak_bytes: int | None  # allocated at most, weights included
-    error: float  # relative, of logits
+    peak_bytes: int | None  # the most that was allocated, weights included
+    error: float  # the relative error of logits
     note: str
     gpu: str
     torch: str
@@ -104,8 +105,10 @@ def run(
     page: int = 64,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Iterator[Row]:
-    """Every case with the dense cache and with every recipe, verified on two layers and then timed on all. What has no
-    kernel is refused before anything runs."""
+    """Every case with the dense cache and with every recipe: verified on two layers, then timed on all.
+
+    A recipe without a kernel is refused before anything runs.
+    """
     if not torch.cuda.is_available():
         raise ValueError(
             f"steps are captured on a GPU, and torch {torch.__version__} sees none: run this on a machine with one, "
@@ -155,7 +158,7 @@ def _check(recipe: Recipe, geometry: Geometry, page: int, device: torch.device) 
 
 
 def _verify(model: PreTrainedModel, recipes: Sequence[Recipe], page: int) -> dict[str, float]:
-    """Of packed caches replayed steps against eager ones, of the dense one those against 16-bit pages."""
+    """Errors of logits per cache; see `packed_error` and `dense_error`."""
     errors = {BASELINE: dense_error(model, page)}
     errors |= {str(recipe): packed_error(model, recipe, page) for recipe in recipes}
     for name, error in errors.items():
@@ -174,7 +177,7 @@ class Turn(NamedTuple):
 def _turns(
     model: PreTrainedModel, case: Case, recipes: Sequence[Recipe], page: int, progress: Callable[[float], None]
 ) -> dict[str, Turn]:
-    """Every cache: medians over its turns."""
+    """The medians of all turns, per cache."""
     geometry = Geometry.from_config(model.config.to_dict())
     caches: dict[str, Callable[[], PackedCache | DenseCache]] = {
         BASELINE: partial(DenseCache, geometry, case.batch, case.context, case.context, model.dtype, model.device)
@@ -193,34 +196,34 @@ def _turns(
 
 
 def _turn(model: PreTrainedModel, make: Callable[[], PackedCache | DenseCache], batch: int) -> Turn:
-    """One cache, alone with the model."""
+    """One turn: the cache is alone in memory with the model."""
     torch.cuda.reset_peak_memory_stats()
     try:
-        return _time(Steps(model, make(), batch))
+        return _time(Decoder(model, make(), batch))
     except torch.OutOfMemoryError:
         return Turn()
     finally:
         _free()
 
 
-def _time(steps: Steps) -> Turn:
-    """Replays at one length, then the bookkeeping of some more steps."""
-    graph, logits = capture(steps.begin, steps.run)
-    us = [1000 * milliseconds(graph.replay) for _ in range(REPLAYS + 1)][1:]  # the first is to warm up
+def _time(decoder: Decoder) -> Turn:
+    """Time replays at one length, then `begin` of some more steps."""
+    graph, logits = capture(decoder.begin, decoder.run)
+    us = [1000 * milliseconds(graph.replay) for _ in range(REPLAYS + 1)][1:]  # the first replay warms up
     if not logits.isfinite().all():
         raise ValueError("the model's logits are not finite")
     begins: list[float] = []
-    if isinstance(steps.cache, PackedCache):
+    if isinstance(decoder.cache, PackedCache):
         for _ in range(BEGINS):
             torch.cuda.synchronize()
             start = time.perf_counter()
-            steps.begin()
+            decoder.begin()
             torch.cuda.synchronize()
             begins.append(1e6 * (time.perf_counter() - start))
             graph.replay()
-        assert steps.cache.paged is not None
-        steps.cache.paged.check_faults()
-    return Turn(_median(us), _median(begins), steps.cache.allocated_bytes, torch.cuda.max_memory_allocated())
+        assert decoder.cache.paged is not None
+        decoder.cache.paged.check_faults()
+    return Turn(_median(us), _median(begins), decoder.cache.allocated_bytes, torch.cuda.max_memory_allocated())
 
 
 def _median(numbers: Iterator[float | None] | Sequence[float]) -> float | None:
@@ -229,6 +232,6 @@ def _median(numbers: Iterator[float | None] | Sequence[float]) -> float | None:
 
 
 def _free() -> None:
-    """Caches and their layers know each other, so that only the collector frees them."""
+    """Free caches. They and their layers refer to each other, so only the garbage collector does."""
     gc.collect()
     torch.cuda.empty_cache()

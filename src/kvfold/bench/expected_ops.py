@@ -1,6 +1,9 @@
-"""What ops have to return, in float64 from the bytes that they see, and how far from it they may be: twice as far as
-the same maths with all that tensor cores multiply, that is quantized, or that flash attention returns, rounded to
-16 bits."""
+"""What ops have to return, and how far from it they may be.
+
+The expected numbers are computed in float64 from the bytes that an op sees. The allowed error is twice the error of the
+same maths with some numbers rounded to 16 bits: the operands of tensor cores, what is quantized, and the outputs of
+flash attention.
+"""
 
 import math
 from collections.abc import Iterator
@@ -16,13 +19,13 @@ from kvfold.ops.pages import LayerPages
 from kvfold.ops.store import naive as naive_store
 from kvfold.transforms import Transform
 
-NAIVE_QUERIES = 256  # up to so many queries `naive.attend` is fast enough; `attend` computes the same
-TIE_ERROR = 2**-7  # of stored numbers: where rounding to 16 bits changes none, a few may still go to the next code
+NAIVE_QUERIES = 256  # above it `naive.attend` is too slow, and `attend` computes the same
+TIE_ERROR = 2**-7  # always allowed for stored numbers: a tie may round to the next code
 EPSILON = torch.finfo(torch.float32).eps
 
 
 def attend_error(pages: LayerPages, q: Tensor, new: New, scale: float, outputs: Tensor) -> tuple[float, float]:
-    """The relative error of the first and last of outputs [sequences, n, q_heads, d], and the largest allowed."""
+    """The relative and the allowed error of outputs [sequences, n, q_heads, d], for the first and last sequence."""
     rows = sorted({0, len(q) - 1})
     exact, rounded = (
         torch.stack([attend(pages, q, new, scale, row, dtype) for row in rows]) for dtype in (None, q.dtype)
@@ -31,24 +34,25 @@ def attend_error(pages: LayerPages, q: Tensor, new: New, scale: float, outputs: 
 
 
 def attend(pages: LayerPages, q: Tensor, new: New, scale: float, row: int, dtype: torch.dtype | None = None) -> Tensor:
-    """What `naive.attend` returns for a sequence, all its queries at once: float32[n, q_heads, d]; NaN for padding.
+    """What `naive.attend` returns for one sequence, float32[n, q_heads, d]. Padding gives NaN.
 
-    With a `dtype`, transformed queries, keys, values, weights and outputs are rounded to it.
+    All queries are computed at once. With a `dtype`, transformed queries, keys, values, weights and outputs are rounded
+    to it.
     """
     step, windows = pages.step, pages.windows
     position = step.positions[row].unsqueeze(1).to(q.device)
     token = torch.arange(step.lengths[row], device=q.device)
     page, offset = step.table[row, token // step.page_size], token % step.page_size
     seen = (token <= position) & (position >= step.starts[row])  # [n, tokens]
-    read = [(pages.unpack(page, offset), seen)]  # states [tokens, kv_heads, 2, d], and which query reads them
+    read = [(pages.unpack(page, offset), seen)]  # states [tokens, kv_heads, 2, d], and which queries read them
     if new is not None:
         wide = (token < windows.sink) | (token >= windows.exact_from(position))
         kept = pages.shadows[step.shadow_of[page].clamp_min(0), :, :, offset]
-        own = step.starts[row] - step.lengths[row]  # the step's tokens are the last ones
+        own = step.starts[row] - step.lengths[row]  # the tokens of the step are the last ones
         kept[own:] = torch.stack([side[row, own:] for side in new], dim=2)
         read = [(read[0][0], seen & ~wide), (kept, seen & wide)]
     for states, mask in read:
-        states[~mask.any(dim=0)] = 0  # what nobody reads nobody may have written
+        states[~mask.any(dim=0)] = 0  # no query reads these, so they may never have been written
 
     def rounded(x: Tensor) -> Tensor:
         return x.double() if dtype is None else x.to(dtype).double()
@@ -66,7 +70,7 @@ def attend(pages: LayerPages, q: Tensor, new: New, scale: float, row: int, dtype
 
 
 def store_error(pages: LayerPages, k: Tensor, v: Tensor, new: New) -> tuple[float, float]:
-    """How far what a step stored, and returned as `new`, is from what the codecs store, and how far it may be."""
+    """The relative and the allowed error of what a step stored and returned as `new`. The codecs are the definition."""
     step = pages.step
     sides = zip((pages.key, pages.value), (k, v), strict=True)
     y = torch.stack([codec.transform.forward(step.gather(x)) for codec, x in sides], dim=2)
@@ -85,12 +89,12 @@ def store_error(pages: LayerPages, k: Tensor, v: Tensor, new: New) -> tuple[floa
     return error, 2 * allowed
 
 
-# --- against the definitions themselves, on the CPU
+# --- Against the definitions themselves, on the CPU.
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """The definitions make many small calls, which several threads slow down."""
+    """Let torch use one thread. The definitions make many small calls, which more threads slow down."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -100,7 +104,7 @@ def one_thread() -> Iterator[None]:
 
 
 def on_cpu(pages: LayerPages) -> LayerPages:
-    """A copy of a layer and its step, on which the definitions of the ops can run."""
+    """A layer and its step copied to the CPU, where the definitions run."""
     step = replace(pages.step, table=_copied(pages.step.table), shadow_of=_copied(pages.step.shadow_of))
     key, value, pool = pages.key.to("cpu"), pages.value.to("cpu"), _copied(pages.pool)
     sides = pages.layout.sides(pool, together=key.quantizes_like(value))
@@ -116,8 +120,7 @@ def _copied(x: Tensor) -> Tensor:
 
 @one_thread()
 def naive_attend_error(pages: LayerPages, q: Tensor, new: New, scale: float, outputs: Tensor) -> tuple[float, float]:
-    """The relative error of outputs [sequences, n, q_heads, d] to the definition, and the largest allowed. Outputs of
-    padding do not count."""
+    """The relative and the allowed error of outputs [sequences, n, q_heads, d]. Padding does not count."""
     step = pages.step
     real = step.positions >= torch.tensor(step.starts).unsqueeze(1)
 
@@ -133,7 +136,7 @@ def naive_attend_error(pages: LayerPages, q: Tensor, new: New, scale: float, out
 def naive_store_error(
     before: LayerPages, expected: LayerPages, got: LayerPages, k: Tensor, v: Tensor
 ) -> tuple[float, float]:
-    """The relative error of what a step packed, to what `naive.store` packed in `expected`, and the largest allowed."""
+    """The relative and the allowed error of what a step packed in `got`. `naive.store` packed `expected`."""
     rounded = on_cpu(before)
     narrow = [codec.transform.forward(x).to(k.dtype) for codec, x in ((rounded.key, k), (rounded.value, v))]
     key, value = (replace(codec, transform=Transform()) for codec in (rounded.key, rounded.value))
@@ -143,8 +146,10 @@ def naive_store_error(
 
 
 def _packed(pages: LayerPages) -> Tensor:
-    """What the tokens that a step packed decode to, [tokens, kv_heads, 2, d]. Where whole pages are quantized, those
-    are the tokens of the pages that it filled."""
+    """The decoded tokens that a step packed, [tokens, kv_heads, 2, d].
+
+    Where whole pages are quantized, these are the tokens of the pages that the step filled.
+    """
     step, group = pages.step, pages.windows.group
     tokens = [
         (row, token)
@@ -156,18 +161,18 @@ def _packed(pages: LayerPages) -> Tensor:
 
 
 def differing_share(before: Tensor, expected: Tensor, got: Tensor) -> float:
-    """How many integers differ from the expected ones, as a share of those that had to change."""
+    """The number of integers that differ from the expected ones, as a share of those that had to change."""
     return float((got != expected).sum() / (before != expected).sum().clamp_min(1))
 
 
-# --- errors
+# --- Errors.
 
 
 def relative_error(x: Tensor, exact: Tensor) -> float:
-    """Of all numbers together; 0 where there are none."""
+    """The norm of the error of all numbers over the norm of `exact`. 0 if there are no numbers."""
     return float((x.double() - exact.double()).norm() / exact.double().norm()) if exact.numel() else 0.0
 
 
 def allowed_error(rounded: Tensor, exact: Tensor) -> float:
-    """Twice that of the same maths in 16 bits. That may be 0, of a single stored token for example."""
+    """Twice the error of the same maths in 16 bits. The epsilon is for errors of 0, as of a single stored token."""
     return 2 * (relative_error(rounded, exact) + EPSILON)

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner, Result
 
-from kvfold import selftest
-from kvfold.bench.fits import random_codecs
+from kvfold.bench import selftest
+from kvfold.bench.random_fits import random_codecs
+from kvfold.bench.selftest import CASES, CPU_CASES, Case, Tokens
 from kvfold.cli import app
 from kvfold.layout import PageLayout
 from kvfold.ops.dispatch import HOPPER, Ops, choose
 from kvfold.ops.pages import LayerPages
 from kvfold.ops.restore import Restore
 from kvfold.recipes import RECIPES, parse
-from kvfold.selftest import CASES, CPU_CASES, Case, Tokens
 
 FEW = Tokens((130, 37), (5, 9))
 WINDOWS, PLAIN = Case("int2:sink=4,recent=40", 64, 2, 16, FEW), Case("saw-int4", 128, 3, 64, FEW)
