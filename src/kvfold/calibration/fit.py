@@ -13,8 +13,8 @@ import kvfold
 from kvfold.artifact import TEXT, Artifact, Fingerprint, Metadata, Provenance
 from kvfold.calibration.capture import capture
 from kvfold.calibration.statistics import Statistics
+from kvfold.calibration.text_overlap import passages
 from kvfold.geometry import Geometry
-from kvfold.overlap import blocks
 from kvfold.recipe import Recipe
 
 
@@ -45,7 +45,7 @@ def calibrate(
     tensors = {
         "key_mean": torch.stack([layer.k.mean for layer in statistics.layers]).float(),
         "value_mean": torch.stack([layer.v.mean for layer in statistics.layers]).float(),
-        TEXT: blocks(tokens),
+        TEXT: passages(tokens),
         **(into.tensors if into else {}),
     }
     for name, recipe in learning.items():

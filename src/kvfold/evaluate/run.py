@@ -12,6 +12,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 import kvfold
 from kvfold.artifact import TEXT, Artifact
+from kvfold.calibration.text_overlap import check_disjoint
 from kvfold.engines.transformers import cache
 from kvfold.evaluate.attention import diagnose
 from kvfold.evaluate.gsm8k import Problems, gsm8k
@@ -21,7 +22,6 @@ from kvfold.evaluate.report import REFERENCE, Report, Row
 from kvfold.evaluate.retrieval import Make, copy_accuracy, needle_accuracy
 from kvfold.evaluate.tasks import check_tasks, lm_eval_tasks
 from kvfold.geometry import Geometry
-from kvfold.overlap import check_disjoint
 from kvfold.recipe import Recipe
 from kvfold.recipes import parse
 
