@@ -21,6 +21,7 @@ from transformers import DynamicCache
 
 import kvfold
 from kvfold.artifact import TEXT, Artifact
+from kvfold.calibration.text_overlap import check_disjoint
 from kvfold.engines.transformers import PackedCache
 from kvfold.evaluate.attention import diagnose
 from kvfold.evaluate.gsm8k import gsm8k, read_problems
@@ -28,7 +29,6 @@ from kvfold.evaluate.logits import compare
 from kvfold.evaluate.needle import needle_suite
 from kvfold.files import append_rows
 from kvfold.models import load_model
-from kvfold.overlap import check_disjoint
 from kvfold.recipes import parse
 from kvfold.text import tokenize
 

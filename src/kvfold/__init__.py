@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from kvfold.engines.transformers import cache
     from kvfold.recipe import Recipe
     from kvfold.recipes import parse
+    from kvfold.version import __version__
 
-__version__ = "0.2.0.dev0"
-__all__ = ["Artifact", "Recipe", "cache", "calibrate", "parse"]
+__all__ = ["Artifact", "Recipe", "__version__", "cache", "calibrate", "parse"]
 
 _HOMES = {
     "Artifact": "kvfold.artifact",
@@ -19,6 +19,7 @@ _HOMES = {
     "cache": "kvfold.engines.transformers",
     "calibrate": "kvfold.calibration",
     "parse": "kvfold.recipes",
+    "__version__": "kvfold.version",
 }
 
 

@@ -26,13 +26,15 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from safetensors import SafetensorError
 
-from kvfold import __version__, hub
+from kvfold import hub
 from kvfold.files import claimed
+from kvfold.fitted import Fitted
 from kvfold.geometry import Geometry, example_configs
 from kvfold.models import EMBEDDED, embedded_folder, load_config, load_model, save_model
 from kvfold.recipe import Recipe
 from kvfold.recipes import RECIPES, parse
 from kvfold.text import draw, read_text, tokenize
+from kvfold.version import __version__
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown", add_completion=False
@@ -96,12 +98,13 @@ def recipes_(
     fitting, others = _fitting(geometry)
     rows: list[dict[str, Any]] = []
     for name, recipe in fitting.items():
-        layout = recipe.page_layouts(geometry)[0]
+        fitted = Fitted(recipe, geometry)
+        layout = fitted.page_layouts()[0]
         rows.append(
             {
                 "recipe": name,
-                "bits_per_element_2k": recipe.bits_per_element(geometry, 2048),
-                "bits_per_element_128k": recipe.bits_per_element(geometry, 131072),
+                "bits_per_element_2k": fitted.bits_per_element(2048),
+                "bits_per_element_128k": fitted.bits_per_element(131072),
                 "key_slot_bytes": layout.key.slot_bytes,
                 "value_slot_bytes": layout.value.slot_bytes,
                 "needs": "calibration" if recipe.learns else "means" if recipe.centre else "nothing",
@@ -148,11 +151,11 @@ def plan(
     geometry = Geometry.from_config(_config(model))
     budget = _bytes(memory)
     context = context or geometry.max_context or 32768
-    wide = RECIPES["bf16"].sequence_bytes(geometry, context)
+    wide = Fitted(RECIPES["bf16"], geometry).sequence_bytes(context)
     fitting, others = _fitting(geometry)
     rows: list[dict[str, Any]] = []
     for name, recipe in fitting.items():
-        per_request = recipe.sequence_bytes(geometry, context)
+        per_request = Fitted(recipe, geometry).sequence_bytes(context)
         rows.append(
             {
                 "recipe": name,
@@ -551,7 +554,7 @@ def kernels(
     panel = [parse(name) for name in recipe or run.default_recipes(head_dim)]
     geometry = Geometry("any", layers=1, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim)
     for each in panel:
-        each.check(geometry)
+        Fitted(each, geometry).check()
     shape = {"page": page, "head_dim": head_dim, "q_heads": q_heads, "kv_heads": kv_heads, "dtype": dtype}
     cases = run.cases(op, case, **shape)
     if explain:
@@ -599,7 +602,7 @@ def step(
     geometry = Geometry.from_config(config)
     panel = [parse(name) for name in recipe or run.default_recipes(geometry.head_dim)]
     for each in panel:
-        each.check(geometry)
+        Fitted(each, geometry).check()
     cases = [run.Case.parse(text) for text in case or run.CASES]
     rows = _rows("Timing", lambda advance: run.run(shape, config, cases, panel, page, advance), csv_file)
     if not _write_json(json_file, rows):
@@ -790,7 +793,7 @@ def _fitting(geometry: Geometry) -> tuple[dict[str, Recipe], list[str]]:
     fitting, others = {}, []
     for name, recipe in RECIPES.items():
         try:
-            recipe.check(geometry)
+            Fitted(recipe, geometry).check()
             fitting[name] = recipe
         except ValueError as error:
             others.append(f"{name} does not fit: {str(error).removeprefix(f'{name}: ')}")
@@ -802,7 +805,7 @@ def _check(model: str, panel: list[Recipe] | None = None, files: tuple[str | Pat
     _check_files(*files)
     geometry = Geometry.from_config(load_config(model))
     for recipe in panel or ():
-        recipe.check(geometry)
+        Fitted(recipe, geometry).check()
 
 
 def _check_files(*files: str | Path | None) -> None:
@@ -938,7 +941,7 @@ def _generate(
         pad_token_id=tokenizer.eos_token_id,
     )
     seconds, tokens = time.perf_counter() - start, packed.get_seq_length()
-    wide = parse("bf16").sequence_bytes(packed.geometry, tokens)
+    wide = Fitted(parse("bf16"), packed.geometry).sequence_bytes(tokens)
     err.print(
         f"{tokens} tokens in {packed.allocated_bytes / 2**10:,.0f} KiB of cache ({wide / 2**10:,.0f} in 16 bits), "
         f"{seconds:.1f} s",

@@ -8,13 +8,11 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationErr
 from torch import Tensor
 
 from kvfold.codec import Codec
-from kvfold.geometry import Geometry
-from kvfold.layout import PageLayout, SlotLayout, raw_slot
+from kvfold.layout import SlotLayout
 from kvfold.transforms import Rotation, Transform
 from kvfold.windows import Windows
 
 if TYPE_CHECKING:
-    from kvfold.artifact import Artifact
     from kvfold.calibration.statistics import LayerStatistics
     from kvfold.rope import Rope
 
@@ -24,8 +22,8 @@ Fit = Mapping[str, Tensor]  # what calibration found for one layer, by name; fir
 
 
 class Recipe(BaseModel):
-    """What every recipe has. A method is a subclass that adds its own options and says what its layouts and rotations
-    are, and, where it learns from calibration, how they are fitted."""
+    """What every recipe has. A method is a subclass. It adds its own options and says what its layouts and rotations
+    are. Where it learns from calibration, it says how."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     options: ClassVar[tuple[str, ...]] = ("sink", "recent", "centre", "skip")
@@ -48,9 +46,9 @@ class Recipe(BaseModel):
         return None, None
 
     def fit(self, layer: "LayerStatistics", rope: "Rope", means: tuple[Tensor | None, Tensor | None]) -> Fit:
-        """What the method learns from a layer's statistics; `means` float64[kv_heads, head_dim] of keys and values are
-        None where nothing is centred. `key_clip`, `value_clip`, `key_centroids` and `value_centroids` go to the codecs
-        as they are, every other name is read by the method itself. `fit_tensors` lists all names."""
+        """What the method learns from a layer's statistics. `means` are those of keys and of values,
+        float64[kv_heads, head_dim], or None where nothing is centred. `key_clip`, `value_clip`, `key_centroids` and
+        `value_centroids` go to the codecs. The method reads every other name itself. `fit_tensors` lists all names."""
         return {}
 
     @property
@@ -67,13 +65,13 @@ class Recipe(BaseModel):
     def windows(self) -> Windows:
         return Windows(self.sink, self.recent)
 
-    def codecs(self, head_dim: int, fit: Fit, wide: torch.dtype = torch.bfloat16) -> tuple[Codec, Codec]:
+    def codecs(self, head_dim: int, fit: Fit, raw_dtype: torch.dtype = torch.bfloat16) -> tuple[Codec, Codec]:
         """The key and value codec of a layer that is not skipped."""
         key, value = (
             Codec(
                 layout,
                 Transform(fit.get(f"{side}_mean") if self.centre else None, rotation),
-                wide,
+                raw_dtype,
                 float(fit[f"{side}_clip"]) if f"{side}_clip" in fit else None,
                 fit.get(f"{side}_centroids"),
             )
@@ -82,66 +80,6 @@ class Recipe(BaseModel):
             )
         )
         return key, value
-
-    def layer_codecs(
-        self, layer: int, head_dim: int, fit: Fit, wide: torch.dtype = torch.bfloat16
-    ) -> tuple[Codec, Codec]:
-        """The codecs of one layer: 16 bits where it is skipped, else the method's own."""
-        if layer in self.skip:
-            raw = Codec(raw_slot(head_dim), wide=wide)
-            return raw, raw
-        return self.codecs(head_dim, fit, wide)
-
-    def model_codecs(
-        self, geometry: Geometry, artifact: "Artifact | None", wide: torch.dtype, device: torch.device | str
-    ) -> list[tuple[Codec, Codec]]:
-        """The codecs of all layers, fitted by the artifact if there is one."""
-        codecs = []
-        for layer in range(geometry.layers):
-            fit = artifact.fit(self, layer) if artifact is not None else {}
-            key, value = self.layer_codecs(layer, geometry.head_dim, fit, wide)
-            codecs.append((key.to(device), value.to(device)))
-        return codecs
-
-    def page_layouts(
-        self, geometry: Geometry, page_size: int | None = None, artifact: "Artifact | None" = None
-    ) -> list[PageLayout]:
-        """The layouts of all layers. With the artifact that the recipe will run with they are exact; a method whose
-        layout is not known before calibration gives its nominal one without."""
-        if self.skip and max(self.skip) >= geometry.layers:
-            raise ValueError(f"{self}: the model has layers 0 to {geometry.layers - 1}")
-        fits = [artifact.fit(self, layer) if artifact is not None else {} for layer in range(geometry.layers)]
-        raw, layouts = raw_slot(geometry.head_dim), []
-        try:
-            for layer, fit in enumerate(fits):
-                key, value = (raw, raw) if layer in self.skip else self.layouts(geometry.head_dim, fit)
-                layouts.append(PageLayout(key, value, page_size or self.page_size))
-        except ValueError as error:
-            raise ValueError(f"{self.name}: {error}") from None
-        return layouts
-
-    def check(self, geometry: Geometry) -> None:
-        """Refuse a model that this recipe does not fit."""
-        self.page_layouts(geometry)
-
-    def sequence_bytes(
-        self, geometry: Geometry, context: int, page_size: int | None = None, artifact: "Artifact | None" = None
-    ) -> int:
-        """Bytes that one sequence of `context` tokens occupies: its pages, and the shadow pages of its windows."""
-        layouts = self.page_layouts(geometry, page_size, artifact)
-        return geometry.kv_heads * sum(self._layer_bytes(layout, context) for layout in layouts)
-
-    def _layer_bytes(self, layout: PageLayout, context: int) -> int:
-        raw = PageLayout(raw_slot(layout.key.dims), raw_slot(layout.value.dims), layout.page_size)
-        shadows = layout.windows(self.windows).pages(0, context, layout.page_size)
-        return -(-context // layout.page_size) * layout.page_bytes + len(shadows) * raw.page_bytes
-
-    def bits_per_element(
-        self, geometry: Geometry, context: int, page_size: int | None = None, artifact: "Artifact | None" = None
-    ) -> float:
-        """Allocated bits for each number that a sequence of `context` tokens caches."""
-        size = self.sequence_bytes(geometry, context, page_size, artifact)
-        return 8 * size / (geometry.elements_per_token * context)
 
     def with_options(self, options: dict[str, Any]) -> Self:
         """This recipe with other options, which may be text: {"order": "64", "centre": "false", "skip": "0+29"}."""

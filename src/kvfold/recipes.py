@@ -8,7 +8,7 @@ from kvfold.methods.hessian import Hessian
 from kvfold.methods.integers import Integers
 from kvfold.methods.kitty import Kitty
 from kvfold.methods.kivi import Kivi
-from kvfold.methods.kmeans import KMeans, KMeansSaw
+from kvfold.methods.kmeans_residuals import KMeans, KMeansSaw
 from kvfold.methods.oscar import Oscar
 from kvfold.methods.quarot import QuaRot
 from kvfold.methods.saw import Saw

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvfold.calibration.capture import SAMPLES, _spread, capture, collect
-from kvfold.calibration.rope import probe
+from kvfold.calibration.rope_probe import probe
 from kvfold.calibration.statistics import FIRST_TOKENS, PROMPT
 from kvfold.geometry import UnsupportedModel
 

@@ -130,7 +130,7 @@ def test_a_folder_that_is_no_artifact(tmp_path):
 
 def random_plan(recipe):
     recipe = parse(recipe)
-    codecs = [recipe.layer_codecs(0, DIMS, fitted(str(recipe), DIMS, KV_HEADS))]
+    codecs = [recipe.codecs(DIMS, fitted(str(recipe), DIMS, KV_HEADS))]
     geometry = Geometry("any", 1, KV_HEADS * RATIO, KV_HEADS, DIMS)
     return Plan(recipe, geometry, KV_HEADS, RATIO, codecs, PAGE, torch.bfloat16, torch.device("cpu"))
 

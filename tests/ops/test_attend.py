@@ -16,6 +16,8 @@ from random_layers import fitted
 from torch import Tensor
 
 from kvfold.codec import Codec
+from kvfold.fitted import Fitted
+from kvfold.geometry import Geometry
 from kvfold.layout import (
     PageLayout,
     Segment,
@@ -49,8 +51,9 @@ pytestmark = pytest.mark.usefixtures("_poisoned_memory")
 @functools.cache
 def codecs(recipes: str, dims: int, kv_heads: int, wide: torch.dtype = torch.bfloat16) -> tuple[Codec, Codec]:
     """Of one recipe, or keys as in the first of two and values as in the second: "int8 / bf16"."""
+    geometry = Geometry("any", 1, kv_heads, kv_heads, dims)
     both = [
-        parse(text).layer_codecs(LAYER, dims, fitted(text, dims, kv_heads), wide)[side].to(DEVICE)
+        Fitted(parse(text), geometry, [fitted(text, dims, kv_heads)]).layer_codecs(LAYER, wide)[side].to(DEVICE)
         for side, text in enumerate((recipes.split(" / ") * 2)[:2])
     ]
     return both[0], both[1]

@@ -14,6 +14,8 @@ import torch
 from random_layers import fitted
 
 from kvfold.codec import Codec
+from kvfold.fitted import Fitted
+from kvfold.geometry import Geometry
 from kvfold.layout import PageLayout, affine_slot, codebook_slot
 from kvfold.packing import unpack
 from kvfold.paged import PagedCache
@@ -42,7 +44,6 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     page_size: int = 4
     kv_heads: int = 2
-    layer: int = 0
     centred: bool = True
 
     @property
@@ -52,7 +53,8 @@ class Case:
     @cached_property
     def codecs(self) -> tuple[Codec, Codec]:
         fit = fitted(self.recipe, self.dims, self.kv_heads, self.centred)
-        return parse(self.recipe).layer_codecs(self.layer, self.dims, fit, self.dtype)
+        geometry = Geometry("any", 1, self.kv_heads, self.kv_heads, self.dims)
+        return Fitted(parse(self.recipe), geometry, [fit]).layer_codecs(0, self.dtype)
 
     def __str__(self) -> str:
         return f"{self.recipe}-d{self.dims}-{str(self.dtype)[6:]}-page{self.page_size}"

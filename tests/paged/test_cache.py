@@ -17,6 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from random_layers import random_layer
 
 from kvfold.codec import Codec
+from kvfold.fitted import Fitted
+from kvfold.geometry import Geometry
 from kvfold.layout import SlotLayout, affine_slot, channel_slot, raw_slot
 from kvfold.ops.attend import blocked, naive
 from kvfold.ops.store.naive import store
@@ -87,9 +89,10 @@ class Setup:
         return dict(fit) if key_mean is None else {"key_mean": key_mean, "value_mean": value_mean, **fit}
 
     def codecs(self) -> list[tuple[Codec, Codec]]:
+        geometry = Geometry("any", LAYERS, self.kv_heads, self.kv_heads, self.dims)
+        fits = [self.fit(layer) for layer in range(LAYERS)]
         result = []
-        for layer in range(LAYERS):
-            key, value = self.parsed.layer_codecs(layer, self.dims, self.fit(layer), self.wide)
+        for key, value in Fitted(self.parsed, geometry, fits).codecs(self.wide, "cpu"):
             if self.value_by_channel:
                 value = Codec(channel_slot(self.dims, 4), value.transform, self.wide)
             elif self.value_bits is not None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvfold.artifact import TEXT, Artifact, Fingerprint, Metadata, Provenance
 from kvfold.codec import Codec
+from kvfold.fitted import Fitted
 from kvfold.geometry import Geometry
 from kvfold.recipe import Fit, Recipe
 from kvfold.rope import Rope
@@ -21,7 +22,9 @@ def random_codecs(
     recipe: Recipe, head_dim: int, q_heads: int, kv_heads: int, raw_dtype: torch.dtype, layer: int = 0
 ) -> tuple[Codec, Codec]:
     """The codecs of a layer. All layers are fitted to the same states."""
-    return recipe.layer_codecs(layer, head_dim, _fit(recipe, head_dim, q_heads, kv_heads), raw_dtype)
+    geometry = Geometry("any", layer + 1, q_heads, kv_heads, head_dim)
+    fits = [_fit(recipe, head_dim, q_heads, kv_heads)] * geometry.layers
+    return Fitted(recipe, geometry, fits).layer_codecs(layer, raw_dtype)
 
 
 def random_artifact(config: Mapping[str, Any], recipes: Sequence[Recipe], folded: bool = False) -> Artifact:

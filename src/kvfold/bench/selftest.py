@@ -24,7 +24,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvfold import __version__
 from kvfold.bench.expected_ops import (
     allowed_error,
     differing_share,
@@ -44,6 +43,7 @@ from kvfold.ops.store import naive
 from kvfold.paged import PagedCache
 from kvfold.recipe import Recipe
 from kvfold.recipes import parse
+from kvfold.version import __version__
 
 TIES = 0.02  # the share of stored numbers that may differ: sums in another order can round to the next code
 MOST_PAIRS = 2**23  # query-token pairs of a step, above which attention is not checked: the definition is too slow

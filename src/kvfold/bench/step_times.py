@@ -31,6 +31,7 @@ from kvfold.bench.model_steps import (
     with_layers,
 )
 from kvfold.engines.transformers import PackedCache
+from kvfold.fitted import Fitted
 from kvfold.geometry import Geometry
 from kvfold.layout import PageLayout
 from kvfold.ops.dispatch import choose
@@ -148,7 +149,7 @@ def run(
 
 
 def _check(recipe: Recipe, geometry: Geometry, page: int, device: torch.device) -> None:
-    recipe.check(geometry)
+    Fitted(recipe, geometry).check()
     for layer in range(geometry.layers):
         key, value = layer_codecs(recipe, geometry, layer, torch.bfloat16)
         ops = choose(PageLayout(key.layout, value.layout, page), geometry.q_heads // geometry.kv_heads, device)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvfold.calibration.rope import probe
+from kvfold.calibration.rope_probe import probe
 from kvfold.calibration.statistics import LayerStatistics, Statistics
 from kvfold.calibration.tap import Seen, tapped
 from kvfold.geometry import UnsupportedModel

@@ -9,13 +9,14 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-import kvfold
 from kvfold.artifact import TEXT, Artifact, Fingerprint, Metadata, Provenance
 from kvfold.calibration.capture import capture
 from kvfold.calibration.statistics import Statistics
+from kvfold.calibration.text_overlap import passages
+from kvfold.fitted import Fitted
 from kvfold.geometry import Geometry
-from kvfold.overlap import blocks
 from kvfold.recipe import Recipe
+from kvfold.version import __version__
 
 
 def calibrate(
@@ -36,7 +37,7 @@ def calibrate(
     """
     geometry = Geometry.from_config(model.config.to_dict())
     for recipe in recipes:
-        recipe.check(geometry)
+        Fitted(recipe, geometry).check()
     fingerprint, provenance = Fingerprint.of(model), _provenance(tokens, context, seed)
     if into is not None and (into.metadata.model, into.metadata.calibration) != (fingerprint, provenance):
         raise ValueError("the artifact to add to is of another model, text or version; write to another folder")
@@ -45,7 +46,7 @@ def calibrate(
     tensors = {
         "key_mean": torch.stack([layer.k.mean for layer in statistics.layers]).float(),
         "value_mean": torch.stack([layer.v.mean for layer in statistics.layers]).float(),
-        TEXT: blocks(tokens),
+        TEXT: passages(tokens),
         **(into.tensors if into else {}),
     }
     for name, recipe in learning.items():
@@ -68,7 +69,7 @@ def _provenance(tokens: Tensor, context: int, seed: int | None) -> Provenance:
 
 def versions() -> dict[str, str]:
     """Of what decides the numbers."""
-    return {module.__name__: module.__version__ for module in (kvfold, torch, transformers)}
+    return {"kvfold": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
 
 
 def fit_layers(recipe: Recipe, statistics: Statistics) -> dict[str, Tensor]:

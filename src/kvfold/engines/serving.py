@@ -12,17 +12,18 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from kvfold import __version__
 from kvfold.artifact import Artifact
 from kvfold.codec import Codec, sixteen_bit
 from kvfold.engines.shadow_table import shadows_needed
 from kvfold.engines.start import ARTIFACT, RECIPE
+from kvfold.fitted import Fitted
 from kvfold.geometry import Geometry
 from kvfold.layout import PageLayout, raw_slot
 from kvfold.ops.dispatch import Ops, check_dtype, choose
 from kvfold.ops.pages import Batch, LayerPages, Step
 from kvfold.recipe import Recipe
 from kvfold.recipes import parse
+from kvfold.version import __version__
 from kvfold.windows import Windows
 
 WARM_UP = (1, 2, 4, 8, 16, 32, 64, 128, 8192)  # tokens of a request for which steps run different kernels
@@ -88,14 +89,14 @@ class Plan:
                 f"{recipe} needs an artifact of the model: run `kvfold calibrate MODEL --recipe {recipe.fitted_as} "
                 "--out DIR`" + ("" if recipe.learns else ", or use centre=false")
             )
-        for layout in recipe.page_layouts(geometry, page_size, artifact):
+        for layout in Fitted.of(recipe, geometry, artifact).page_layouts(page_size):
             if layout.per_page:
                 raise ValueError(f"{recipe} quantizes whole pages, which cannot be served yet: only token-wise recipes")
         parts = min(ranks, geometry.kv_heads)
         if artifact is not None and parts > 1:
             artifact = artifact.shard(rank * parts // ranks, parts)
         wide = sixteen_bit(dtype)
-        codecs = recipe.model_codecs(geometry, artifact, wide, device)
+        codecs = Fitted.of(recipe, geometry, artifact).codecs(wide, device)
         heads = geometry.kv_heads // parts, geometry.q_heads // max(ranks, geometry.kv_heads)
         plan = cls(recipe, geometry, *heads, codecs, page_size, wide, torch.device(device))
         for ops in plan.ops if plan.device.type == "cuda" else ():

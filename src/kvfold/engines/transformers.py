@@ -19,6 +19,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from kvfold.artifact import Artifact, Fingerprint
 from kvfold.calibration.automatic import calibrate_automatically
 from kvfold.codec import Codec, sixteen_bit
+from kvfold.fitted import Fitted
 from kvfold.geometry import Geometry, UnsupportedModel
 from kvfold.models import load_tokenizer
 from kvfold.ops.dispatch import check_dtype, choose
@@ -42,7 +43,7 @@ def cache(
     """
     recipe = parse(recipe) if isinstance(recipe, str) else recipe
     geometry = Geometry.from_config(model.config.to_dict())
-    pages = recipe.page_layouts(geometry)  # refuses a model that the recipe does not fit
+    pages = Fitted(recipe, geometry).page_layouts()  # refuses a model that the recipe does not fit
     if page_size not in (None, recipe.page_size) and any(page.per_page for page in pages):
         raise ValueError(f"{recipe} quantizes pages of {recipe.page_size} tokens as a whole, so page_size is given")
     ratio = geometry.q_heads // geometry.kv_heads
@@ -60,7 +61,7 @@ def cache(
     elif recipe.centre or recipe.learns:
         artifact = _calibrate_once(model, recipe)
     wide = sixteen_bit(model.dtype)
-    codecs = recipe.model_codecs(geometry, artifact, wide, model.device)
+    codecs = Fitted.of(recipe, geometry, artifact).codecs(wide, model.device)
     return PackedCache(recipe, geometry, codecs, wide, model.device, page_size or recipe.page_size)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvfold.calibration.capture import collect
-from kvfold.calibration.rope import probe
+from kvfold.calibration.rope_probe import probe
 from kvfold.codec import Codec
 from kvfold.engines.transformers import PackedCache
 from kvfold.rope import Rope

@@ -12,6 +12,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 import kvfold
 from kvfold.artifact import TEXT, Artifact
+from kvfold.calibration.text_overlap import check_disjoint
 from kvfold.engines.transformers import cache
 from kvfold.evaluate.attention import diagnose
 from kvfold.evaluate.gsm8k import Problems, gsm8k
@@ -20,8 +21,8 @@ from kvfold.evaluate.needle import hide, needle_suite
 from kvfold.evaluate.report import REFERENCE, Report, Row
 from kvfold.evaluate.retrieval import Make, copy_accuracy, needle_accuracy
 from kvfold.evaluate.tasks import check_tasks, lm_eval_tasks
+from kvfold.fitted import Fitted
 from kvfold.geometry import Geometry
-from kvfold.overlap import check_disjoint
 from kvfold.recipe import Recipe
 from kvfold.recipes import parse
 
@@ -117,12 +118,13 @@ def _row(
     copied: float,
     needles: dict[str, float],
 ) -> Row:
-    fitted = artifact if recipe.learns else None  # without it, the layouts of a short calibration are unknown here
-    layout = recipe.page_layouts(geometry, artifact=fitted)[0]
+    # without an artifact, the layouts of a short calibration are not known here
+    fitted = Fitted.of(recipe, geometry, artifact if recipe.learns else None)
+    layout = fitted.page_layouts()[0]
     return Row(
         recipe=str(recipe),
-        bits_per_element_2k=recipe.bits_per_element(geometry, 2048, artifact=fitted),
-        bits_per_element_128k=recipe.bits_per_element(geometry, 131072, artifact=fitted),
+        bits_per_element_2k=fitted.bits_per_element(2048),
+        bits_per_element_128k=fitted.bits_per_element(131072),
         slot_bytes=layout.key.slot_bytes + layout.value.slot_bytes,
         perplexity=scores.perplexity,
         kl=scores.kl,

@@ -9,8 +9,8 @@ from pydantic import NonNegativeInt
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from kvfold.allocation import allocate
 from kvfold.layout import SlotLayout, codebook_slot, mixed_slot
+from kvfold.methods.allocation import allocate
 from kvfold.methods.turboquant import TurboQuant
 from kvfold.recipe import Fit
 from kvfold.transforms import Matrix, Rotation, random_rotation

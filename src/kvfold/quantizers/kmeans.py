@@ -12,7 +12,7 @@ TINY = torch.finfo(torch.float64).tiny
 
 
 def fit(x: Tensor, centroids: int, seed: int, iterations: int = 10) -> Tensor:
-    """float[n, m] -> float32[centroids, m], at most `iterations` steps from the seeds that the number `seed` gives."""
+    """float[n, m] -> float32[centroids, m], at most `iterations` of Lloyd, from the centroids that `seed` draws."""
     if not 1 <= centroids <= len(x):
         raise ValueError(f"{len(x)} vectors have 1 to {len(x)} centroids, not {centroids}")
     if not x.sum(dtype=torch.float64).isfinite():

@@ -7,7 +7,7 @@ import torch
 from pydantic import TypeAdapter
 
 from kvfold.calibration import tap
-from kvfold.calibration.rope import probe
+from kvfold.calibration.rope_probe import probe
 from kvfold.calibration.tap import Seen
 from kvfold.geometry import UnsupportedModel
 from kvfold.rope import Rope

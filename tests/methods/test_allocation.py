@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfold.allocation import allocate
+from kvfold.methods.allocation import allocate
 
 score_lists = st.lists(st.floats(0, 1e6), min_size=1, max_size=4)
 

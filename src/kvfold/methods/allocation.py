@@ -11,10 +11,10 @@ from torch import Tensor
 def allocate(scores: Sequence[float] | Tensor, budget_bits: int, widths: Sequence[int] = range(1, 9)) -> list[int]:
     """The width b_i of each block such that Σ s_i·4^(−b_i) is small and Σ b_i is at most `budget_bits`.
 
-    Every block starts at the least width. Then, one step at a time, the block that gains most per bit goes to its next
-    width b', where s_i·(4^(−b) − 4^(−b'))/(b' − b) is the gain; ties go to the lowest index. For widths one apart
-    that is ¾·s_i·4^(−b): the budget is spent in full and the sum is the least possible. Between widths further apart,
-    a block whose next step no longer fits stays where it is, and a few bits may be left over.
+    Every block starts at the least width. Then, again and again, the block that gains most per bit goes to its next
+    width b'. The gain is s_i·(4^(−b) − 4^(−b'))/(b' − b); ties go to the lowest index. For widths one apart the gain is
+    ¾·s_i·4^(−b): the budget is spent in full, and the sum is the least possible. For widths further apart, a block
+    whose next width no longer fits keeps its width, and a few bits may be left over.
     """
     weights = [float(score) for score in scores]
     if not all(0 <= weight < math.inf for weight in weights):

@@ -1,0 +1,7 @@
+"""Artifacts: what calibration found, for which model; a folder with kvfold.json and tensors.safetensors."""
+
+from kvfold.artifact.artifact import TEXT, Artifact, push
+from kvfold.artifact.fingerprint import Fingerprint, digest_model
+from kvfold.artifact.metadata import SCHEMA, Metadata, Provenance
+
+__all__ = ["SCHEMA", "TEXT", "Artifact", "Fingerprint", "Metadata", "Provenance", "digest_model", "push"]

@@ -1,0 +1,160 @@
+"""Artifact: what calibration found, with the model it belongs to, in memory, in a folder and on the Hub."""
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from kvfold import hub
+from kvfold.artifact.fit_tensors import check_fit
+from kvfold.artifact.metadata import SCHEMA, Metadata, Shard, read
+from kvfold.files import write_whole
+from kvfold.recipe import Recipe
+from kvfold.recipes import parse
+
+METADATA, TENSORS = "kvfold.json", "tensors.safetensors"
+TEXT = "text"
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """Means for any recipe that centres, and what was fitted for the recipes that learn more.
+
+    Tensors are [layers, kv_heads or 1, …]: `key_mean` and `value_mean`, and `RECIPE/NAME` per name of a recipe's fit.
+    `text` holds hashes, by which evaluation recognises text that was calibrated on.
+    """
+
+    metadata: Metadata
+    tensors: dict[str, Tensor]
+
+    def __post_init__(self) -> None:
+        model, shard = self.metadata.model, self.metadata.shard
+        kv_heads = model.kv_heads // shard.ranks if shard else model.kv_heads
+        shape = (model.layers, kv_heads, model.head_dim)
+        for name in ("key_mean", "value_mean"):
+            tensor = self.tensors.get(name)
+            if tensor is None or tensor.shape != shape or tensor.dtype != torch.float32:
+                found = "missing" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+                raise ValueError(f"{name} must be finite float32 of shape {shape}; it is {found}")
+        for name, tensor in self.tensors.items():
+            if not torch.isfinite(tensor).all():
+                raise ValueError(f"{name} must be finite")
+            recipe, slash, _ = name.rpartition("/")
+            if slash and recipe not in self.metadata.recipes:
+                raise ValueError(f"{name} belongs to none of the recipes")
+            if slash:
+                check_fit(name, tensor, *shape)
+            elif name not in ("key_mean", "value_mean", TEXT):
+                raise ValueError(f"unknown tensor {name}")
+        text = self.tensors.get(TEXT)
+        if text is None or text.dtype != torch.int64 or text.ndim != 1:
+            raise ValueError(f"{TEXT} must be the hashes of the text that was calibrated on, int64 of one dimension")
+        for recipe in self.metadata.recipes:
+            if not any(name.startswith(f"{recipe}/") for name in self.tensors):
+                raise ValueError(f"there is no tensor of {recipe}")
+
+    def _try_recipes(self) -> None:
+        """Refuse tensors that a recipe cannot work with, before it does."""
+        kv_heads, head_dim = self.tensors["key_mean"].shape[1:]
+        for name in self.metadata.recipes:
+            try:
+                for codec in parse(name).codecs(head_dim, self.fit(parse(name), 0)):
+                    codec.transform.inverse(codec.transform.forward(torch.zeros(1, kv_heads, head_dim)))
+            except (KeyError, IndexError, RuntimeError) as error:
+                raise ValueError(f"the tensors of {name} are not what it needs: {error}") from None
+
+    def fit(self, recipe: Recipe, layer: int) -> dict[str, Tensor]:
+        """The tensors of one layer that a recipe asks for, by name."""
+        if recipe.learns and recipe.fitted_as not in self.metadata.recipes:
+            has = ", ".join(self.metadata.recipes) or "means alone"
+            raise ValueError(
+                f"the artifact was not calibrated for {recipe.fitted_as}, it holds {has}: "
+                f"run `kvfold calibrate MODEL --recipe {recipe.fitted_as} --out DIR`"
+            )
+        own = {name.rpartition("/"): tensor for name, tensor in self.tensors.items()}
+        fit = {name: tensor[layer] for (of, _, name), tensor in own.items() if of == recipe.fitted_as}
+        return {"key_mean": self.tensors["key_mean"][layer], "value_mean": self.tensors["value_mean"][layer], **fit}
+
+    def shard(self, rank: int, ranks: int) -> "Artifact":
+        """The part of one of `ranks` ranks: an equal share of the KV heads, in order. Several ranks cannot share the
+        centroids of k-means, so that recipes with centroids are left out."""
+        kv_heads = self.metadata.model.kv_heads
+        if self.metadata.shard or not 0 <= rank < ranks or kv_heads % ranks:
+            raise ValueError(f"{kv_heads} KV heads have no part {rank} of {ranks} equal ones")
+        # the nearest centroid depends on all KV heads of a token, and no rank has them all
+        joint = (
+            {name.rpartition("/")[0] for name in self.tensors if name.endswith("_centroids")} if ranks > 1 else set()
+        )
+        recipes = tuple(name for name in self.metadata.recipes if name not in joint)
+        tensors = {
+            name: tensor.chunk(ranks, dim=1)[rank].contiguous() if name != TEXT and tensor.shape[1] > 1 else tensor
+            for name, tensor in self.tensors.items()
+            if name.rpartition("/")[0] not in joint
+        }
+        shard = Shard(rank=rank, ranks=ranks)
+        return Artifact(self.metadata.model_copy(update={"shard": shard, "recipes": recipes}), tensors)
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = save({name: tensor.contiguous() for name, tensor in self.tensors.items()})
+        front = {"schema_version": SCHEMA, "tensors_sha256": hashlib.sha256(tensors).hexdigest()}
+        metadata = json.dumps({**front, **self.metadata.model_dump(mode="json")}, indent=2) + "\n"
+        write_whole(folder, {TENSORS: tensors, METADATA: metadata.encode()})
+
+    @classmethod
+    def load(cls, where: str | Path) -> Self:
+        """From a folder, or by its id from the Hub."""
+        folder = Path(where)
+        if not folder.exists() and HUB_ID.fullmatch(str(where)):
+            folder = _download(str(where))
+        try:
+            text, content = (folder / METADATA).read_bytes(), (folder / TENSORS).read_bytes()
+        except FileNotFoundError as error:
+            raise ValueError(f"{folder} is no artifact: there is no {Path(error.filename).name} in it") from None
+        except OSError as error:
+            raise ValueError(f"{folder} is no artifact: {error.filename}: {error.strerror}") from None
+        saved = read(folder / METADATA, text)
+        if hashlib.sha256(content).hexdigest() != saved.tensors_sha256:
+            raise ValueError(
+                f"{folder / TENSORS} is damaged, or not the one that {METADATA} was written with: "
+                "its SHA-256 is not tensors_sha256; copy the artifact again, or calibrate again"
+            )
+        try:
+            metadata = Metadata(**{field: getattr(saved, field) for field in Metadata.model_fields})
+            artifact = cls(metadata, load(content))
+            artifact._try_recipes()
+        except (SafetensorError, ValueError) as error:
+            raise ValueError(f"{folder / TENSORS} is not valid: {error}") from None
+        return artifact
+
+
+def _download(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        with hub.asked():
+            return Path(snapshot_download(hub_id, allow_patterns=[METADATA, TENSORS]))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{hub_id} is neither a folder nor what the Hugging Face Hub gives: {hub.why(error)}"
+        ) from None
+
+
+def push(folder: Path, hub_id: str, private: bool = False) -> str:
+    """Upload a saved artifact to the Hub; returns its address there."""
+    from huggingface_hub import HfApi
+
+    Artifact.load(folder)  # what is not valid here would not be there
+    if hub.silent():
+        raise OSError(f"cannot push to {hub_id}: {hub.unreachable()}")
+    api = HfApi()
+    api.create_repo(hub_id, private=private, exist_ok=True)
+    return str(api.upload_folder(repo_id=hub_id, folder_path=folder, allow_patterns=[METADATA, TENSORS]))

@@ -1,0 +1,131 @@
+"""Fingerprint: which model an artifact belongs to, from a loaded model or from its files."""
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from pydantic import BaseModel, ConfigDict, model_validator
+from safetensors import safe_open
+from torch import Tensor
+
+from kvfold.geometry import Geometry, text_config
+from kvfold.models import weight_files
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+DIGESTED = 256  # numbers per parameter that are hashed
+PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # not quantized
+
+Digests = Mapping[str, str]  # of parameters by name: see `_digest`
+
+
+class Strict(BaseModel):
+    """A part of kvfold.json."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Fingerprint(Strict):
+    """What tells one model from another. Only its language model counts: all that is cached comes from there."""
+
+    model_type: str
+    layers: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    rope: dict[str, Any]
+    weights: Digests  # of the decoder's parameters, by their names in it
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        Geometry(self.model_type, self.layers, self.q_heads, self.kv_heads, self.head_dim)
+        return self
+
+    @classmethod
+    def of(cls, model: "PreTrainedModel") -> Self:
+        weights = {
+            name: _digest(parameter.shape, parameter.flatten()[:DIGESTED])
+            for name, parameter in model.get_decoder().named_parameters()
+            if parameter.dtype in PLAIN.values() and parameter.ndim <= 2
+        }
+        return cls(**cls.shape(model.config.to_dict()), weights=weights)
+
+    @staticmethod
+    def shape(config: Mapping[str, Any]) -> dict[str, Any]:
+        """All fields but the weights, from a configuration."""
+        geometry, text = Geometry.from_config(config), text_config(config)
+        return {
+            "layers": geometry.layers,
+            "q_heads": geometry.q_heads,
+            "kv_heads": geometry.kv_heads,
+            "head_dim": geometry.head_dim,
+            "model_type": text.get("model_type", ""),
+            # without the older name of rope_type, which some engines add
+            "rope": {name: value for name, value in text.get("rope_parameters", {}).items() if name != "type"},
+        }
+
+    def check(self, model: "PreTrainedModel") -> None:
+        """Refuse another model, naming what differs."""
+        self._compare(Fingerprint.of(model).model_dump())
+
+    def check_files(self, config: Mapping[str, Any], weights: Digests | None) -> None:
+        """The same for a model that is not loaded: its configuration, as transformers has it, and `digest_model`."""
+        self._compare({**self.shape(config), "weights": weights or {}})
+
+    def _compare(self, other: Mapping[str, Any]) -> None:
+        for field, theirs in other.items():
+            if field != "weights" and (mine := getattr(self, field)) != theirs:
+                raise ValueError(
+                    f"the artifact was made for another model: its {field} is {mine}, the model's is {theirs}"
+                )
+        if changed := self._changed(other["weights"]):
+            raise ValueError(
+                f"the artifact was made for another model: its weights are others, {changed} among them "
+                "(folding makes another model, with an artifact of its own)"
+            )
+
+    def _changed(self, theirs: Digests) -> str | None:
+        """The name of a parameter that both have and that differs.
+
+        Theirs may have more tensors. Their names may have a prefix, such as `model.` or `language_model.model.`: it is
+        the one with which most of our names are found.
+        """
+        fronts = Counter[str]()
+        for name in theirs:
+            parts = name.split(".")
+            fronts.update(
+                name.removesuffix(end) for i in range(len(parts)) if (end := ".".join(parts[i:])) in self.weights
+            )
+        for front, _ in fronts.most_common(1):
+            for name, digest in self.weights.items():
+                if theirs.get(front + name, digest) != digest:
+                    return name
+        return None
+
+
+def _digest(shape: Sequence[int], numbers: Tensor) -> str:
+    """Of a parameter's shape and first numbers, in bfloat16: a model that is converted to 16 bits keeps it."""
+    first = numbers.detach().to("cpu", torch.bfloat16).view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(f"{tuple(shape)} ".encode() + first).hexdigest()[:16]
+
+
+def digest_model(name: str) -> Digests | None:
+    """The tensors in the files of a model on this machine, by their names there; None where there are none.
+
+    Quantized tensors are left out. So are stacks of experts, which transformers transposes when it loads them.
+    """
+    digests = {}
+    for file in weight_files(name):
+        with safe_open(file, framework="pt") as tensors:
+            for tensor in tensors.keys():  # noqa: SIM118
+                part = tensors.get_slice(tensor)
+                shape = part.get_shape()
+                if part.get_dtype() in PLAIN and len(shape) <= 2:
+                    rows = -(-DIGESTED // max(1, math.prod(shape[1:])))
+                    numbers = part[:rows] if shape else tensors.get_tensor(tensor)
+                    digests[tensor] = _digest(shape, numbers.flatten()[:DIGESTED])
+    return digests or None

@@ -1,0 +1,86 @@
+"""Metadata: what kvfold.json says of an artifact, and how it is read."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import NonNegativeInt, PositiveInt, StringConstraints, ValidationError, model_validator
+
+from kvfold.artifact.fingerprint import Fingerprint, Strict
+from kvfold.recipes import parse
+from kvfold.rope import Rope
+
+SCHEMA = 3
+
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+
+
+class Provenance(Strict):
+    """The text that was calibrated on, and with what."""
+
+    tokens_sha256: Sha256
+    tokens: PositiveInt
+    context: PositiveInt
+    seed: NonNegativeInt | None  # of the places in the text; None: from its beginning
+    versions: dict[str, str]
+
+
+class Shard(Strict):
+    """The KV heads of one rank of a tensor-parallel model."""
+
+    rank: NonNegativeInt
+    ranks: PositiveInt
+
+
+class Metadata(Strict):
+    model: Fingerprint
+    rope: Rope
+    calibration: Provenance
+    recipes: tuple[str, ...]  # those with tensors of their own
+    shard: Shard | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if any(parse(name).fitted_as != name for name in self.recipes) or len(set(self.recipes)) < len(self.recipes):
+            raise ValueError(f"recipes: {', '.join(self.recipes)} are not as calibration names them, each once")
+        if self.rope.head_dim != self.model.head_dim:
+            raise ValueError(f"rope.head_dim is {self.rope.head_dim}, and model.head_dim {self.model.head_dim}")
+        if self.shard and (self.shard.rank >= self.shard.ranks or self.model.kv_heads % self.shard.ranks):
+            raise ValueError(
+                f"shard: {self.model.kv_heads} KV heads have no part {self.shard.rank} of {self.shard.ranks} equal ones"
+            )
+        return self
+
+
+class Saved(Metadata):
+    """What kvfold.json holds."""
+
+    schema_version: Literal[3]
+    tensors_sha256: Sha256  # of tensors.safetensors
+    shard: Shard | None
+
+
+def read(file: Path, text: bytes) -> Saved:
+    """What a kvfold.json holds; refuses one that is not valid, naming each fault."""
+    try:
+        return Saved.model_validate_json(text)
+    except ValidationError as error:
+        faults = {".".join(map(str, fault["loc"])): fault["msg"] for fault in error.errors()}
+    if "schema_version" in faults and (old := _older(text)):
+        raise ValueError(f"{file} is of another kvfold: {old}")
+    said = "; ".join(f"{place}: {message}" if place else message for place, message in faults.items())
+    raise ValueError(f"{file} is not valid: {said.replace('Value error, ', '')}")
+
+
+def _older(text: bytes) -> str | None:
+    """What to do with an artifact of another schema."""
+    content = json.loads(text)
+    match content:
+        case {"schema_version": int(version), **others}:
+            recipes = others.get("recipes")
+            named = "".join(f" --recipe {name}" for name in recipes) if isinstance(recipes, list) else ""
+            return (
+                f"its schema_version is {version}, and {SCHEMA} is read. Make a new one: "
+                f"`kvfold calibrate MODEL{named} --out ANOTHER_DIR`"
+            )
+    return None
