@@ -514,7 +514,7 @@ def test_calibrate_says_that_the_disk_is_full(error_of, small: Path, tmp_path: P
 
 
 def test_calibrate_into_a_file_is_refused_before_the_model_is_loaded(error_of, small: Path, tmp_path, monkeypatch):
-    monkeypatch.setattr("kvfold.cli.load_model", None)
+    monkeypatch.setattr("kvfold.cli.inputs.load_model", None)
     (tmp_path / "file").write_text("mine")
     line = error_of("calibrate", small, "--out", tmp_path / "file")
     assert line == f"error: cannot write {tmp_path / 'file'}: it is a file, not a folder"
@@ -525,7 +525,7 @@ def test_calibrate_interrupted_early_leaves_no_folder(small: Path, tmp_path: Pat
     def interrupt(model: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvfold.cli.load_model", interrupt)
+    monkeypatch.setattr("kvfold.cli.inputs.load_model", interrupt)
     result = CliRunner().invoke(app, ["calibrate", str(small), "--out", str(tmp_path / "new" / "fits")])
     assert result.exit_code == 130
     assert plain(result.stderr).strip() == "Stopped. Nothing is kept: the run had not come to its first checkpoint."
@@ -929,12 +929,12 @@ def test_eval_compares_recipes(embedded_means: Path, tmp_path: Path):
 
 
 def test_recipes_come_from_the_artifact_where_none_is_named():
-    from kvfold.cli import _panel
+    from kvfold.cli.inputs import choose_recipes
 
     artifact = SimpleNamespace(metadata=SimpleNamespace(recipes=("oscar-int2:group=64", "gtq-k3v3")))
     means = SimpleNamespace(metadata=SimpleNamespace(recipes=()))
-    assert [str(recipe) for recipe in _panel(None, artifact)] == ["oscar-int2:group=64", "gtq-k3v3"]
-    assert [str(recipe) for recipe in _panel(["int4"], artifact)] == ["int4"]
-    assert [str(recipe) for recipe in _panel(None, means, "saw-int4")] == ["saw-int4"]
+    assert [str(recipe) for recipe in choose_recipes(None, artifact)] == ["oscar-int2:group=64", "gtq-k3v3"]
+    assert [str(recipe) for recipe in choose_recipes(["int4"], artifact)] == ["int4"]
+    assert [str(recipe) for recipe in choose_recipes(None, means, "saw-int4")] == ["saw-int4"]
     with pytest.raises(ValueError, match="name a recipe with --recipe"):
-        _panel(None, means)
+        choose_recipes(None, means)
