@@ -1,0 +1,47 @@
+"""`kvfold bench decode`: decoding beside transformers' own cache."""
+
+from functools import partial
+from typing import Annotated
+
+import typer
+
+from kvfold.cli.inputs import check, find_artifact, load
+from kvfold.cli.options import ArtifactFolder, CsvFile, JsonFile, Model
+from kvfold.cli.output import collect_rows, new_table, out, write_json
+from kvfold.recipes import parse
+from kvfold.text import read_text, tokenize
+
+
+def decode(
+    model: Model,
+    recipe: Annotated[
+        list[str],
+        typer.Option("--recipe", "-r", help="A recipe with options, e.g. `saw-int4:order=64,sink=4`; repeatable."),
+    ],
+    context: Annotated[int, typer.Option(help="Tokens in the cache before decoding.", min=1)] = 2048,
+    batch: Annotated[int, typer.Option(help="Sequences decoded together.", min=1)] = 1,
+    steps: Annotated[int, typer.Option(help="Steps to time.", min=1)] = 32,
+    artifact: ArtifactFolder = None,
+    json_file: JsonFile = None,
+    csv_file: CsvFile = None,
+) -> None:
+    """Time decoding with packed caches beside transformers' own cache, in turns.
+
+    Example: `kvfold bench decode embedded -r saw-int4 --context 2048`
+    """
+    from kvfold.bench.decode_times import decode as run
+
+    panel, means = [parse(name) for name in recipe], find_artifact(artifact, model, recipe)
+    check(model, panel, json_file, csv_file)
+    network, tokenizer = load(model)
+    words = tokenize(read_text(None, "evaluation"), tokenizer, context)
+    timed = partial(run, network, words, panel, means, batch, steps)
+    rows = collect_rows("Timing", timed, csv_file)
+    if write_json(json_file, rows):
+        return
+    title = f"Decoding {model} at {context:,} tokens, batch {batch}, {rows[0]['device']}"
+    table = new_table(title, "recipe", "tokens/s", "ratio", "cache MiB")
+    for row in rows:
+        numbers = (f"{row['tokens_per_s']:.2f}", f"{row['ratio']:.2f}×", f"{row['cache_bytes'] / 2**20:.1f}")
+        table.add_row(row["recipe"], *numbers)
+    out.print(table)

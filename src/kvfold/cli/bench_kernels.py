@@ -1,0 +1,104 @@
+"""`kvfold bench kernels`: kernels beside 16-bit attention."""
+
+from itertools import groupby
+from operator import itemgetter
+from typing import Annotated, Any
+
+import typer
+
+from kvfold.cli.inputs import check_files
+from kvfold.cli.options import CsvFile, JsonFile
+from kvfold.cli.output import collect_rows, new_table, out, write_csv, write_json
+from kvfold.fitted import Fitted
+from kvfold.geometry import Geometry
+from kvfold.recipes import parse
+
+
+def kernels(
+    recipe: Annotated[
+        list[str] | None,
+        typer.Option("--recipe", "-r", help="A recipe with options; repeatable. Default: 4, 3 and 2 bits, no windows."),
+    ] = None,
+    op: Annotated[
+        list[str] | None, typer.Option("--op", help="`decode`, `extend` or `store`; repeatable. Default: all.")
+    ] = None,
+    case: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--case", help="Sequences and tokens of each, `32x8192`, or with new ones `1x32768+512`; repeatable."
+        ),
+    ] = None,
+    page: Annotated[int, typer.Option(help="Tokens of a page.", min=1)] = 64,
+    head_dim: Annotated[int, typer.Option(help="The head dimension.", min=1)] = 128,
+    q_heads: Annotated[int, typer.Option(help="Query heads.", min=1)] = 32,
+    kv_heads: Annotated[int, typer.Option(help="KV heads.", min=1)] = 8,
+    dtype: Annotated[str, typer.Option(help="`bfloat16` or `float16`.")] = "bfloat16",
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say which kernel each recipe gets, and why. Needs no GPU.")
+    ] = False,
+    json_file: JsonFile = None,
+    csv_file: CsvFile = None,
+) -> None:
+    """Verify the kernels, then time them beside 16-bit attention and a plain INT4 store.
+
+    Example: `kvfold bench kernels -r saw-int4 --op decode --case 32x8192`, or `kvfold bench kernels --explain`
+    """
+    from kvfold.bench import kernel_times as run
+
+    check_files(json_file, csv_file)
+    panel = [parse(name) for name in recipe or run.default_recipes(head_dim)]
+    geometry = Geometry("any", layers=1, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim)
+    for each in panel:
+        Fitted(each, geometry).check()
+    shape = {"page": page, "head_dim": head_dim, "q_heads": q_heads, "kv_heads": kv_heads, "dtype": dtype}
+    cases = run.cases(op, case, **shape)
+    if explain:
+        rows = run.explain(cases, panel)
+        write_csv(csv_file, rows)
+        if not write_json(json_file, rows):
+            _print_choices(rows)
+        return
+    rows = collect_rows("Timing", lambda advance: run.run(cases, panel, advance), csv_file)
+    if not write_json(json_file, rows):
+        _print_times(rows)
+
+
+def _print_choices(rows: list[dict[str, Any]]) -> None:
+    table = new_table(f"Kernels on {rows[0]['gpu']}", "recipe", "op", "kernel", "why")
+    for row in rows:
+        table.add_row(row["recipe"], row["op"], row["kernel"], row["reason"])
+    out.print(table)
+
+
+def _print_times(rows: list[dict[str, Any]]) -> None:
+    """One table per case."""
+    for (op, batch, context, new), group in groupby(rows, itemgetter("op", "batch", "context", "new")):
+        some = list(group)
+        table = new_table(
+            f"{op}, {batch} × {context:,} tokens, {new:,} of them new",
+            *("recipe", "kernel", "MB", "µs", "TB/s", "of copy", "speed-up"),
+        )
+        for row in some:
+            table.add_row(
+                row["recipe"],
+                row["kernel"],
+                f"{row['bytes'] / 1e6:.1f}",
+                f"{row['us']:.1f}",
+                f"{row['tb_per_s']:.2f}",
+                f"{row['fraction_of_copy']:.0%}",
+                f"{row['speedup']:.2f}×",
+            )
+        out.print(table)
+        beside = [(" or ".join(sorted({row["baseline"] for row in some})), [row["baseline_us"] for row in some])]
+        if op == "store":
+            beside.append(("a copy", [row["copy_us"] for row in some]))
+        listed = ", ".join(f"{name}: {min(times):.1f} to {max(times):.1f} µs" for name, times in beside)
+        out.print(f"beside {listed}\n", highlight=False)
+    worst = max(row["error"] / row["allowed_error"] if row["error"] else 0.0 for row in rows)
+    first = rows[0]
+    out.print(
+        f"{first['q_heads']} query and {first['kv_heads']} KV heads of {first['head_dim']}, {first['dtype']}, pages of "
+        f"{first['page']} tokens; {first['gpu']}, torch {first['torch']}, triton {first['triton']}. A large copy moves "
+        f"{first['copy_tb_per_s']:.2f} TB/s. All were verified first: errors reach {worst:.2f} of what is allowed.",
+        highlight=False,
+    )

@@ -1,0 +1,52 @@
+"""`kvfold demo`: an evaluation and answers of the embedded model."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from kvfold.cli.command_generate import stream_answer
+from kvfold.cli.inputs import calibrate_now, check, load
+from kvfold.cli.output import out, progress
+from kvfold.recipes import parse
+from kvfold.text import read_text, tokenize
+
+DEMO_RECIPES = ("int4", "saw-int4", "saw-int4:sink=4", "int2", "int2:sink=16,recent=64")
+
+
+def demo(
+    html: Annotated[Path, typer.Option(help="Where to write the report.")] = Path("kvfold-report.html"),
+    tokens: Annotated[int, typer.Option(help="Tokens to score.", min=1024)] = 2048,
+) -> None:
+    """See what a 4-bit KV cache gains and costs on a real language model, without a GPU, in a few minutes.
+
+    Example: `kvfold demo --html report.html`
+    """
+    from kvfold.evaluate.report import table, write_html
+
+    panel, words = [parse(name) for name in DEMO_RECIPES], read_text(None, "evaluation")
+    check("embedded", panel, html)
+    network, tokenizer = load("embedded")
+    from kvfold.evaluate.run import evaluate  # late: without transformers, `load` says how to install it
+
+    means = calibrate_now((network, tokenizer), panel)
+    with progress(f"Evaluating {len(panel)} recipes") as advance:
+        report = evaluate(
+            network,
+            tokenizer,
+            panel,
+            tokenize(words, tokenizer, tokens),
+            1024,
+            artifact=means,
+            names=("embedded", "Python documentation"),
+            advance=advance,
+        )
+    out.print(table(report))
+    write_html(report, html)
+    out.print(f"\nThe same with plots: {escape(str(html))}", highlight=False)
+    prompt = f"{words[:2000]}\n\nWhat is the text above about? Answer in one sentence."
+    out.print("\nEach cache reads a page of Python's documentation and says what it is about:")
+    for recipe in (parse("bf16"), *panel):
+        out.print(f"\n[bold]{recipe}[/]", highlight=False)
+        stream_answer(network, tokenizer, recipe, prompt, max_tokens=32, raw=False, artifact=means)

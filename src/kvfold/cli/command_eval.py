@@ -1,0 +1,80 @@
+"""`kvfold eval`: recipes beside the 16-bit cache."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvfold.cli.inputs import calibrate_now, check, choose_recipes, find_artifact, load
+from kvfold.cli.options import ArtifactFolder, CsvFile, JsonFile, Model, TextFile
+from kvfold.cli.output import out, progress, write_csv, write_json
+from kvfold.text import read_text, tokenize
+
+
+def eval_(
+    model: Model,
+    recipe: Annotated[
+        list[str] | None,
+        typer.Option("--recipe", "-r", help="A recipe with options; repeatable. Default: those of the artifact."),
+    ] = None,
+    context: Annotated[int, typer.Option(help="Tokens of a window; each begins with an empty cache.", min=2)] = 2048,
+    tokens: Annotated[int, typer.Option(help="Tokens to score.", min=2)] = 8192,
+    text: TextFile = None,
+    artifact: ArtifactFolder = None,
+    json_file: JsonFile = None,
+    csv_file: CsvFile = None,
+    html: Annotated[Path | None, typer.Option(help="Write a self-contained HTML page to this file.")] = None,
+    layers: Annotated[
+        bool, typer.Option("--layers", help="Also what quantized keys do to the attention of every layer.")
+    ] = False,
+    needle: Annotated[
+        list[int] | None,
+        typer.Option("--needle", help="Tokens of the haystacks of the needle suite, e.g. 4096; repeatable.", min=512),
+    ] = None,
+    gsm8k: Annotated[
+        Path | None, typer.Option("--gsm8k", help="A local GSM8K file (jsonl with question and answer).")
+    ] = None,
+    problems: Annotated[int, typer.Option(help="Problems of it to ask.", min=1)] = 200,
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option("--tasks", help="A task of lm-eval whose data is on this machine, or its YAML file; repeatable."),
+    ] = None,
+) -> None:
+    """Compare recipes with the 16-bit cache of the same model: perplexity, KL, top-1, copying, needles, bits.
+
+    Example: `kvfold eval embedded -r int4 -r saw-int4:sink=4 --tokens 4096 --html report.html`, or
+    `kvfold eval Qwen/Qwen3-8B -r oscar-int2 --artifact fits --needle 4096 --needle 32768 --gsm8k test.jsonl`
+    """
+    from kvfold.evaluate.gsm8k import read_problems
+    from kvfold.evaluate.report import rows, table, write_html
+    from kvfold.evaluate.run import evaluate
+
+    asked = None if gsm8k is None else read_problems(gsm8k, problems)
+    means, words = find_artifact(artifact, model, recipe), read_text(text, "evaluation")
+    panel = choose_recipes(recipe, means)
+    check(model, panel, json_file, csv_file, html)
+    network, tokenizer = load(model)
+    ids = tokenize(words, tokenizer, max([tokens, *(needle or ())]))
+    if means is None and any(recipe.centre or recipe.learns for recipe in panel):
+        means = calibrate_now((network, tokenizer), panel)
+    with progress(f"Evaluating {len(panel)} recipes") as advance:
+        report = evaluate(
+            network,
+            tokenizer,
+            panel,
+            ids[:tokens],
+            context,
+            artifact=means,
+            names=(model, text.name if text else "Python documentation"),
+            lengths=needle or (),
+            haystack=ids,
+            problems=asked,
+            tasks=tasks or (),
+            layers=layers,
+            advance=advance,
+        )
+    if html:
+        write_html(report, html)
+    write_csv(csv_file, rows(report))
+    if not write_json(json_file, rows(report)):
+        out.print(table(report))

@@ -1,0 +1,80 @@
+"""`kvfold generate`: text from a packed cache."""
+
+import time
+from typing import Annotated, Any
+
+import typer
+
+import kvfold
+from kvfold.cli.inputs import check, choose_recipes, find_artifact, load
+from kvfold.cli.options import ArtifactFolder, Model
+from kvfold.cli.output import err
+from kvfold.fitted import Fitted
+from kvfold.recipe import Recipe
+from kvfold.recipes import parse
+
+
+def generate(
+    model: Model,
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to answer or continue.")],
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            "--recipe", "-r", help="A recipe, e.g. `saw-int4:sink=4`. Default: the artifact's first, or saw-int4."
+        ),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate, at most.", min=1)] = 256,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
+    ] = False,
+    artifact: ArtifactFolder = None,
+) -> None:
+    """Generate text from a packed cache.
+
+    Example: `kvfold generate embedded -r saw-int4 -p "Why is the sky blue?"`
+    """
+    names = [recipe] if recipe else None
+    means = find_artifact(artifact, model, names)
+    parsed = choose_recipes(names, means, "saw-int4")[0]
+    check(model, [parsed])
+    stream_answer(*load(model), parsed, prompt, max_tokens, raw, means)
+
+
+def stream_answer(
+    network: Any,
+    tokenizer: Any,
+    recipe: Recipe,
+    prompt: str,
+    max_tokens: int,
+    raw: bool,
+    artifact: "kvfold.Artifact | None",
+) -> None:
+    """Stream the answer to the terminal. Tokens, bytes and seconds go to the error stream."""
+    from transformers import TextStreamer
+
+    packed = kvfold.cache(network, recipe, artifact)
+    if raw or not tokenizer.chat_template:
+        inputs = tokenizer(prompt, return_tensors="pt")
+    else:
+        message = [{"role": "user", "content": prompt}]
+        inputs = tokenizer.apply_chat_template(
+            message, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    start = time.perf_counter()
+    network.generate(
+        **inputs.to(network.device),
+        past_key_values=packed,
+        max_new_tokens=max_tokens,
+        do_sample=False,
+        streamer=streamer,
+        pad_token_id=tokenizer.eos_token_id,
+    )
+    seconds, tokens = time.perf_counter() - start, packed.get_seq_length()
+    raw_bytes = Fitted(parse("bf16"), packed.geometry).sequence_bytes(tokens)
+    err.print(
+        f"{tokens} tokens in {packed.allocated_bytes / 2**10:,.0f} KiB of cache ({raw_bytes / 2**10:,.0f} in 16 bits), "
+        f"{seconds:.1f} s",
+        style="dim",
+        highlight=False,
+    )

@@ -1,0 +1,46 @@
+"""`kvfold inspect`: what an artifact holds."""
+
+import textwrap
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import kvfold
+from kvfold.cli.options import JsonFile
+from kvfold.cli.output import new_table, out, write_json
+
+
+def inspect(
+    folder: Annotated[str, typer.Argument(help="A folder written by `kvfold calibrate`, or its Hub id.")],
+    png: Annotated[Path | None, typer.Option(help="Draw widths, spectra and clip ratios of all layers.")] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Show what an artifact holds: its model, its text, and for each recipe and layer what was found.
+
+    Example: `kvfold inspect fits --png fits.png`
+    """
+    from kvfold.calibration.describe import describe, draw
+
+    artifact = kvfold.Artifact.load(folder)
+    rows = describe(artifact)
+    if png:
+        draw(artifact, png)
+    if write_json(json_file, rows):
+        return
+    model, made = artifact.metadata.model, artifact.metadata.calibration
+    out.print(
+        f"{model.model_type}: {model.layers} layers, {model.q_heads} query and {model.kv_heads} KV heads of "
+        f"{model.head_dim}; RoPE on {artifact.metadata.rope.rotary_dim} of them ({artifact.metadata.rope.layout})\n"
+        f"calibrated on {made.tokens:,} tokens in windows of {made.context:,}"
+        + (f", drawn with seed {made.seed}" if made.seed is not None else "")
+        + f" ({', '.join(f'{name} {version}' for name, version in made.versions.items())})",
+        highlight=False,
+    )
+    for name in artifact.metadata.recipes:
+        own = [row for row in rows if row["recipe"] == name]
+        columns = [column for column in own[0] if column != "recipe"]
+        table = new_table(name, *(textwrap.fill(column, 13) for column in columns))  # so that 80 columns are enough
+        for row in own:
+            table.add_row(*(str(row[column]) for column in columns))
+        out.print(table)

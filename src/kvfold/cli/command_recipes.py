@@ -1,0 +1,60 @@
+"""`kvfold recipes`: the recipes and what they occupy."""
+
+from typing import Annotated, Any
+
+import typer
+
+from kvfold.cli.inputs import fitting_recipes
+from kvfold.cli.options import JsonFile
+from kvfold.cli.output import new_table, out, write_json
+from kvfold.fitted import Fitted
+from kvfold.geometry import Geometry
+
+
+def recipes(
+    head_dim: Annotated[int, typer.Option(help="The head dimension of the model.", min=1)] = 128,
+    json_file: JsonFile = None,
+) -> None:
+    """List the recipes with what they occupy.
+
+    Example: `kvfold recipes --head-dim 64`
+    """
+    geometry = Geometry("any", layers=1, q_heads=1, kv_heads=1, head_dim=head_dim)
+    fitting, others = fitting_recipes(geometry)
+    rows: list[dict[str, Any]] = []
+    for name, recipe in fitting.items():
+        fitted = Fitted(recipe, geometry)
+        layout = fitted.page_layouts()[0]
+        rows.append(
+            {
+                "recipe": name,
+                "bits_per_element_2k": fitted.bits_per_element(2048),
+                "bits_per_element_128k": fitted.bits_per_element(131072),
+                "key_slot_bytes": layout.key.slot_bytes,
+                "value_slot_bytes": layout.value.slot_bytes,
+                "needs": "calibration" if recipe.learns else "means" if recipe.centre else "nothing",
+                "options": list(recipe.options),
+                "summary": recipe.summary,
+            }
+        )
+    if write_json(json_file, rows):
+        return
+    table = new_table(
+        f"Recipes at head dimension {head_dim}", "recipe", "bits at 2k", "at 128k", "slot bytes", "needs", "what it is"
+    )
+    for row in rows:
+        table.add_row(
+            row["recipe"],
+            f"{row['bits_per_element_2k']:.4g}",
+            f"{row['bits_per_element_128k']:.4g}",
+            f"{row['key_slot_bytes']} + {row['value_slot_bytes']}",
+            row["needs"],
+            "\n".join([row["summary"], *([f"[dim]{', '.join(row['options'])}[/]"] if row["options"] else [])]),
+        )
+    out.print(table)
+    for line in others:
+        out.print(line, highlight=False)
+    out.print(
+        "Bits are those allocated for each number, metadata and windows included; gtq-kXvY and tq-kXvY take any widths "
+        "from 1 to 8. Means and short calibrations are made on the fly; `kvfold calibrate` makes better ones, once."
+    )

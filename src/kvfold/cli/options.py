@@ -1,0 +1,20 @@
+"""Arguments and options that several commands take."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Model = Annotated[str, typer.Argument(help="`embedded`, a model folder, a .gguf file or a Hugging Face Hub id.")]
+JsonFile = Annotated[str | None, typer.Option("--json", help="Write rows as JSON to this file; `-` for the terminal.")]
+CsvFile = Annotated[Path | None, typer.Option("--csv", help="Write tidy rows to this CSV file.")]
+TextFile = Annotated[
+    Path | None, typer.Option("--text", help="A UTF-8 text file instead of Python's own documentation.")
+]
+ArtifactFolder = Annotated[
+    str | None,
+    typer.Option(
+        "--artifact",
+        help="A folder written by `kvfold calibrate`, or its Hub id. Default: MODEL/kvfold, if it is there.",
+    ),
+]

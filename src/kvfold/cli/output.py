@@ -1,0 +1,76 @@
+"""What commands print and write: tables, progress bars, files of rows."""
+
+import csv
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+out, err = Console(), Console(stderr=True)
+
+LEFT = ("recipe", "needs", "what it is", "key dims×bits", "value dims×bits", "op", "kernel", "why")  # columns of text
+WRAPPED = ("what it is", "why")
+
+
+def new_table(title: str, *columns: str) -> Table:
+    """An empty table. Columns of text are left-justified, columns of numbers right-justified."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for column in columns:
+        left = " ".join(column.split()) in LEFT
+        table.add_column(column, justify="left" if left else "right", no_wrap=column not in WRAPPED, vertical="top")
+    return table
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[float], None]]:
+    """A progress bar on the error stream. Yields a function that advances it by a share of 1."""
+    columns = (TextColumn(what), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err, transient=True) as bar:
+        task = bar.add_task(what, total=1.0)
+        yield lambda share: bar.advance(task, share)
+
+
+def collect_rows(
+    what: str, run: Callable[[Callable[[float], None]], Iterable[Any]], csv_file: Path | None
+) -> list[dict[str, Any]]:
+    """The rows of a run, which are written to the CSV file too. If the run fails, its rows so far are written."""
+    rows: list[dict[str, Any]] = []
+    try:
+        with progress(what) as advance:
+            for row in run(advance):
+                rows.append(asdict(row))
+    finally:
+        if rows:
+            write_csv(csv_file, rows)
+    return rows
+
+
+def write_json(file: str | None, rows: list[dict[str, Any]]) -> bool:
+    """Write rows to a file, or with `-` to the terminal. True if they went to the terminal, in place of a table."""
+    if file is None:
+        return False
+    text = json.dumps(rows, indent=2)
+    if file == "-":
+        sys.stdout.write(text + "\n")
+    else:
+        Path(file).write_text(text + "\n")
+    return file == "-"
+
+
+def write_csv(file: Path | None, rows: list[dict[str, Any]]) -> None:
+    """Write one line per row. Columns of lists or dictionaries are left out."""
+    if file is None:
+        return
+    columns = [name for name, value in rows[0].items() if not isinstance(value, dict | list)]
+    with file.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, columns, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)

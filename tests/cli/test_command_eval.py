@@ -1,0 +1,152 @@
+"""`kvfold eval`, `kvfold generate` and `kvfold bench decode`."""
+
+import csv
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from commands import HEAD_DIM, KV_HEADS, LAYERS, plain, run
+
+from kvfold.cli.inputs import choose_recipes
+from kvfold.models import EMBEDDED
+
+
+def test_eval_refuses_text_that_was_calibrated_on(error_of, small: Path, tmp_path: Path):
+    text, other = tmp_path / "text.txt", tmp_path / "other.txt"
+    text.write_text("".join(f"{number} squared is {number**2}. " for number in range(300)))
+    other.write_text("".join(f"{number} cubed gives {number**3}. " for number in range(300)))
+    run("calibrate", small, "--out", tmp_path / "means", "--text", text, "--tokens", 640, "--context", 64)
+    arguments = ("eval", small, "-r", "int4", "--artifact", tmp_path / "means", "--tokens", 1000, "--context", 500)
+    line = error_of(*arguments, "--text", text)
+    assert "640 of the 1,000 evaluation tokens were calibrated on" in line
+    assert "evaluate on another text, or calibrate on another" in line
+    assert "int4" in run(*arguments, "--text", other).stdout
+
+
+def test_eval_with_an_artifact_that_lacks_the_recipe(error_of, small: Path, means: Path, fits: Path):
+    """Options that are fitted are part of what it must hold; windows are not."""
+    sizes = ("--tokens", 1000, "--context", 500)
+    line = error_of("eval", small, "-r", "oscar-int2", "--artifact", means, *sizes)
+    assert "was not calibrated for oscar-int2, it holds means alone" in line
+    assert "run `kvfold calibrate MODEL --recipe oscar-int2 --out DIR`" in line
+    line = error_of("eval", small, "-r", "oscar-int2:recent=0,per_head=true", "--artifact", fits, *sizes)
+    assert "was not calibrated for oscar-int2:per_head=true, it holds oscar-int2, gtq-k3v3" in line
+    line = error_of("generate", small, "-r", "gtq-k2v2", "-p", "Hello", "--artifact", means)
+    assert "--recipe gtq-k2v2 --out DIR" in line
+
+
+def test_eval_looks_into_layers(small: Path, fits: Path, tmp_path: Path):
+    names = ["bf16", "oscar-int2:sink=0,recent=0", "int2"]
+    recipes = ("-r", names[1], "-r", names[2])
+    sizes = ("--tokens", 1000, "--context", 500, "--artifact", fits)
+    files = ("--json", tmp_path / "rows.json", "--csv", tmp_path / "rows.csv")
+    shown = plain(run("eval", small, *recipes, *sizes, *files, "--layers").stdout)
+    assert all(column in shown for column in ("attention", "top-10", "logit"))
+    assert max(map(len, shown.splitlines())) <= 80
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [row["recipe"] for row in rows] == names
+    for row in rows:
+        assert [layer["layer"] for layer in row["layers"]] == list(range(LAYERS))
+        for layer in row["layers"]:
+            assert set(layer) == {"layer", "softmax_kl", "top10", "logit_mae"}
+            assert 0 <= layer["top10"] <= 1
+    assert all(a["logit_mae"] < b["logit_mae"] for a, b in zip(rows[0]["layers"], rows[2]["layers"], strict=True))
+    with (tmp_path / "rows.csv").open() as file:
+        assert "layers" not in next(csv.reader(file))
+    without = json.loads(run("eval", small, "-r", "int2", *sizes, "--json", "-").stdout)
+    assert {row["layers"] for row in without} == {None}
+
+
+def test_eval_json_leaves_nothing_else_on_the_terminal(small: Path, means: Path):
+    """And a recipe that is named twice is one row."""
+    recipes = ("-r", "int8", "-r", "int2:recent=16", "-r", "int8")
+    result = run("eval", small, *recipes, "--tokens", 2048, "--context", 1000, "--artifact", means, "--json", "-")
+    assert [row["recipe"] for row in json.loads(result.stdout)] == ["bf16", "int8", "int2:recent=16"]
+
+
+def test_generate_answers_or_continues(small: Path):
+    """Random weights say nothing sensible, but they do read the chat template or leave it out."""
+    arguments = ("generate", small, "-r", "int4:centre=false", "-p", "Hello", "--max-tokens", 4)
+    for more, prompt in (((), "User: Hello Answer:"), (("--raw",), "Hello")):
+        first, second = run(*arguments, *more), run(*arguments, *more)
+        assert first.stdout == second.stdout
+        assert int(plain(first.stderr).split()[0]) == len(prompt) + 3  # nobody has read the last token yet
+
+
+def test_bench_decode(small: Path, means: Path, tmp_path: Path):
+    arguments = ("bench", "decode", small, "-r", "int4", "-r", "int2:sink=4", "--artifact", means)
+    sizes = ("--context", 100, "--batch", 2, "--steps", 2)
+    result = run(*arguments, *sizes, "--json", tmp_path / "rows.json", "--csv", tmp_path / "rows.csv")
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [row["recipe"] for row in rows] == ["transformers", "int4", "int2:sink=4"]
+    assert all(row["recipe"] in plain(result.stdout) for row in rows)
+    assert all(row["tokens_per_s"] > 0 and row["context"] == 100 and row["batch"] == 2 for row in rows)
+    assert rows[0]["ratio"] == 1
+    head_tokens = LAYERS * KV_HEADS * 2  # of two sequences
+    assert rows[1]["cache_bytes"] == head_tokens * 7 * 16 * 2 * (HEAD_DIM // 2 + 4)  # 102 tokens are 7 pages of 16
+    with (tmp_path / "rows.csv").open() as file:
+        assert [row["recipe"] for row in csv.DictReader(file)] == [row["recipe"] for row in rows]
+
+
+# The embedded model: a real one
+
+
+@pytest.fixture(scope="module")
+def embedded_means(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("artifacts") / "embedded"
+    run("calibrate", EMBEDDED, "--out", folder, "--tokens", 512, "--context", 512)
+    return folder
+
+
+def test_generate_streams_sensible_text(embedded_means: Path):
+    prompt = ("--raw", "--prompt", "The capital of France is", "--max-tokens", 8)
+    result = run("generate", EMBEDDED, *prompt, "-r", "saw-int4:sink=4", "--artifact", embedded_means)
+    assert "Paris" in result.stdout
+    found = re.fullmatch(
+        r"(\d+) tokens in (\d+) KiB of cache \((\d+) in 16 bits\), [\d.]+ s", plain(result.stderr).strip()
+    )
+    assert found
+    tokens, packed, wide = map(int, found.groups())
+    assert tokens == 12  # five of the prompt and eight new ones, the last of which nobody has read yet
+    page = 30 * 3 * 2 * 16  # numbers and metadata of one page of all layers
+    assert wide * 1024 == page * 64 * 2
+    assert packed == round((page * (32 + 4) + page * 64 * 2) / 1024)  # a packed page, and its shadow for the sink
+
+
+def test_eval_compares_recipes(embedded_means: Path, tmp_path: Path):
+    names = ["bf16", "saw-int4:sink=4"]
+    sizes = ("--tokens", 512, "--context", 256)
+    files = ("--json", tmp_path / "report.json", "--html", tmp_path / "report.html")
+    result = run("eval", EMBEDDED, "-r", names[1], "-r", names[0], *sizes, *files, "--artifact", embedded_means)
+    rows = json.loads((tmp_path / "report.json").read_text())
+    assert {(row["model"], row["text"], row["context"]) for row in rows} == {("embedded", "Python documentation", 256)}
+    assert [row["recipe"] for row in rows] == names
+    needed = {"recipe", "bits_per_element_2k", "bits_per_element_128k", "perplexity", "kl", "top1", "tokens"}
+    assert all(needed <= row.keys() for row in rows)
+    assert [row["bits_per_element_2k"] for row in rows] == [16, 4.625]  # the sink takes one page of 16 in 16 bits
+    assert [row["bits_per_element_128k"] for row in rows] == [16, 4.501953125]
+    assert {row["tokens"] for row in rows} == {2 * 255}  # the last token of a window has no follower in it
+    reference, packed = rows
+    assert (reference["kl"], reference["top1"]) == (0, 1)
+    assert reference["noise_floor"] < packed["kl"] < 0.1
+    assert 0.8 < packed["top1"] < 1
+    assert reference["perplexity"] == pytest.approx(reference["plain_perplexity"], rel=0.01)
+    assert packed["perplexity"] == pytest.approx(reference["perplexity"], rel=0.1)
+    assert all(0 <= row[share] <= 1 for row in rows for share in ("copy", "needle"))
+    assert all(list(row["needle_by_depth"]) == ["10%", "30%", "50%", "70%", "90%"] for row in rows)
+    shown, page = plain(result.stdout), (tmp_path / "report.html").read_text()
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "<svg" in page
+    assert all(name.split(":")[0] in text for name in names for text in (shown, page))
+
+
+def test_recipes_come_from_the_artifact_where_none_is_named():
+    artifact = SimpleNamespace(metadata=SimpleNamespace(recipes=("oscar-int2:group=64", "gtq-k3v3")))
+    means = SimpleNamespace(metadata=SimpleNamespace(recipes=()))
+    assert [str(recipe) for recipe in choose_recipes(None, artifact)] == ["oscar-int2:group=64", "gtq-k3v3"]
+    assert [str(recipe) for recipe in choose_recipes(["int4"], artifact)] == ["int4"]
+    assert [str(recipe) for recipe in choose_recipes(None, means, "saw-int4")] == ["saw-int4"]
+    with pytest.raises(ValueError, match="name a recipe with --recipe"):
+        choose_recipes(None, means)

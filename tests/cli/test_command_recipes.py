@@ -1,0 +1,219 @@
+"""`kvfold recipes` and `kvfold plan`."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from commands import HEAD_DIM, KV_HEADS, LAYERS, plain, run
+
+from kvfold.recipes import RECIPES
+
+GIB = 2**30
+BITS = {  # with a 16-bit scale and offset for each head of 128
+    "bf16": 16,
+    "int8": 8.25,
+    "int4": 4.25,
+    "int2": 2.25,
+    "saw-int4": 4.25,
+    "quarot-int2": 2.25,
+}
+CONFIG = {
+    "architectures": ["SomeForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 10,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "hidden_size": 512,
+}
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Callable[..., Path]:
+    def write(**changes: object) -> Path:
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps({**CONFIG, **changes}))
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(("head_dim", "metadata"), [(128, 0.25), (64, 0.5)])
+def test_recipes_as_json(head_dim: int, metadata: float):
+    rows = json.loads(run("recipes", "--head-dim", head_dim, "--json", "-").stdout)
+    assert [row["recipe"] for row in rows] == list(RECIPES)
+    for row in rows:
+        assert row["summary"]
+        if (bits := BITS.get(row["recipe"])) is None:
+            continue
+        expected = bits if bits == 16 else int(bits) + metadata
+        assert row["bits_per_element_2k"] == row["bits_per_element_128k"] == expected
+        assert row["key_slot_bytes"] == row["value_slot_bytes"] == expected * head_dim / 8
+        assert row["needs"] == ("nothing" if row["recipe"] == "bf16" else "means")
+    learning = {"kmeans-int4", "kmeans-saw-int4", "hessian-int4", "oscar-int2", "gtq-k2v2", "gtq-k3v3", "gtq-k4v4"}
+    assert {row["recipe"] for row in rows if row["needs"] == "calibration"} == learning
+    options = {row["recipe"]: set(row["options"]) for row in rows}
+    assert options["bf16"] == set()
+    assert options["int4"] == {"sink", "recent", "centre", "skip", "group"}
+    assert options["saw-int4"] == options["int4"] | {"order", "values"}
+
+
+def test_recipes_as_a_table():
+    shown = plain(run("recipes").stdout)
+    assert all(name in shown for name in RECIPES), "a name is cut off in a terminal of 80 columns"
+    assert all(number in shown for number in ("16", "8.25", "4.25", "2.25", "68 + 68", "36 + 36"))
+    assert re.search(r"oscar-int2 .*\bcalibration\b", shown)
+    assert re.search(r"saw-int4 .*\bmeans\b", shown)
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "head dimension 64" in plain(run("recipes", "--head-dim", 64).stdout)
+
+
+def test_recipes_that_do_not_fit_are_left_out_and_named(config_file):
+    """Halves of 36 dims, OSCAR's groups, are no whole bytes; and Block-GTQ takes 8 dims at a time."""
+    path = config_file(hidden_size=8 * 36)
+    for arguments in (("recipes", "--head-dim", 36), ("plan", path, "--memory", "1GB")):
+        rows = json.loads(run(*arguments, "--json", "-").stdout)
+        assert [row["recipe"] for row in rows] == [name for name in RECIPES if not name.startswith(("oscar", "gtq"))]
+        shown = plain(run(*arguments).stdout)
+        assert "oscar-int2 does not fit: group=18: 18 codes of 2 bits do not fill whole bytes\n" in shown
+        assert "gtq-k2v2 does not fit: Block-GTQ takes heads of a multiple of 8 dims, not 36\n" in shown
+        assert shown.count("does not fit") == 4
+
+
+def test_recipes_into_a_file_shows_the_table_too(tmp_path: Path):
+    shown = run("recipes", "--json", tmp_path / "recipes.json").stdout
+    assert "saw-int4" in shown
+    assert json.loads((tmp_path / "recipes.json").read_text())[0]["recipe"] == "bf16"
+
+
+# plan: every example has 8 KV heads of 128, so a token takes 2·8·128 numbers in each layer
+
+
+@pytest.mark.parametrize(
+    ("model", "layers", "context"),
+    [("Qwen3-8B", 36, 40960), ("Qwen3-32B", 64, 40960), ("Llama-3.1-8B", 32, 131072), ("GLM-4.7", 92, 202752)],
+)
+def test_plan_of_every_example(model: str, layers: int, context: int):
+    rows = json.loads(run("plan", model, "--memory", "80GiB", "--json", "-").stdout)
+    assert [row["recipe"] for row in rows] == list(RECIPES)
+    for row in (row for row in rows if row["recipe"] in BITS):
+        bits = BITS[row["recipe"]]
+        per_token = layers * 2048 * bits / 8
+        assert row["bytes_per_token"] == per_token
+        assert row["compression"] == pytest.approx(16 / bits)
+        assert row["tokens"] == 80 * GIB // per_token
+        assert (row["context"], row["requests"]) == (context, 80 * GIB // (per_token * context))
+
+
+def test_plan_counts_whole_pages():
+    """1000 tokens take 63 pages of 16."""
+    rows = json.loads(run("plan", "Qwen3-8B", "--memory", "1GiB", "--context", 1000, "--json", "-").stdout)
+    request = {row["recipe"]: row["bytes_per_token"] * 1000 for row in rows}
+    assert request["int4"] == 36 * 1088 * 1008
+    assert [row["requests"] for row in rows] == [GIB // int(request[row["recipe"]]) for row in rows]
+
+
+def test_plan_as_a_table(tmp_path: Path):
+    shown = plain(run("plan", "Qwen3-8B", "--memory", "80GiB", "--json", tmp_path / "plan.json").stdout)
+    assert all(name in shown for name in RECIPES)
+    for text in ("36 layers", "32 query and 8 KV heads of 128", "39,168", "3.76×", "2,193,100", "53", "40,960"):
+        assert text in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    assert json.loads((tmp_path / "plan.json").read_text())[2]["requests"] == 53
+
+
+@pytest.mark.parametrize(
+    ("memory", "amount"),
+    [("80GiB", 80 * GIB), ("512MB", 512e6), ("1.5 gb", 1.5e9), ("2TiB", 2048 * GIB), ("64kib", 65536), ("1e9", 1e9)],
+)
+def test_memory(memory: str, amount: float):
+    (row, *_) = json.loads(run("plan", "Qwen3-8B", "--memory", memory, "--context", 16, "--json", "-").stdout)
+    assert row["tokens"] == amount // (36 * 4096)
+
+
+@pytest.mark.parametrize("memory", ["lots", "80 GiBs", "", "GB", "1.2.3GB", "5 PB"])
+def test_memory_that_is_none(error_of, memory: str):
+    assert f"{memory!r} is no amount of memory" in error_of("plan", "Qwen3-8B", "--memory", memory)
+
+
+@pytest.mark.parametrize("memory", ["1e400GiB", "1e400", "9" * 400 + "GB", "1e9TiB"])
+def test_memory_that_no_machine_has(error_of, memory: str):
+    assert f"'{memory}' is more memory than any machine has" in error_of("plan", "Qwen3-8B", "--memory", memory)
+
+
+def test_memory_without_a_unit(error_of):
+    assert "'40' is less than a megabyte: write a unit" in error_of("plan", "Qwen3-8B", "--memory", 40)
+
+
+def test_plan_names_its_examples(error_of):
+    assert "examples are Qwen3-4B, Qwen3-8B" in error_of("plan", "Qwen3-5B", "--memory", "40GiB")
+
+
+def test_plan_of_a_configuration_without_weights(config_file, small: Path):
+    path = config_file(max_position_embeddings=4096)
+    for model in (path, path.parent):
+        rows = json.loads(run("plan", model, "--memory", "1GB", "--json", "-").stdout)
+        assert [row["bytes_per_token"] for row in rows[:3]] == [10 * 128 * bits / 8 for bits in (16, 8.5, 4.5)]
+        assert {row["context"] for row in rows} == {4096}
+    (row, *_) = json.loads(run("plan", small, "--memory", "1GB", "--json", "-").stdout)
+    assert row["bytes_per_token"] == 2 * LAYERS * KV_HEADS * HEAD_DIM * 2
+
+
+def test_plan_without_a_longest_context(config_file):
+    (row, *_) = json.loads(run("plan", config_file(), "--memory", "1GB", "--json", "-").stdout)
+    assert row["context"] == 32768
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"kv_lora_rank": 512}, "multi-head latent attention (MLA)"),
+        ({"sliding_window": 4096}, "sliding attention in layers 0, 1, 2, 3, 4, 5, 6, 7, 8, 9"),
+        ({"layer_types": ["full_attention", "sliding_attention"] * 5}, "sliding attention in layers 1, 3, 5, 7, 9"),
+        ({"attn_logit_softcapping": 50.0}, "soft-capping"),
+        ({"model_type": "gpt_oss"}, "learned sink logits"),
+    ],
+)
+def test_plan_refuses_what_cannot_be_packed(error_of, config_file, changes: dict, reason: str):
+    line = error_of("plan", config_file(**changes), "--memory", "1GB")
+    assert line.startswith("error: SomeForCausalLM: ")
+    assert reason in line
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"num_hidden_layers": -4}, "num_hidden_layers is -4"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000, which is beyond any model"),
+        ({"head_dim": 2**40}, "head_dim is 1099511627776, which is beyond any model"),
+        ({"head_dim": 64.5}, "head_dim is 64.5"),
+        ({"num_attention_heads": -8}, "num_attention_heads is -8"),
+        ({"num_attention_heads": "eight"}, "num_attention_heads is 'eight'"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads is 3"),
+        ({"layer_types": "full"}, "layer_types is 'full'"),
+        ({"layer_types": ["full_attention"] * 3}, "layer_types has 3 entries, and num_hidden_layers is 10"),
+    ],
+)
+def test_plan_names_the_field_that_no_model_can_have(error_of, config_file, changes: dict, field: str):
+    line = error_of("plan", config_file(**changes), "--memory", "1GB")
+    assert line.startswith(f"error: SomeForCausalLM: {field}")
+
+
+def test_a_head_dimension_that_no_model_has(error_of):
+    assert "head_dim is 1099511627776, which is beyond any model" in error_of("recipes", "--head-dim", 2**40)
+
+
+def test_a_configuration_that_is_missing(error_of, tmp_path: Path):
+    assert f"there is no file {tmp_path}/config.json" in error_of("plan", tmp_path / "config.json", "--memory", "1GB")
+    (tmp_path / "notes.txt").touch()
+    line = error_of("plan", tmp_path / "notes.txt", "--memory", "1GB")
+    assert f"{tmp_path}/notes.txt is neither a config.json nor a .gguf file" in line
+
+
+def test_a_configuration_that_is_none(error_of, config_file):
+    path = config_file()
+    path.write_text("{")
+    assert "is not JSON" in error_of("plan", path, "--memory", "1GB")

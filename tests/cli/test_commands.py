@@ -1,0 +1,128 @@
+"""All commands: their help, and what they refuse."""
+
+import re
+from pathlib import Path
+
+import pytest
+from commands import plain, run
+
+import kvfold
+from kvfold.fitted import Fitted
+from kvfold.geometry import Geometry
+from kvfold.models import EMBEDDED
+from kvfold.recipes import parse
+
+COMMANDS = (
+    "recipes",
+    "plan",
+    "calibrate",
+    "fold",
+    "inspect",
+    "push",
+    "eval",
+    "generate",
+    "serve",
+    "demo",
+    "selftest",
+    "bench decode",
+    "bench kernels",
+    "bench step",
+    "bench serving",
+)
+
+
+def test_version():
+    assert run("--version").stdout == f"{kvfold.__version__}\n"
+
+
+def test_help_names_every_command():
+    shown = plain(run("--help").stdout)
+    assert all(re.search(rf"\b{command.split()[0]}\b", shown) for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_gives_an_example(command: str):
+    assert re.search(rf"Example: kvfold {command}\b", plain(run(*command.split(), "--help").stdout))
+
+
+def test_what_is_gained_is_said_alike_everywhere():
+    """Of 16 bits: 4-bit integers to 2-bit integers with one group and their windows, at head dimension 128."""
+    shape = Geometry("any", layers=1, q_heads=1, kv_heads=1, head_dim=128)
+    bits = [Fitted(parse(name), shape).bits_per_element(131072) for name in ("saw-int4", "oscar-int2:group=128")]
+    assert [f"{16 / each:.2g}" for each in bits] == ["3.8", "7"]
+    root = Path(__file__).parents[2]
+    said = [(root / file).read_text() for file in ("README.md", "pyproject.toml")]
+    for text in (*said, kvfold.__doc__, " ".join(plain(run("--help").stdout).split())):
+        assert "3.8 to 7 times smaller" in text
+        assert "4 to 8 times" not in text
+
+
+# Mistakes: one line, and before anything takes long
+
+
+@pytest.mark.parametrize("command", [("eval",), ("generate", "-p", "Hello"), ("bench", "decode")], ids=" ".join)
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ("saw-int5", "unknown recipe 'saw-int5': did you mean 'saw-int4'?"),
+        ("int4:order=64", "int4 has no option 'order'; it takes centre, group, recent, sink, skip"),
+        ("int4:sink=few", "int4: sink='few'"),
+        ("int4:sink", "write options as name=value, not 'sink'"),
+        ("tq-k9v9", "tq-k9v9: keys and values take 1 to 8 bits, not 9 and 9"),
+        ("gtq-k0v3", "gtq-k0v3: keys and values take 1 to 8 bits, not 0 and 3"),
+    ],
+)
+def test_a_recipe_is_read_before_the_model(error_of, command: tuple[str, ...], recipe: str, message: str):
+    """The model does not exist either; that the recipe is what is wrong shows that nobody went looking for it."""
+    assert message in error_of(*command, "nobody/nothing", "-r", recipe)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("plan", "--memory", "1GB"),
+        ("eval", "-r", "int4"),
+        ("generate", "-p", "Hello"),
+        ("calibrate", "--out", "means"),
+        ("fold", "-r", "oscar-int2", "--out", "folded"),
+        ("bench", "decode", "-r", "int4"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_an_unknown_model(error_of, command: tuple[str, ...]):
+    assert "nobody/nothing is neither 'embedded', a model folder" in error_of(*command, "nobody/nothing")
+
+
+def test_a_recipe_that_does_not_fit_the_model(error_of, small: Path):
+    assert "order=64 does not divide the head dimension 16" in error_of("eval", small, "-r", "saw-int4:order=64")
+    assert "int4:skip=2: the model has layers 0 to 1" in error_of("generate", small, "-p", "Hello", "-r", "int4:skip=2")
+    line = error_of("eval", small, "-r", "saw-int4", "-r", "oscar-int2:group=1")
+    assert line == "error: oscar-int2: group=1: 1 codes of 2 bits do not fill whole bytes"
+
+
+def test_a_folder_that_is_no_artifact(error_of, tmp_path: Path):
+    line = error_of("eval", "nobody/nothing", "-r", "int4", "--artifact", tmp_path)
+    assert line == f"error: {tmp_path} is no artifact: there is no kvfold.json in it"
+
+
+def test_an_artifact_of_another_model(error_of, means: Path):
+    line = error_of("generate", EMBEDDED, "-p", "Hello", "--artifact", means)
+    assert "the artifact was made for another model: its layers is 2, the model's is 30" in line
+
+
+@pytest.mark.parametrize("option", ["--json", "--html"])
+def test_a_missing_folder_is_named_before_the_model_is_loaded(error_of, tmp_path: Path, option: str):
+    path = tmp_path / "missing" / "report"
+    line = error_of("eval", "nobody/nothing", "-r", "int4", option, path)
+    assert f"there is no folder {path.parent}" in line
+
+
+def test_a_text_that_is_missing_empty_or_short(error_of, small: Path, tmp_path: Path):
+    text = tmp_path / "text.txt"
+    assert f"cannot read the text {text}" in error_of("eval", small, "-r", "int4", "--text", text)
+    text.write_text(" \n")
+    assert f"{text} is empty" in error_of("calibrate", small, "--out", tmp_path / "means", "--text", text)
+    text.write_text("Four words are few.")
+    line = error_of("calibrate", small, "--out", tmp_path / "means", "--text", text)
+    assert "the text has 19 tokens, fewer than the 8192 asked for" in line
+    assert not (tmp_path / "means").exists()
