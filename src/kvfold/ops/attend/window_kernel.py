@@ -33,7 +33,7 @@ def attend(
     """Let transformed queries [tokens, q_heads, d] read their windows, into parts [splits, tokens, q_heads, d].
 
     `new` are the step's own tokens [tokens, kv_heads, d]; older ones come from shadows. With `overlaps`, the kernel
-    runs beside the one before it. That one must have waited before it released this one.
+    runs beside the one before it. Whatever it reads must be there when that one releases it.
     """
     batch, windows, tiles = pages.step.batch, pages.windows, QueryTiles(pages, q, MAX_ROWS)
     tokens, q_heads, dims = q.shape

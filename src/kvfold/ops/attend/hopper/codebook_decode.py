@@ -31,6 +31,7 @@ from kvfold.ops.attend.hopper.decode_tiles import (
     weights_operand,
 )
 from kvfold.ops.attend.hopper.level_lookup import Lookup, Word, codebook, coordinate, lane_lookups, lane_words, share
+from kvfold.ops.segments import segment_rows
 
 KEY_LANES, VALUE_LANES = gl.constexpr(levels.KEY_LANES), gl.constexpr(levels.VALUE_LANES)
 
@@ -60,14 +61,14 @@ def value_words(slot: SlotLayout, codes: int, meta: int) -> CodebookWords:
 
 
 def _words(slot: SlotLayout, codes: int, meta: int, lanes: int) -> CodebookWords:
-    word, rows = 0, []
-    for segment in slot.segments:
+    rows = []
+    for segment in segment_rows(slot):
         bits, columns = segment.bits, segment.dims // 32
         per_lane = share(columns, lanes), lane_words(bits, columns, lanes), lane_lookups(bits, columns, lanes)
-        rows.append((segment.start, columns, *per_lane, word, 1 / codebook(bits).scale))
-        word += segment.code_bytes // 4
+        rows.append((segment.start, columns, *per_lane, segment.byte // 4, 1 / codebook(bits).scale))
     start, columns_, shares, words, lookups, at, factors = zip(*rows, strict=True)
-    return CodebookWords(start, columns_, shares, words, lookups, at, factors, len(rows), word, codes // 4, meta // 4)
+    whole = len(rows), slot.code_bytes // 4, codes // 4, meta // 4
+    return CodebookWords(start, columns_, shares, words, lookups, at, factors, *whole)
 
 
 @gluon.jit(
