@@ -419,7 +419,7 @@ def serve(
         # /metrics then shows what all processes count; whoever counts looks for it once, when imported
         os.environ.setdefault("PROMETHEUS_MULTIPROC_DIR", metrics)
         try:
-            server = import_module(f"kvfold.engines.{engine}.server")
+            server = import_module(f"kvfold.engines.{engine}.serve_{engine}")
         except ModuleNotFoundError as error:
             from torch import cuda
 

@@ -238,8 +238,8 @@ class Filled(NamedTuple):
 
     ops: Ops
     pages: LayerPages
-    q: Tensor  # [sequences, n, q_heads, d]
-    k: Tensor  # [sequences, n, kv_heads, d]
+    q: Tensor  # [tokens, q_heads, d]
+    k: Tensor  # [tokens, kv_heads, d]
     v: Tensor
     new: New
 
@@ -262,7 +262,7 @@ def fill(case: Case, recipe: Recipe, device: torch.device) -> Filled:
     generator, ops = torch.Generator(device).manual_seed(0), ops_of(case, recipe, device)
 
     def tokens(n: int, heads: int) -> Tensor:
-        return random_states((case.batch, n, heads, case.head_dim), generator).to(case.torch_dtype)
+        return random_states((case.batch * n, heads, case.head_dim), generator).to(case.torch_dtype)
 
     chunk = max(1, FILL_TOKENS // case.batch)
     for start in range(0, case.history, chunk):
@@ -287,7 +287,6 @@ def _choice(case: Case, ops: Ops) -> Choice:
 def _calls(case: Case, filled: Filled, size: int) -> Calls:
     """The op on each of several copies of the layer."""
     ops, pages, q, k, v, new = filled
-    _ = pages.step.batch  # made once, before graphs are captured
     out = torch.empty_like(q)  # of the type that engines want, and the baselines' outputs are of
     calls: Calls = []
     for _ in range(copies(size, pages.pool.device)):

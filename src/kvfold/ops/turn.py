@@ -24,7 +24,7 @@ WIDTH = 64  # coordinates
 
 class Turned(NamedTuple):
     q: Tensor  # float32[sequences, q_heads, d]
-    kv: Tensor  # keys and values, float32[2, sequences, 1, kv_heads, d]
+    kv: Tensor  # keys and values, float32[2, sequences, kv_heads, d]
     new: tuple[Tensor, Tensor]  # these in 16 bits
 
 
@@ -36,7 +36,7 @@ class _Memory(NamedTuple):
 
 
 def turn(pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, overlaps: bool = False) -> Turned:
-    """Transform q, k and v [sequences, 1, heads, d], of 16 bits, queries of the type of keys, and write copies of keys
+    """Transform q, k and v [sequences, heads, d], of 16 bits, queries of the type of keys, and write copies of keys
     and values to shadows. With `overlaps`, it is launched before the kernel before it ends, and waits for that; and the
     next may begin beside it.
 
@@ -46,17 +46,17 @@ def turn(pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, overlaps: bool = Fa
     """
     check(pages, k, v)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    (sequences, _, q_heads, dims), kv_heads, device = q.shape, k.shape[2], q.device
-    turned, kv = torch.empty(sequences, q_heads, dims, device=device), torch.empty(2, *k.shape, device=device)
+    (sequences, q_heads, dims), kv_heads, device = q.shape, k.shape[1], q.device
+    turned, kv = torch.empty(q.shape, device=device), torch.empty(2, *k.shape, device=device)
     new = torch.empty(2, *k.shape, dtype=pages.shadows.dtype, device=device)
     key, KEY_FACTOR = pages.key.transform.once(_operands, dims, k.dtype, device)
     value, VALUE_FACTOR = pages.value.transform.once(_operands, dims, v.dtype, device)
-    batch, bits = pages.step.batch, torch.int16
-    memory = _Memory(batch.shadow_of, pages.shadows.view(bits), new.view(bits), pages.faults)
+    step, bits = pages.step, torch.int16
+    memory = _Memory(step.shadow_of, pages.shadows.view(bits), new.view(bits), pages.faults)
     ratio, width = q_heads // kv_heads, min(WIDTH, dims)
     _turn[(ceil_div(sequences * (1 + ratio), ROWS), kv_heads, 2 * (dims // width))](
-        q, k, v, key, value, turned, kv, batch.slots, memory, sequences,
-        *(stride for x in (q, k, v) for stride in (x.stride(0), x.stride(2))),
+        q, k, v, key, value, turned, kv, step.locations, memory, sequences,
+        *(stride for x in (q, k, v) for stride in x.stride()[:2]),
         KEY_FACTOR=KEY_FACTOR, VALUE_FACTOR=VALUE_FACTOR, RATIO=ratio, DIMS=dims, WIDTH=width, ROWS=ROWS,
         PAGE=pages.layout.page_size, BFLOAT=new.dtype == torch.bfloat16, OVERLAPS=overlaps,
         maxnreg=128,  # of a thread, which takes fewer if it may, and then loads matrices one part after the other

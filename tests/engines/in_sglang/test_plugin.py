@@ -28,7 +28,7 @@ from tiny_models import random_tokens, tiny
 from kvfold.calibration import calibrate
 from kvfold.engines.serving import Config, Plan
 from kvfold.engines.sglang import hooks
-from kvfold.engines.sglang.backend import PackedBackend, PackedPool
+from kvfold.engines.sglang.attention import PackedBackend, PackedPool
 from kvfold.engines.shadow_table import ShadowTable, shadows_needed
 from kvfold.models import embedded_folder
 from kvfold.ops.restore import Restore
@@ -197,7 +197,7 @@ def loaded() -> list[Ended]:
 def test_nothing_of_kvfold_is_loaded_where_nothing_asks_for_it(loaded):
     modules, gauges = loaded[0].printed.splitlines()
     assert {name for name in modules.split() if name.startswith(("kvfold", "sglang", "torch"))} == {
-        *("kvfold", "kvfold.engines", "kvfold.engines.start", "kvfold.engines.sglang", "kvfold.engines.sglang.plugin")
+        *("kvfold", "kvfold.engines", "kvfold.engines.start", "kvfold.engines.sglang", "kvfold.engines.sglang.entry")
     }
     assert not gauges
     assert loaded[1].status == 0, loaded[1].errors

@@ -175,7 +175,7 @@ ENDS = [  # KVFOLD_RECIPE, what is run, and what the last line names
 ]
 SERVE = f"""
 from kvfold.engines.serving import Config
-from kvfold.engines.vllm.server import serve
+from kvfold.engines.vllm.serve_vllm import serve
 from kvfold.recipes import parse
 serve({str(embedded_folder())!r}, "embedded", Config(parse("int4:centre=false")), [])
 """

@@ -66,8 +66,10 @@ def _no_codebooks(slot: SlotLayout, side: str) -> str | None:
     return None
 
 
-def step(pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
-    """`store` of k and v [sequences, 1, kv_heads, d], and `attend`.
+def store_and_attend(
+    pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor | None = None
+) -> Tensor:
+    """`store` of k and v [sequences, kv_heads, d], and `attend`.
 
     Where keys are rotated, and queries read what the step stores in 16 bits alone, that is packed beside decoding. With
     fewer than two recent tokens they may read packed ones that other requests store in this step.
@@ -75,17 +77,17 @@ def step(pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, scale: float, out: 
     if pages.key.transform.rotation is None or pages.windows.recent < 2 or q.dtype != k.dtype:
         return attend(pages, q, store(pages, k, v, overlaps=True), scale, out)
     turned = turn(pages, q, k, v, overlaps=True)
-    return _attend(pages, turned.q, 1, True, turned.new, turned.kv, scale, out).view(q.shape)
+    return _attend(pages, turned.q, 1, True, turned.new, turned.kv, scale, out)
 
 
 def attend(
     pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scale: float, out: Tensor | None = None
 ) -> Tensor:
-    """Queries [sequences, 1, q_heads, d] -> outputs of the same shape, float32 or in `out`.
+    """Queries [sequences, q_heads, d] -> outputs of the same shape, float32 or in `out`.
 
     `new` is what `store` returned for the same step.
     """
-    rotation, rotated = pages.key.transform.rotation, q.squeeze(1)
+    rotation, rotated = pages.key.transform.rotation, q
     in_kernel = _kernel(pages.layout).rotates and new is None
     order = rotation.order if in_kernel and isinstance(rotation, Hadamard) else 1
     # Queries are older than what `store` writes, so what reads them need not wait for it; a copy of them is not
@@ -94,7 +96,7 @@ def attend(
     if order == 1:
         rotated = dual(pages.key.transform, rotated, beside=not copied)
     fresh = copied or (order == 1 and rotation is not None)
-    return _attend(pages, rotated, order, fresh, new, None, scale, out).view(q.shape)
+    return _attend(pages, rotated, order, fresh, new, None, scale, out)
 
 
 def _attend(
@@ -109,11 +111,11 @@ def _attend(
 ) -> Tensor:
     """Queries [sequences, q_heads, d], rotated but for Hadamard matrices of this order, and `fresh` where the kernel
     before writes them. What is `unpacked` is packed beside decoding."""
-    batch, layout, kernel = pages.step.batch, pages.layout, _kernel(pages.layout)
+    step, layout, kernel = pages.step, pages.layout, _kernel(pages.layout)
     sequences, q_heads, dims = q.shape
     kv_heads = pages.pool.shape[1]
     ratio = q_heads // kv_heads
-    tiles = ceil_div(batch.table.shape[1] * layout.page_size, TILE)
+    tiles = ceil_div(step.table.shape[1] * layout.page_size, TILE)
     splits = _splits(sequences * kv_heads, tiles, kernel.warps, q.device)
     outs, weights = empty(splits + (0 if new is None else windows.splits(pages, q)), q)
     heads = 4 if ratio <= 4 else 8
@@ -122,14 +124,14 @@ def _attend(
         outs,
         weights,
         pages.pool.view(torch.int32),
-        batch.table,
-        batch.lengths,
+        step.table,
+        step.lengths,
         scale * math.log2(math.e),
         pages.windows.sink,
         pages.windows.recent,
         q.stride(0),
-        batch.table.stride(0),
-        batch.table.shape[1],
+        step.table.stride(0),
+        step.table.shape[1],
         KEY=kernel.key,
         VALUE=kernel.value,
         DIMS=dims,
@@ -148,8 +150,7 @@ def _attend(
     if unpacked is not None:
         pack(pages, unpacked, overlaps=True)
     if new is not None:  # beside decoding, in what that leaves of the processors
-        flat = (new[0].flatten(0, 1), new[1].flatten(0, 1))
-        windows.attend(pages, q, flat, scale, outs[splits:], weights[splits:], late=True)
+        windows.attend(pages, q, new, scale, outs[splits:], weights[splits:], late=True)
     return merge(outs, weights, pages.value.transform, out, late=True)
 
 

@@ -30,13 +30,13 @@ class Blocks:
     the heads of one KV head make `rows`."""
 
     def __init__(self, pages: LayerPages, q: Tensor, max_rows: int = MAX_ROWS) -> None:
-        batch = pages.step.batch
+        step = pages.step
         self.kv_heads = pages.pool.shape[1]
         self.ratio = power_of_two(q.shape[1] // self.kv_heads)
-        self.queries = max(1, min(power_of_two(batch.max_queries), max_rows // self.ratio))
+        self.queries = max(1, min(power_of_two(step.max_queries), max_rows // self.ratio))
         self.rows = max(16, self.queries * self.ratio)  # tensor cores take 16 at least
-        self.each = ceil_div(batch.max_queries, self.queries)  # of a sequence
-        self.count = self.each * len(batch.lengths)
+        self.each = ceil_div(step.max_queries, self.queries)  # of a sequence
+        self.count = self.each * len(step.lengths)
         self.tokens = 64 if q.shape[-1] <= 128 else 32  # of a tile
         self.num_warps = 8 if self.rows > 64 else 4
         self.registers = 128 if self.rows == 16 else None  # of a thread: four programs on a processor
@@ -55,12 +55,11 @@ def empty(splits: int, q: Tensor) -> tuple[Tensor, Tensor]:
 
 def merge(outs: Tensor, weights: Tensor, value: Transform, out: Tensor | None = None, late: bool = False) -> Tensor:
     """Parts [splits, tokens, q_heads, d] over transformed values, and their weights -> outputs [tokens, q_heads, d],
-    float32 or in `out`, which may be [sequences, n, q_heads, d].
+    float32 or in `out`.
 
     With `late`, it is launched before the kernel that computes the parts ends, and waits for that.
     """
     splits, tokens, q_heads, dims = outs.shape
-    out = None if out is None else out.view(outs.shape[1:])
     if splits == 1 and value.rotation is not None:
         return inverse(value, outs[0], out, late)
     mean = value.mean if value.rotation is None else None

@@ -17,7 +17,7 @@ MAX_ROWS = 64  # of a block: of two on a processor, one computes while the other
 def splits(pages: LayerPages, q: Tensor) -> int:
     """How many parts the windows of transformed queries [tokens, q_heads, d] make."""
     windows = pages.windows
-    tokens = windows.sink + windows.recent + windows.group + pages.step.batch.max_queries
+    tokens = windows.sink + windows.recent + windows.group + pages.step.max_queries
     return Blocks(pages, q, MAX_ROWS).splits(tokens, q.device)
 
 
@@ -35,27 +35,27 @@ def attend(
     `new` are the step's own tokens [tokens, kv_heads, d], the others come from shadows. With `late`, this one may
     begin before the kernel before it ends, and does not end before that.
     """
-    batch, windows, blocks = pages.step.batch, pages.windows, Blocks(pages, q, MAX_ROWS)
+    step, windows, blocks = pages.step, pages.windows, Blocks(pages, q, MAX_ROWS)
     tokens, q_heads, dims = q.shape
-    long = batch.max_queries >= blocks.tokens
+    long = step.max_queries >= blocks.tokens
     _windows[(blocks.count, blocks.kv_heads, len(outs))](
         q,
         outs,
         weights,
         pages.shadows,
         *new,
-        batch.query_starts,
-        batch.starts,
-        batch.lengths,
-        batch.table,
-        batch.shadow_of,
+        step.query_starts,
+        step.starts,
+        step.lengths,
+        step.table,
+        step.shadow_of,
         scale * math.log2(math.e),
         windows.sink,
         windows.recent,
         windows.group,
         blocks.each,
         tokens,
-        batch.table.stride(0),
+        step.table.stride(0),
         *q.stride()[:2],
         *new[0].stride()[:2],
         PAGE=pages.layout.page_size,

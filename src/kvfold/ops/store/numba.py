@@ -37,7 +37,7 @@ Arguments = arguments(
     *PAGES, "levels", "boundaries",
     "key", "value", "key_mean", "value_mean",
     "key_rotation", "key_rotations", "value_rotation", "value_rotations",
-    "wide", "slots", "shadow_of", "shadows", "shadow_pages", "faults",
+    "wide", "locations", "shadow_of", "shadows", "shadow_pages", "faults",
     "tokens", "kv_heads", "dims", "page_size", "windows",
     floats=("key_factor", "value_factor"),
 )  # fmt: skip
@@ -45,9 +45,8 @@ Arguments = arguments(
 
 def store(pages: LayerPages, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
     """As `naive.store`."""
-    batch, layout = pages.step.batch, pages.layout
-    slots, (kv_heads, dims) = batch.slots.long().contiguous(), k.shape[2:]
-    tokens = slots.shape[0]
+    step, layout = pages.step, pages.layout
+    locations, (tokens, kv_heads, dims) = step.locations.long().contiguous(), k.shape
     key, value = k.float().contiguous(), v.float().contiguous()
     wide = torch.empty(2, *k.shape, dtype=pages.shadows.dtype) if pages.windows else None
     by_key, by_value = dense(pages.key.transform, dims), dense(pages.value.transform, dims)
@@ -56,7 +55,7 @@ def store(pages: LayerPages, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | No
         lloyd_max.level_table(k.device).data_ptr(), lloyd_max.boundary_table(k.device).data_ptr(),
         key.data_ptr(), value.data_ptr(), by_key.mean.data_ptr(), by_value.mean.data_ptr(),
         by_key.matrix.data_ptr(), by_key.matrix.shape[0], by_value.matrix.data_ptr(), by_value.matrix.shape[0],
-        0 if wide is None else wide.data_ptr(), slots.data_ptr(), batch.shadow_of.data_ptr(),
+        0 if wide is None else wide.data_ptr(), locations.data_ptr(), step.shadow_of.data_ptr(),
         pages.shadows.data_ptr(), pages.shadows.shape[0], pages.faults.data_ptr(),
         tokens, kv_heads, dims, layout.page_size, wide is not None,
         by_key.factor, by_value.factor,

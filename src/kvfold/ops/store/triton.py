@@ -89,7 +89,7 @@ class _Memory(NamedTuple):
     pool: Tensor
     entries: Tensor  # the pool in 16 bits
     shadows: Tensor
-    new: Tensor | None  # [2, sequences, n, kv_heads, d]
+    new: Tensor | None  # [2, tokens, kv_heads, d]
     faults: Tensor
     levels: Tensor  # see tiles.py
     boundaries: Tensor
@@ -108,7 +108,7 @@ def store(pages: LayerPages, k: Tensor, v: Tensor, overlaps: bool = False) -> tu
 
 
 def pack(pages: LayerPages, kv: Tensor, overlaps: bool = False) -> None:
-    """`store` of what is transformed already, and copied (see turn.py): float32[2, sequences, n, kv_heads, d].
+    """`store` of what is transformed already, and copied (see turn.py): float32[2, tokens, kv_heads, d].
 
     With `overlaps`, it runs beside the kernel before it, which must have waited for these numbers, and does not end
     before that; and the next may begin beside it.
@@ -117,11 +117,11 @@ def pack(pages: LayerPages, kv: Tensor, overlaps: bool = False) -> None:
 
 
 def check(pages: LayerPages, k: Tensor, v: Tensor) -> None:
-    expected = (len(pages.step.batch.slots), pages.pool.shape[1], pages.layout.key.dims)
+    expected = (len(pages.step.locations), pages.pool.shape[1], pages.layout.key.dims)
     for x in (k, v):
         if x.dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(f"the kernel stores bfloat16 and float16, not {x.dtype}")
-        if (x.shape[:2].numel(), *x.shape[2:]) != expected:
+        if x.shape != expected:
             raise ValueError(f"{tuple(x.shape)} are not the {expected} [tokens, kv_heads, d] of the step")
 
 
@@ -135,9 +135,9 @@ def _launch(
     overlaps: bool,
     late: bool = False,
 ) -> None:
-    (sequences, n, kv_heads, dims), batch = k.shape, pages.step.batch
+    (tokens, kv_heads, dims), step = k.shape, pages.step
     memory = _Memory(
-        batch.shadow_of,
+        step.shadow_of,
         pages.pool,
         pages.pool.view(torch.int16),
         pages.shadows.view(torch.int16),
@@ -149,12 +149,12 @@ def _launch(
     key, KEY = _prepared(pages.key, of_keys, tiles.key_side(pages.layout), k)
     value, VALUE = _prepared(pages.value, of_values, tiles.value_side(pages.layout), v)
     ranks = _clip_rank(pages.key), _clip_rank(pages.value)
-    if k.shape[:3].numel() < MANY_VECTORS:
+    if tokens * kv_heads < MANY_VECTORS:
         blocks = FEW if max(len(key.matrices), len(value.matrices)) < 2 else FEW_TERMS
     else:
         blocks = MANY if dims <= 128 else MANY_WIDE
-    _store[ceil_div(sequences * n, blocks.tokens), kv_heads, 2](
-        _source(k), key, KEY, _source(v), value, VALUE, *ranks, batch.slots, memory, sequences * n,
+    _store[ceil_div(tokens, blocks.tokens), kv_heads, 2](
+        _source(k), key, KEY, _source(v), value, VALUE, *ranks, step.locations, memory, tokens,
         pages.shadows.dtype == torch.bfloat16, pages.layout.page_size, pages.layout.page_bytes, blocks.tokens,
         blocks.rows, overlaps, late, num_warps=blocks.warps, num_stages=blocks.stages, maxnreg=blocks.registers,
         **({"launch_pdl": True} if overlaps else {}),
@@ -162,7 +162,7 @@ def _launch(
 
 
 def _source(x: Tensor) -> _Source:
-    x = (x if x.stride(-1) == 1 else x.contiguous()).flatten(0, 1)
+    x = x if x.stride(-1) == 1 else x.contiguous()
     return _Source(x, x.stride(0), x.stride(1))
 
 
