@@ -1,4 +1,4 @@
-"""`kvfold selftest`: every kernel that a recipe gets on this device, against the definitions in ops/*/naive.py.
+"""`kvfold selftest`: every kernel that a recipe gets on this device, against the definitions in ops/naive.py.
 
 A case is one layer with a recipe and a shape. Its history is packed by `naive.store`. Then come two steps: several
 tokens per sequence, then one. The definitions run on the CPU; attention is computed in float64. Before each op the

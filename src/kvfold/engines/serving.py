@@ -195,12 +195,12 @@ class Layer:
         from kvfold.ops.attend import parts
 
         pool, layout = self.pages.pool, self.pages.layout
-        no_shadow = torch.full((1,), -1, device=pool.device)
+        shadow_of = torch.zeros(1, dtype=torch.int64, device=pool.device)
         alone = [([start], n) for start, n in product((0, WARM_UP[-1]), WARM_UP)]
         for starts, n in (*alone, MANY_SHORT):
             table = torch.zeros(len(starts), -(-(starts[0] + n) // layout.page_size), dtype=torch.int64)
             host = HostLengths(starts, [start + n for start in starts])
-            step = Step.of(host, table, no_shadow, layout.page_size)
+            step = Step.of(host, table, shadow_of, layout.page_size)
             step.locations.fill_(-1)
             tokens = len(step.locations)
             k = torch.zeros(tokens, pool.shape[1], layout.key.dims, dtype=self.pages.shadows.dtype, device=pool.device)
@@ -218,7 +218,6 @@ class Served:
 
     shadow_table: ShadowTable  # once it is open
     faults: Faults
-    gauges: "Gauges"
 
     def __init__(self, plan: Plan, shadow_pages: int, logger: Logger) -> None:
         self.plan, self.shadow_pages, self.logger = plan, shadow_pages, logger
@@ -236,12 +235,9 @@ class Served:
 
     def open(self, pages: int) -> None:
         """Serve from so many pages per layer."""
-        from kvfold.engines.gauges import Gauges  # not before engines have set up prometheus_client
-
         plan, self.pages = self.plan, pages
         self.shadow_table = ShadowTable(plan.windows, plan.page_size, pages, self.shadow_pages, plan.device)
         self.faults = Faults(pages * plan.page_size, plan.device, self.logger)
-        self.gauges = Gauges(plan.token_bytes, plan.wide_token_bytes, self.shadow_pages, plan.device)
 
     def attach(self, number: int, pool: Tensor) -> Layer:
         """A layer whose pages uint8[pages, kv_heads, page_bytes] are known now."""
@@ -253,12 +249,19 @@ class Served:
             self.restore = Restore([layer.pages for layer in self.layers.values()])
         return layer
 
+    @cached_property
+    def gauges(self) -> "Gauges":
+        from kvfold.engines.gauges import Gauges  # not before engines have set up prometheus_client
+
+        plan = self.plan
+        return Gauges(plan.token_bytes, plan.wide_token_bytes, self.shadow_pages, plan.device)
+
     @property
     def complete(self) -> bool:
         """Whether all layers are attached."""
         return len(self.layers) == len(self.plan.codecs)
 
-    def look(self, resting: tuple[Tensor, Tensor] | None = None) -> None:
+    def before_step(self, resting: tuple[Tensor, Tensor] | None = None) -> None:
         """Before each step, outside of CUDA graphs: show in the gauges what earlier steps left on the device, and keep
         the shadows of requests that run without being in the step, given by their lengths and pages."""
         self.gauges.step(self.shadow_table, self.faults)

@@ -42,7 +42,7 @@ class Step:
     Shadows: `shadow_of` says which shadow page holds the raw keys and values of a page. Every page that a window of the
     step reaches into has one, except for the step's own tokens, which ops read from `store`'s result. Who begins the
     step sees to that. A missing shadow is a fault in the bookkeeping and never read around: ops on a CPU raise
-    (`require_shadows`), kernels for GPUs assert where Triton's assertions are on (TRITON_DEBUG=1, and its interpreter).
+    (`require_shadows`), kernels for GPUs assert where Triton's assertions are on (TRITON_DEBUG=1, and in tests).
 
     A row with a negative location fills up a CUDA graph. Nothing is stored for it, and its output means nothing.
     """
@@ -144,7 +144,7 @@ class Step:
             for page in range(start // self.page_size, length // self.page_size)
         ]
         row, page = torch.tensor(filled, dtype=torch.int64).view(-1, 2).unbind(dim=1)
-        first = torch.tensor(starts)[row].unsqueeze(1)
+        first = torch.tensor(starts, dtype=torch.int64)[row].unsqueeze(1)
         token = page.unsqueeze(1) * self.page_size + torch.arange(self.page_size)
         own = torch.tensor([0, *accumulate(self.known.counts)])[row].unsqueeze(1) + token - first
         own[token < first] = -1
@@ -154,10 +154,9 @@ class Step:
 def require_shadows(step: Step, windows: Windows) -> None:
     """Raise where a window reaches into a page without a shadow: see `Step`."""
     reached = []
-    for row, start in enumerate(step.known.starts):
-        recent = range(max(0, windows.exact_from(start)), start if windows.has_recent else 0)
-        for span in (range(min(windows.sink, start)), recent):
-            if span:
+    for row, (start, length) in enumerate(zip(*step.known, strict=True)):
+        for span in (range(min(windows.sink, start)), windows.before(start)):
+            if span and length > start:
                 reached.append(step.table[row, span.start // step.page_size : -(-span.stop // step.page_size)])
     if reached and (step.shadow_of[torch.cat(reached)] < 0).any():
         raise RuntimeError("a window of this step reaches into a page that has no shadow: this is a bug in kvfold")

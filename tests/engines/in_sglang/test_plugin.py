@@ -453,7 +453,7 @@ def test_a_captured_step_reads_what_the_next_ones_bring(monkeypatch):
         graph.replay()
         own.backend.req_to_token.copy_(written)
         torch.testing.assert_close(out[:2], plain.decode(*new)[:2], atol=2e-2, rtol=0)
-    assert torch.equal(own.backend.pool.shadows.of, plain.backend.pool.shadows.of)
+    assert torch.equal(own.backend.served.shadow_table.of, plain.backend.served.shadow_table.of)
 
 
 class Crowd:
@@ -501,7 +501,7 @@ class Crowd:
         length = self.lengths[row]
         tokens = {*range(min(self.windows.sink, length)), *range(max(0, length + 1 - self.windows.recent), length)}
         pages = {int(self.backend.req_to_token[row, token]) // PAGE for token in tokens}
-        return {page: int(self.backend.pool.shadows.of[page]) for page in pages}
+        return {page: int(self.backend.served.shadow_table.of[page]) for page in pages}
 
 
 def test_requests_that_decode_keep_their_copies_while_prompts_are_read():

@@ -102,7 +102,7 @@ class PackedBackend(AttentionBackend):
             if not forward_batch.forward_mode.is_decode():  # requests that are new took the place of former ones
                 self.lengths[requests] = forward_batch.extend_prefix_lens.int()
             resting = self._resting(forward_batch)
-        self.served.look(resting)
+        self.served.before_step(resting)
 
     def _read_pages(self, requests: Tensor, table: Tensor) -> None:
         tokens = self.req_to_token[requests.unsqueeze(1), self.firsts]

@@ -103,7 +103,7 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         step, requests = common_attn_metadata, self.engine.requests
         locations, table = step.slot_mapping[: step.num_actual_tokens], step.block_table_tensor
         starts = step.compute_num_computed_tokens()
-        self.served.look(requests.described(self.device) if requests.resting else None)
+        self.served.before_step(requests.described(self.device) if requests.resting else None)
         self.served.begin(locations, starts, step.seq_lens, table)
         if self.device.type == "cpu":
             host = HostLengths(starts.tolist(), step.seq_lens.tolist())

@@ -161,6 +161,7 @@ def _windows(
         of_step = token >= start
         page = tl.load(table + token // PAGE, mask=exists, other=0)
         shadow = tl.load(shadow_of + page, mask=exists & ~of_step, other=0).to(tl.int64)
+        tl.device_assert(shadow >= 0, "a window reaches into a page that has no shadow")
         old = shadows + ((shadow * KV_HEADS + head) * 2 * PAGE + token % PAGE) * DIMS
         own = (token + end - length).to(tl.int64) * new_stride + head * new_head_stride
         exists &= shadow >= 0

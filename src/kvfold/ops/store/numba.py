@@ -164,7 +164,7 @@ def _store(p):
     a = carray(p, 1)[0]
     sides, segments = array(a.sides, 2, SIDE), array(a.segments, (2, a.most), SEGMENT)
     levels, boundaries = array(a.levels, 512, np.float32), array(a.boundaries, 512, np.float32)
-    slots, half = array(a.slots, a.tokens, np.int64), a.half != 0
+    locations, half = array(a.locations, a.tokens, np.int64), a.half != 0
     pool, words = array(a.pool, a.pool_bytes, np.uint8), array(a.pool, a.pool_bytes // 2, np.uint16)
     wide = array(a.wide, (2, a.tokens * a.kv_heads, a.dims), np.uint16)
     pages = a.pool_bytes // a.page_stride
@@ -173,11 +173,11 @@ def _store(p):
     unpacked, x, y = np.empty(a.dims + 7, np.uint8), np.empty(a.dims, np.float32), np.empty(a.dims, np.float32)
     task = take(p, TASK)
     while task < a.tasks:
-        head, slot = task % a.kv_heads, slots[task // a.kv_heads]
-        page, place = slot // a.page_size, slot % a.page_size
-        if slot < 0 and a.windows:  # padding
+        head, location = task % a.kv_heads, locations[task // a.kv_heads]
+        page, place = location // a.page_size, location % a.page_size
+        if location < 0 and a.windows:
             wide[:, task] = 0
-        for side in range(2 if slot >= 0 else 0):
+        for side in range(2 if location >= 0 else 0):
             given, mean = (a.value, a.value_mean) if side else (a.key, a.key_mean)
             at, count = (a.value_rotation, a.value_rotations) if side else (a.key_rotation, a.key_rotations)
             x[:] = array(given, (a.tokens * a.kv_heads, a.dims), np.float32)[task]
@@ -193,7 +193,7 @@ def _store(p):
                 _clip(y, s.kept)
             held &= _slot(y, segments[side, : s.segments], levels, boundaries, half, unpacked, codes, meta)
             if not held:
-                y[:], faults[slot] = f4(0), 1
+                y[:], faults[location] = f4(0), 1
                 _slot(y, segments[side, : s.segments], levels, boundaries, half, unpacked, codes, meta)
                 if a.windows:
                     wide[side, task] = 0
