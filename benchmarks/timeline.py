@@ -65,15 +65,14 @@ def run(text: str, name: str, folded: bool, longest: int) -> list[Row]:
     ops, pages, q, k, v, _ = fill(case, parse(name), torch.device("cuda"))
     if folded:
         pages = replace(pages, value=replace(pages.value, transform=replace(pages.value.transform, rotation=None)))
-    batch = pages.step.batch
-    room = max(0, longest // case.page - batch.table.shape[1])
-    step = replace(pages.step).described(replace(batch, table=pad(batch.table, (0, room))))
+    room = max(0, longest // case.page - pages.step.table.shape[1])
+    step = replace(pages.step, table=pad(pages.step.table, (0, room)))
     layers = [replace(pages, step=step, pool=pages.pool.clone(), shadows=pages.shadows.clone()) for _ in range(STEPS)]
     out = torch.empty_like(q)
 
     def steps() -> None:
         for layer in layers:
-            ops.step(layer, q, k, v, case.scale, out)
+            ops.store_and_attend(layer, q, k, v, case.scale, out)
 
     graph, _ = capture(lambda: None, steps)
     with profile(activities=[ProfilerActivity.CUDA]) as trace:

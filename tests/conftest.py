@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
         import interpreter
 
         interpreter.patch_language_once_per_launch()
+        interpreter.turn_assertions_on()
 
 from covering import pytest_addoption, pytest_collection_modifyitems  # noqa: F401 - hooks
 

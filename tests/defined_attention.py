@@ -1,7 +1,7 @@
 """What a serving engine's attention should give, step by step, by its definition.
 
 `defined_attention` watches `Layer.attend`, which every serving engine calls. It keeps its own record of what was stored
-in each slot of the engine's pages, computes in float64 what every query should get from that, and notes how far the
+at each location of the engine's pages, computes in float64 what every query should get from that, and notes how far the
 engine's result is from it. The same keys and values go both ways, so that no rounding of the model comes between.
 
 A token is read in 16 bits where it lies in a window of the query and either comes with the query's own step, or has
@@ -43,24 +43,24 @@ class Found:
 
 
 class Record:
-    """The slots of a layer's pages, by what was stored in them."""
+    """A layer's pages, by what was stored in them."""
 
     def __init__(self, layer: Layer) -> None:
         pages = layer.pages
         self.codecs, self.windows = (pages.key, pages.value), pages.windows
         self.page_size, self.wide = pages.layout.page_size, pages.shadows.dtype
-        self.slots: dict[int, Tensor] = {}  # of a page: float64[ways, K and V, tokens, kv_heads, d]
+        self.states: dict[int, Tensor] = {}  # of a page: float64[ways, K and V, tokens, kv_heads, d]
         self.copied: dict[int, Tensor] = {}  # bool[tokens]: whose 16-bit copy is that of when it was stored
         self.shadow: dict[int, int] = {}  # of a page when it was last seen
 
     def store(self, step: Step, k: Tensor, v: Tensor) -> None:
         ways = torch.stack([self._ways(codec, x) for codec, x in zip(self.codecs, (k, v), strict=True)], dim=1)
-        for i, slot in enumerate(step.batch.slots.tolist()):
-            page, offset = divmod(slot, self.page_size)
-            if page not in self.slots:
-                self.slots[page] = ways.new_full((*ways.shape[:2], self.page_size, *ways.shape[3:]), torch.nan)
+        for i, location in enumerate(step.locations.tolist()):
+            page, offset = divmod(location, self.page_size)
+            if page not in self.states:
+                self.states[page] = ways.new_full((*ways.shape[:2], self.page_size, *ways.shape[3:]), torch.nan)
                 self.copied[page] = torch.zeros(self.page_size, dtype=torch.bool)
-            self.slots[page][:, :, offset] = ways[:, :, i]
+            self.states[page][:, :, offset] = ways[:, :, i]
             self.copied[page][offset] = self.shadow[page] >= 0
 
     def _ways(self, codec: Codec, x: Tensor) -> Tensor:
@@ -81,18 +81,18 @@ class Record:
         """Queries [n, q_heads, d] from position `start` on: their outputs, the largest value, and how many reads were
         of restored tokens."""
         n, length = len(q), start + len(q)
-        slots = torch.cat([self.slots[page] for page in pages], dim=2)[:, :, :length]
+        states = torch.cat([self.states[page] for page in pages], dim=2)[:, :, :length]
         copied = torch.cat([self.copied[page] for page in pages])[:length]
         t, j = torch.arange(start, length).unsqueeze(1), torch.arange(length)
         inside = (j < self.windows.sink) | (j > t - self.windows.recent)
         exact = inside & ((j >= start) | copied)
         way = torch.where(exact, EXACT, torch.where(inside, RESTORED, PACKED))
-        queries = q.double().unflatten(1, (slots.shape[3], -1))
-        logits = torch.einsum("thgd,wjhd->whgtj", queries, slots[:, 0]) * scale
+        queries = q.double().unflatten(1, (states.shape[3], -1))
+        logits = torch.einsum("thgd,wjhd->whgtj", queries, states[:, 0]) * scale
         logits = logits.gather(0, way.expand(1, *logits.shape[1:])).squeeze(0).masked_fill(j > t, -torch.inf)
         weights = logits.softmax(-1) * (way == torch.arange(3).view(3, 1, 1, 1, 1))
-        out = torch.einsum("whgtj,wjhd->thgd", weights, slots[:, 1]).reshape(n, *q.shape[1:])
-        return out, slots[:, 1].abs().max().item(), int(((way == RESTORED) & (j <= t)).sum())
+        out = torch.einsum("whgtj,wjhd->thgd", weights, states[:, 1]).reshape(n, *q.shape[1:])
+        return out, states[:, 1].abs().max().item(), int(((way == RESTORED) & (j <= t)).sum())
 
 
 @contextmanager
@@ -107,8 +107,9 @@ def defined_attention() -> Iterator[Found]:
         for tokens, step in steps:
             record.store(step, k[tokens], v[tokens])
         for tokens, step in steps:
-            for row, (start, length) in enumerate(zip(step.starts, step.lengths, strict=True)):
-                own = slice(tokens.start + row * step.n, tokens.start + (row + 1) * step.n)
+            first = tokens.start
+            for row, (start, length) in enumerate(zip(*step.known, strict=True)):
+                own = slice(first, first := first + length - start)
                 pages = step.table[row, : -(-length // step.page_size)].tolist()
                 expected, largest, restored = record.attend(pages, start, q[own], scale)
                 error = (out[own].double() - expected).abs().max().item() / largest

@@ -1,5 +1,6 @@
-"""Triton's interpreter, which runs the kernels where there is no GPU, a third faster."""
+"""Triton's interpreter, which runs the kernels where there is no GPU: faster, and with assertions."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 from triton import language
@@ -13,3 +14,10 @@ def patch_language_once_per_launch() -> None:
     everything = SimpleNamespace(__globals__={"tl": language, "core": language.core})  # also what tl.sum and others see
     interpreter._patch_lang = lambda kernel: patch(everything)
     interpreter.InterpretedFunction.__call__ = lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs)
+
+
+def turn_assertions_on() -> None:
+    """`tl.device_assert` asserts, as it does on a GPU with TRITON_DEBUG=1, except for overflows of integers, which the
+    interpreter looks for in any case, and for longer than it computes."""
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, debug=True, sanitize_overflow=False)

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from kvfold.bench.fits import random_artifact
 from random_layers import fitted
 
+from kvfold.bench.random_fits import random_artifact
 from kvfold.fitted import Fitted
 from kvfold.geometry import Geometry
 from kvfold.paged import PagedCache

@@ -149,13 +149,12 @@ def shorter_window(pages: LayerPages, q: Tensor) -> tuple[LayerPages, Tensor]:
 
 
 def swapped_heads(pages: LayerPages, q: Tensor) -> tuple[LayerPages, Tensor]:
-    return pages, torch.cat([q[:, :, 1:2], q[:, :, :1], q[:, :, 2:]], dim=2)
+    return pages, torch.cat([q[:, 1:2], q[:, :1], q[:, 2:]], dim=1)
 
 
 def forgets_a_token(right: Any, pages: LayerPages, k: Tensor, v: Tensor) -> Any:
     """The last one of the last sequence."""
-    row, last = len(k) - 1, pages.step.lengths[-1] - 1
-    at = pages.step.table[row, last // pages.step.page_size]
+    at = pages.step.locations[-1] // pages.step.page_size
     kept = pages.pool[at].clone()
     new = right(pages, k, v)
     pages.pool[at] = kept
@@ -169,7 +168,7 @@ def stores_other_values(right: Any, pages: LayerPages, k: Tensor, v: Tensor) -> 
 
 def returns_other_copies(right: Any, pages: LayerPages, k: Tensor, v: Tensor) -> Any:
     new = right(pages, k, v)
-    return new and (new[0], new[1].roll(1, dims=2))
+    return new and (new[0], new[1].roll(1, dims=1))
 
 
 def raises(right: Any, *_: Any) -> Any:

@@ -22,7 +22,7 @@ from kvfold.bench.model_steps import Decoder, dense_error, packed_cache, packed_
 from kvfold.bench.step_times import Case, Row, Turn
 from kvfold.cli import app
 from kvfold.geometry import Geometry, example_configs
-from kvfold.ops.attend import naive
+from kvfold.ops import naive
 from kvfold.recipes import parse
 
 CPU = torch.device("cpu")
@@ -102,9 +102,9 @@ def test_filled_pages(model: Any, recipe: str):
     assert all(len(pool) == 2 * math.ceil(60 / 8) and (pool == pool[0]).all() for pool in paged.pools)
     assert not any(shadows.isnan().any() for shadows in paged.shadows)
     generator = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(2, 1, heads, 32, generator=generator) for heads in (4, 2, 2))
+    q, k, v = (torch.randn(2, heads, 32, generator=generator) for heads in (4, 2, 2))
     cache.begin(2, 1)
-    out = paged.attend(0, q, k, v, 0.3)
+    out = paged.attend(0, *(x.unsqueeze(1) for x in (q, k, v)), 0.3).squeeze(1)
     new = tuple(
         codec.transform.forward(x).to(paged.shadows[0].dtype) for codec, x in zip(paged.codecs[0], (k, v), strict=True)
     )
@@ -184,7 +184,7 @@ def test_a_graph_that_does_not_follow_is_found_out(monkeypatch: pytest.MonkeyPat
     made = random_model(TINIEST, CPU)
     use_kernels(monkeypatch)
     monkeypatch.setattr(model_steps, "capture", recorder(monkeypatch))
-    monkeypatch.setattr("kvfold.ops.pages.Batch.update", lambda *_: False)
+    monkeypatch.setattr("kvfold.ops.pages.Step.placed_in", lambda step, _: step)
     assert packed_error(made, parse("saw-int4"), 4, steps=4) > step_times.ALLOWED
 
 

@@ -43,7 +43,7 @@ class Reached(Exception):
 def of_serve(model: Path, monkeypatch: pytest.MonkeyPatch) -> Artifact:
     served: list[str] = []
     server = SimpleNamespace(serve=lambda folder, name, config, flags: served.append(config.artifact))
-    monkeypatch.setitem(sys.modules, "kvfold.engines.vllm.server", server)
+    monkeypatch.setitem(sys.modules, "kvfold.engines.vllm.serve_vllm", server)
     CliRunner().invoke(app, ["serve", str(model), "-r", RECIPE], catch_exceptions=False)
     return Artifact.load(served[0])
 

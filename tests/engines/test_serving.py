@@ -2,7 +2,6 @@
 
 import logging
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,13 +9,13 @@ from random_layers import fitted
 from recorded_graphs import KERNELS
 
 from kvfold.artifact import Artifact
-from kvfold.engines import serving
-from kvfold.engines.serving import Config, Faults, Layer, Plan, steps_of
-from kvfold.engines.shadow_table import ShadowTable
+from kvfold.engines import faults as fault_module
+from kvfold.engines.faults import Faults
+from kvfold.engines.serving import Config, Plan, Served
 from kvfold.geometry import Geometry, UnsupportedModel
 from kvfold.ops.attend import unpacked_prefill as unpacked
 from kvfold.ops.dispatch import Ops, choose
-from kvfold.ops.restore import Restore
+from kvfold.ops.pages import HostLengths, Step
 from kvfold.recipes import parse
 
 pytestmark = pytest.mark.usefixtures("_poisoned_memory")
@@ -83,7 +82,8 @@ def test_the_report_says_what_is_served():
 def test_the_report_names_the_kernels_of_a_gpu():
     pytest.importorskip("triton")
     served = plan("int4:centre=false,sink=4")
-    hopper = [choose(layout, served.ratio, torch.device("cuda"), (9, 0)) for layout in served.layouts]
+    layouts = served.layouts.items()
+    hopper = {number: choose(layout, served.ratio, torch.device("cuda"), (9, 0)) for number, layout in layouts}
     served.__dict__["ops"] = hopper  # the property is computed once
     report = served.report(pages=100, shadows=8)
     for part in ("store: triton (", "decode: gluon (", "extend: unpacked ("):
@@ -112,7 +112,7 @@ def test_what_kernels_cannot_store_is_refused_at_the_start(monkeypatch):
     config = Config(parse("int4:centre=false"))
     with pytest.raises(ValueError, match=r"the model is in torch.float32: .* --dtype bfloat16"):
         Plan.make(config, MODEL, PAGE, torch.float32)
-    assert Plan.make(config, MODEL, PAGE, torch.float16).ops == [KERNELS] * 2
+    assert Plan.make(config, MODEL, PAGE, torch.float16).ops == {0: KERNELS, 1: KERNELS}
 
 
 def test_refusals_of_models_say_what_they_are():
@@ -130,7 +130,7 @@ def test_a_folder_that_is_no_artifact(tmp_path):
 
 def random_plan(recipe):
     recipe = parse(recipe)
-    codecs = [recipe.codecs(DIMS, fitted(str(recipe), DIMS, KV_HEADS))]
+    codecs = {0: recipe.codecs(DIMS, fitted(str(recipe), DIMS, KV_HEADS))}
     geometry = Geometry("any", 1, KV_HEADS * RATIO, KV_HEADS, DIMS)
     return Plan(recipe, geometry, KV_HEADS, RATIO, codecs, PAGE, torch.bfloat16, torch.device("cpu"))
 
@@ -138,25 +138,30 @@ def random_plan(recipe):
 class World:
     """An engine with one layer: requests of random tokens in pages of random order, and every key and value kept."""
 
-    ragged, dtype, error = False, torch.float32, {"atol": 2e-5, "rtol": 1e-4}
+    dtype, error = torch.float32, {"atol": 2e-5, "rtol": 1e-4}
 
     def __init__(self, recipe, requests, pages=64, seed=0):
         self.plan = random_plan(recipe)
-        shadows = self.plan.shadows(requests, 256)
+        self.served = Served(self.plan, self.plan.shadows(requests, 256), logging.getLogger())
+        self.served.open(pages)
         pool = torch.empty(pages, KV_HEADS, self.plan.layouts[0].page_bytes, dtype=torch.uint8)
-        copies = torch.empty(shadows, KV_HEADS, 2, PAGE, DIMS, dtype=torch.bfloat16)
-        self.faults = Faults(pages * PAGE, pool.device, logging.getLogger())
-        self.layer = Layer(self.plan, 0, pool, copies, self.faults.marks)
-        self.table, self.restore = (
-            ShadowTable(self.plan.windows, PAGE, pages, shadows, "cpu"),
-            Restore([self.layer.pages]),
-        )
+        self.layer = self.served.attach(0, pool)
+        self.served.shadows[0].fill_(torch.nan)
+        restore, self.served.restore = self.served.restore, self.restored
+        self.restore = restore
         self.exact = [set() for _ in range(requests)]  # tokens whose copies are no restored ones
         self.generator = torch.Generator().manual_seed(seed)
         self.free = random.Random(seed).sample(range(pages), pages)
         self.held = [[] for _ in range(requests)]
         self.keys = [torch.empty(0, KV_HEADS, DIMS) for _ in range(requests)]
         self.values = [torch.empty(0, KV_HEADS, DIMS) for _ in range(requests)]
+
+    def restored(self, pages, shadows, count):
+        """Note whose copies are made again."""
+        self.restore(pages, shadows, count)
+        for page in pages[:count].tolist():
+            for held, exact in zip(self.held, self.exact, strict=True):
+                exact -= {token for token in exact if held[token // PAGE] == page}
 
     def randn(self, tokens, heads):
         return (torch.randn(tokens, heads, DIMS, generator=self.generator) + 0.3).to(self.dtype)
@@ -170,25 +175,22 @@ class World:
                 self.held[row].append(self.free.pop())
         lengths = [start + count for start, count in zip(starts, counts, strict=True)]
         table = torch.zeros(len(counts), max(map(len, self.held)) + 1, dtype=torch.int32)
-        slots = []
+        locations = []
         for row, pages in enumerate(self.held):
             table[row, : len(pages)] = torch.tensor(pages)
-            slots += [pages[t // PAGE] * PAGE + t % PAGE for t in range(starts[row], lengths[row])]
-        described = (torch.tensor(slots), torch.tensor(starts), torch.tensor(lengths))
-        if self.plan.windows:
-            *lost, count = self.table.update(*described, table)
-            self.restore(*lost, count)
-            for page in lost[0][:count].tolist():
-                for held, exact in zip(self.held, self.exact, strict=True):
-                    exact -= {token for token in exact if held[token // PAGE] == page}
+            locations += [pages[t // PAGE] * PAGE + t % PAGE for t in range(starts[row], lengths[row])]
+        described = (torch.tensor(locations), torch.tensor(starts).int(), torch.tensor(lengths).int(), table)
+        self.served.begin(*described)
         for exact, start, length in zip(self.exact, starts, lengths, strict=True):
             exact |= set(range(start, length))
         q = self.randn(sum(counts), KV_HEADS * RATIO)
         k, v, out = self.randn(sum(counts), KV_HEADS), self.randn(sum(counts), KV_HEADS), torch.full_like(q, torch.nan)
-        steps = steps_of(starts, lengths, table, PAGE, self.table.of, described, self.ragged)
-        for _, step in () if self.ragged else steps:
-            for name, derived in vars(replace(step).batch).items():  # from lists
-                assert torch.equal(torch.as_tensor(getattr(step.batch, name)), torch.as_tensor(derived))
+        steps = self.served.steps(HostLengths(starts, lengths), *described)
+        for _, step in steps:  # slices of the whole are what each step is by itself
+            by_itself = Step.of(step.host, step.table, step.shadow_of, PAGE)
+            for name, tensor in vars(by_itself).items():
+                if isinstance(tensor, torch.Tensor):
+                    assert torch.equal(getattr(step, name), tensor)
         given = k.clone(), v.clone()
         if poisoned is not None:
             for side, (codec, x, kept) in enumerate(zip(self.plan.codecs[0], given, (k, v), strict=True)):
@@ -240,7 +242,7 @@ def test_ragged_batches_read_what_the_definition_says(recipe):
 class WorldOfKernels(World):
     """With the kernels of GPUs, interpreted, and their steps."""
 
-    ragged, dtype, error = True, torch.float16, {"atol": 2e-2, "rtol": 2e-2}
+    dtype, error = torch.float16, {"atol": 2e-2, "rtol": 2e-2}
 
     def __init__(self, recipe, requests, **options):
         super().__init__(recipe, requests, **options)
@@ -269,7 +271,7 @@ def test_the_first_step_is_stored_last_and_reads_first():
 
     def recorded(name, choice):
         return choice._replace(
-            run=lambda pages, *given: calls.append((name, pages.step.n)) or choice.run(pages, *given)
+            run=lambda pages, *given: calls.append((name, pages.step.max_queries)) or choice.run(pages, *given)
         )
 
     world.layer.ops = Ops(recorded("store", store), recorded("attend", decode), recorded("attend", extend))
@@ -284,15 +286,15 @@ def test_windows_keep_their_16_bits_for_as_long_as_a_request_runs():
         for row, pages in enumerate(world.held):
             length = len(world.keys[row])
             for j in (*range(5), *range(max(0, length - 19), length)):
-                assert world.table.of[pages[j // PAGE]] >= 0
+                assert world.served.shadow_table.of[pages[j // PAGE]] >= 0
 
 
 def test_tokens_whose_copies_are_gone_are_read_packed():
     world = World("int2:sink=20,recent=40", requests=2)
     world.step(60, 50)
     for page in (world.held[0][0], world.held[0][2], *world.held[1]):  # of the sink, of the recent window, all
-        world.table.owner[world.table.of[page]] = -1
-        world.table.of[page] = -1
+        world.served.shadow_table.owner[world.served.shadow_table.of[page]] = -1
+        world.served.shadow_table.of[page] = -1
     world.step(1, 1)
     assert world.exact[0] == {*range(PAGE, 2 * PAGE), *range(3 * PAGE, 61)}
     assert world.exact[1] == {50}
@@ -311,8 +313,8 @@ def test_what_one_request_cannot_store_changes_nothing_for_others(recipe):
         for counts, poisoned in (((5, 7, 9), 8), ((1, 1, 1), 1), ((1, 3, 1), 3), ((1, 1, 1), None)):
             out = world.step(*counts, poisoned=poisoned if bad else None)
             found += [part for row, part in enumerate(out.split(counts)) if row != 1]
-        world.faults.count()
-        assert world.faults.count() == 3 * bad
+        world.served.faults.count()
+        assert world.served.faults.count() == 3 * bad
     assert all(map(torch.equal, *outs))
 
 
@@ -328,19 +330,19 @@ class Log(logging.Handler):
 def test_tokens_that_cannot_be_stored_are_counted_and_told_once_a_minute(monkeypatch):
     logger, log, now = logging.getLogger("test"), Log(), [100.0]
     logger.addHandler(log)
-    monkeypatch.setattr(serving, "monotonic", lambda: now[0])
+    monkeypatch.setattr(fault_module, "monotonic", lambda: now[0])
     faults = Faults(64, torch.device("cpu"), logger)
     assert faults.count() == 0
-    for seconds, slots, counted, told in (
+    for seconds, locations, counted, told in (
         (0, [3, 9], 0, None),  # what is counted now is seen by the next call
-        (1, [3], 2, 2),  # a slot that has another token now
+        (1, [3], 2, 2),  # a location that has another token now
         (1, [], 3, None),
         (58, [10, 11], 3, None),
         (1, [], 5, 3),
         (90, [], 5, None),
     ):
         now[0] += seconds
-        faults.marks[slots] = 1
+        faults.marks[locations] = 1
         assert faults.count() == counted
         assert [line.split("keys or values of ")[1].split()[0] for line in log.lines] == ([str(told)] if told else [])
         log.lines.clear()

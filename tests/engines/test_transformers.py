@@ -18,7 +18,7 @@ from transformers import (
 
 import kvfold
 from kvfold.geometry import UnsupportedModel
-from kvfold.ops.attend.naive import read
+from kvfold.ops.naive import read
 from kvfold.recipe import PAGE_SIZE
 from kvfold.recipes import parse
 

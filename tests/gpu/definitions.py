@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from kvfold.bench.expected_ops import naive_attend_error, naive_store_error, on_cpu
+from kvfold.ops import naive
 from kvfold.ops.pages import LayerPages
-from kvfold.ops.store import naive
 
 
 def assert_defined(

@@ -53,14 +53,17 @@ def test_replays_with_growing_lengths_are_the_definitions(recipe, page):
     layer.resume()
     layer.cache.reserve(max(tokens.history) + WARM_UP + steps)
     layer.expected = on_cpu(layer.pages)  # with more room
-    q, k, v = (torch.zeros(3, 1, heads, 128, dtype=torch.bfloat16, device=DEVICE) for heads in (8, 2, 2))
+    q, k, v = (torch.zeros(3, heads, 128, dtype=torch.bfloat16, device=DEVICE) for heads in (8, 2, 2))
 
     def begin():
         layer.begin([1, 1, 1])
         for to, x in zip((q, k, v), (layer.queries(), layer.k, layer.v), strict=True):
             to.copy_(x)
 
-    graph, out = capture(begin, lambda: layer.cache.attend(0, q, k, v, layer.scale))
+    def attend():
+        return layer.cache.attend(0, *(x.unsqueeze(1) for x in (q, k, v)), layer.scale).squeeze(1)
+
+    graph, out = capture(begin, attend)
     for step in range(steps):
         if step:
             begin()

@@ -19,9 +19,10 @@ from kvfold.bench.kernel_cases import Case
 from kvfold.bench.kernel_times import fill
 from kvfold.bench.model_steps import with_layers
 from kvfold.bench.random_fits import random_artifact
-from kvfold.engines.serving import Config, Layer, Plan, steps_of
+from kvfold.engines.serving import Config, Layer, Plan
 from kvfold.geometry import example_configs
-from kvfold.ops.store import naive
+from kvfold.ops import naive
+from kvfold.ops.pages import HostLengths, Step
 from kvfold.recipes import parse
 
 DEVICE = torch.device("cuda")
@@ -55,22 +56,20 @@ def waiting():
         yield
 
 
-def a_layer(recipe, pages, folder):
-    """With two shadow pages."""
+def a_layer(recipe, pages, shadows, folder):
     recipe = parse(recipe)
     random_artifact(MODEL, [recipe]).save(folder)
     plan = Plan.make(Config(recipe, str(folder)), MODEL, PAGE, torch.bfloat16, DEVICE)
     pool = plan.layouts[0].allocate(pages, plan.kv_heads).to(DEVICE)
     faults = torch.zeros(pages * PAGE, dtype=torch.uint8, device=DEVICE)
-    return Layer(plan, 0, pool, plan.allocate_shadows(2), faults)
+    return Layer(plan, 0, pool, plan.allocate_shadows(shadows), faults)
 
 
-def steps(starts, lengths, shadow_of, ragged=True):
-    """Of requests that have the same pages, which come in order. The definitions want them not `ragged`."""
-    table = torch.arange(len(shadow_of), device=DEVICE).repeat(len(starts), 1)
-    slots = torch.cat([torch.arange(*tokens) for tokens in zip(starts, lengths, strict=True)]).to(DEVICE)
-    described = slots, *(torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (starts, lengths))
-    return steps_of(starts, lengths, table, PAGE, shadow_of, described, ragged)
+def steps(starts, lengths, shadow_of):
+    """Of requests that have the same pages, which come in order: those that decode, then the others."""
+    table = torch.arange(len(shadow_of)).repeat(len(starts), 1)
+    step = Step.of(HostLengths(starts, lengths), table, shadow_of, PAGE)
+    return [(tokens, part) for _, tokens, part in step.split(count == 1 for count in step.known.counts)]
 
 
 def drawn(tokens):
@@ -92,7 +91,7 @@ def test_a_step_in_a_row_is_one_that_waits_after_every_kernel(recipe, text):
     def step():
         for to, x in zip(given, source, strict=True):
             to.copy_(x)  # as after somebody else's kernels
-        return ops.step(pages, *given, case.scale)
+        return ops.store_and_attend(pages, *given, case.scale)
 
     def begin(queries, keys, values):
         ops.store.run(pages, 100 * keys, 100 * values)
@@ -127,7 +126,7 @@ def test_a_step_in_a_row_is_one_that_waits_after_every_kernel(recipe, text):
 def test_requests_that_decode_share_a_page(recipe, tmp_path):
     """One stores the last token of a page that the other has too, whose own token begins the next one."""
     pages = 4
-    layer = a_layer(recipe, pages + 1, tmp_path)
+    layer = a_layer(recipe, pages + 1, 2, tmp_path)
     shadow_of = torch.tensor([-1] * (pages - 1) + [0, 1], device=DEVICE)
     last = pages * PAGE - 1
 
@@ -149,7 +148,7 @@ def test_requests_that_decode_share_a_page(recipe, tmp_path):
         before = pages_now()
         with waiting():
             expected = both(pair)
-            assert_defined(before, pages_now(), *(x.unsqueeze(1) for x in pair), 128**-0.5, expected.unsqueeze(1))
+            assert_defined(before, pages_now(), *pair, 128**-0.5, expected)
             assert not torch.equal(both(other), expected)
         assert torch.equal(both(pair), expected)
 
@@ -159,28 +158,26 @@ def test_requests_that_decode_share_a_page(recipe, tmp_path):
 def test_a_query_reads_what_another_request_stores_in_the_same_step(recipe, tmp_path):
     """As where a prompt is the same as one that comes with it: all its pages but the last are those of the other."""
     pages = 40
-    layer = a_layer(recipe, pages + 1, tmp_path)
-    no_shadow = torch.full((pages + 1,), -1, device=DEVICE)
-    requests = [pages * PAGE, 0], [pages * PAGE + 1, pages * PAGE]
-    both = steps(*requests, no_shadow)
+    layer = a_layer(recipe, pages + 1, pages + 1, tmp_path)
+    shadow_of = torch.arange(pages + 1, device=DEVICE)
+    both = steps([pages * PAGE, 0], [pages * PAGE + 1, pages * PAGE], shadow_of)
     q, k, v = drawn(pages * PAGE + 1)
     for _ in range(20):
         outs = []
         layer.pages.pool.fill_(0xFF)  # NaN, where it is metadata; then all is there before it is stored again
+        layer.pages.shadows.fill_(torch.nan)
         for _ in range(2):
             torch.cuda.synchronize()
             layer.attend(both, q, k, v, 128**-0.5, out := torch.empty(q.shape, device=DEVICE))
             outs.append(out)
         assert outs[1].isfinite().all()
         assert torch.equal(*outs)
-    if not layer.pages.windows:  # which would want copies of pages, of which there are none here
-        layer.pages.pool.fill_(0xFF)
-        (one, decoded), (many, prompt) = steps(*requests, no_shadow, ragged=False)
-        defined = on_cpu(replace(layer.pages, step=prompt))
-        naive.store(defined, k[many].unsqueeze(0).cpu(), v[many].unsqueeze(0).cpu())
-        defined = replace(defined, step=on_cpu(replace(layer.pages, step=decoded)).step)
-        naive.store(defined, k[one].unsqueeze(0).cpu(), v[one].unsqueeze(0).cpu())
-        error, allowed = naive_attend_error(
-            defined, q[one].unsqueeze(0).cpu(), None, 128**-0.5, outs[0][one].unsqueeze(0)
-        )
-        assert error <= allowed
+    layer.pages.pool.fill_(0xFF)
+    layer.pages.shadows.fill_(torch.nan)
+    (one, decoded), (many, prompt) = both
+    defined = on_cpu(replace(layer.pages, step=prompt))
+    naive.store(defined, k[many].cpu(), v[many].cpu())
+    defined = replace(defined, step=on_cpu(replace(layer.pages, step=decoded)).step)
+    new = naive.store(defined, k[one].cpu(), v[one].cpu())
+    error, allowed = naive_attend_error(defined, q[one].cpu(), new, 128**-0.5, outs[0][one])
+    assert error <= allowed

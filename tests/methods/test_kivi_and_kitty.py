@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvfold.ops.attend import naive
-from kvfold.ops.store.naive import store
+from kvfold.ops import naive
 from kvfold.paged import PagedCache
 from kvfold.recipes import parse
 
@@ -23,7 +22,7 @@ def filled(text: str, d: int, tokens: int, page_size: int | None = None, heads: 
     size = page_size or recipe.page_size
     cache = PagedCache([recipe.codecs(d, {})], heads, 1, windows=recipe.windows, page_size=size)
     cache.extend([tokens])
-    new = store(cache.pages(0), k[None], v[None])
+    new = naive.store(cache.pages(0), k, v)
     return cache, new, k.double().numpy(), v.double().numpy()
 
 

@@ -3,16 +3,17 @@
 Without a GPU the kernel runs in Triton's interpreter (see tests/conftest.py).
 """
 
-import dataclasses
 import functools
 import math
 import random
 import resource
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from random_layers import fitted
+from recorded_graphs import use_kernels
 from torch import Tensor
 
 from kvfold.codec import Codec
@@ -28,12 +29,12 @@ from kvfold.layout import (
     mixed_slot,
     raw_slot,
 )
+from kvfold.ops import naive
 from kvfold.ops.attend import attend_gpu as kernels
-from kvfold.ops.attend import naive
 from kvfold.ops.attend import window_kernel as window_kernel
 from kvfold.ops.attend.parts import MAX_SPLITS, QueryTiles, merge
-from kvfold.ops.pages import LayerPages
-from kvfold.ops.store.naive import store
+from kvfold.ops.naive import store
+from kvfold.ops.pages import HostLengths, LayerPages, Step
 from kvfold.ops.tiles import attended_sides
 from kvfold.paged import PagedCache
 from kvfold.recipes import parse
@@ -93,26 +94,19 @@ class World:
         return (torch.randn(*shape, generator=self.generator) + 0.3).to(DEVICE, self.dtype)
 
     def fill(self, *counts: int) -> tuple[LayerPages, tuple[Tensor, Tensor] | None]:
-        """Store new tokens, with NaN for padding."""
+        """Store new tokens."""
         self.cache.extend(counts)
         pages = self.cache.pages(LAYER)
-        k, v = (self.randn(len(counts), max(counts), self.kv_heads, self.dims) for _ in range(2))
-        for x in (k, v):
-            x[~live(pages)] = torch.nan
-        return pages, store(pages, k, v)
+        return pages, store(pages, *self.randn(2, sum(counts), self.kv_heads, self.dims))
 
-    def queries(self, n: int) -> Tensor:
-        return self.randn(len(self.cache.lengths), n, self.q_heads, self.dims)
+    def queries(self) -> Tensor:
+        """Of the tokens that were stored last."""
+        return self.randn(len(self.cache.step.locations), self.q_heads, self.dims)
 
     def step(self, *counts: int) -> None:
         """Store new tokens, and check what their queries get."""
         pages, new = self.fill(*counts)
-        check(pages, self.queries(max(counts)), new, self.scale)
-
-
-def live(pages: LayerPages) -> Tensor:
-    """bool[sequences, n]: which columns are no padding."""
-    return (pages.step.positions >= torch.tensor(pages.step.starts).unsqueeze(1)).to(DEVICE)
+        check(pages, self.queries(), new, self.scale)
 
 
 def check(pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scale: float) -> None:
@@ -135,16 +129,17 @@ def compare(
     twice that of `fp16_error`, in transformed coordinates, which are what the kernel computes; and what their own
     `rounding`, relative to the largest, adds."""
     rotation = Transform(rotation=pages.value.transform.rotation)
-    rounded = rounding * rotation.forward(out[live(pages)]).abs().max().item()
-    errors = rotation.forward(out - naive.attend(pages, q, new, scale)).abs().amax(dim=(2, 3))
-    for row, columns in enumerate(live(pages).tolist()):
+    rounded = rounding * rotation.forward(out).abs().max().item()
+    errors = rotation.forward(out - naive.attend(pages, q, new, scale)).abs().amax(dim=(1, 2))
+    host = pages.step.known
+    each = zip(*host, q.split(host.counts), errors.split(host.counts), strict=True)
+    for row, (start, length, queries, off) in enumerate(each):
         allowed = [
-            2 * fp16_error(scaled(pages, q[row, column], scale), *naive.read(pages, row, position, new))
-            for column, position in enumerate(pages.step.positions[row].tolist())
-            if columns[column]
+            2 * fp16_error(scaled(pages, query, scale), *naive.read(pages, row, position, new))
+            for query, position in zip(queries, range(start, length), strict=True)
         ]
         if allowed:
-            worst, most = errors[row, -len(allowed) :].max().item(), max(allowed) + rounded
+            worst, most = off.max().item(), max(allowed) + rounded
             assert worst <= most, f"sequence {row}: off by {worst:.2e}, where {most:.2e} are allowed"
 
 
@@ -318,39 +313,47 @@ def test_queries_in_any_type_and_order(recipes, dtype, sequences):
     world = World(codecs(recipes, 32, 1), sequences, kv_heads=1, ratio=3, recent=4, dtype=dtype)
     world.fill(*(20, 7)[:sequences])
     pages, new = world.fill(*(2, 1)[:sequences])
-    n, heads = pages.step.n, world.q_heads
-    by_head = world.randn(sequences, heads, n, 32).transpose(1, 2)
-    among_others = world.randn(sequences, n, heads + 4, 32)[:, :, 1 : heads + 1]
-    expanded = world.randn(1, 1, heads, 32).expand(sequences, n, heads, 32)
+    tokens, heads = len(pages.step.locations), world.q_heads
+    by_head = world.randn(heads, tokens, 32).transpose(0, 1)
+    among_others = world.randn(tokens, heads + 4, 32)[:, 1 : heads + 1]
+    expanded = world.randn(1, heads, 32).expand(tokens, heads, 32)
     for q in (by_head, among_others, expanded):
         assert not q.is_contiguous()
         check(pages, q, new, world.scale)
 
 
-def test_padding_is_not_read():
-    """Neither its queries nor its keys and values."""
-    world = World(codecs("int4", 32, 1), 3, kv_heads=1, sink=2, recent=4)
-    for counts in ((11, 3, 0), (2, 9, 1), (0, 1, 4)):
-        pages, new = world.fill(*counts)
-        q = world.queries(max(counts))
-        for x in (q, *new):
-            x[~live(pages)] = torch.nan
-        compare(kernels.attend(pages, q, new, world.scale), pages, q, new, world.scale)
+@pytest.mark.parametrize("recipes", ["int4", "saw-int4:values=true"])
+def test_a_cache_takes_batches_that_are_padded_on_the_left(recipes, monkeypatch):
+    """What is in the padding is not read, and outputs there are zero."""
+    use_kernels(monkeypatch)
+    world = World(codecs(recipes, 32, 1), 3, kv_heads=1, sink=2, recent=4)
+    for counts in ((11, 3, 0), (2, 9, 1), (0, 1, 4), (2, 2, 2)):
+        world.cache.extend(counts)
+        pages, tokens = world.cache.pages(LAYER), sum(counts)
+        q, k, v = (world.randn(tokens, heads, 32) for heads in (world.q_heads, 1, 1))
+        padding = torch.arange(max(counts), device=DEVICE) < max(counts) - torch.tensor([counts], device=DEVICE).T
+        batch = []
+        for x in (q, k, v):
+            padded = torch.full((*padding.shape, *x.shape[1:]), torch.nan, dtype=x.dtype, device=DEVICE)
+            padded[~padding] = x
+            batch.append(padded)
+        out = world.cache.attend(LAYER, *batch, world.scale)
+        assert (out[padding] == 0).all()
+        compare(out[~padding], pages, q, store(pages, k, v), world.scale)
 
 
-def test_batches_without_padding():
-    """As engines describe them: tokens of all sequences in a row, some sequences without any, room for more queries."""
+def test_sequences_without_queries():
+    """As engines may describe them, with room for more queries than any has."""
     world = World(codecs("saw-int4", 32, 2), 4, sink=2, recent=6)
     world.fill(30, 3, 9, 1)
-    counts = (1, 0, 21, 4)
+    starts, counts = list(world.cache.lengths), (1, 0, 21, 4)
     pages, new = world.fill(*counts)
-    q = world.queries(max(counts))
-    starts = torch.tensor([0, *counts], device=DEVICE).cumsum(0).int()
-    pages.step.__dict__["batch"] = dataclasses.replace(pages.step.batch, query_starts=starts, max_queries=40)
-    tokens = [x[live(pages)].unsqueeze(1) for x in (q, *new)]
-    out = torch.zeros(q.shape, device=DEVICE)
-    out[live(pages)] = kernels.attend(pages, tokens[0], (tokens[1], tokens[2]), world.scale).squeeze(1)
-    compare(out, pages, q, new, world.scale)
+    table = torch.zeros(4, 2, dtype=torch.int64)
+    for row, held in zip(table, world.cache.tables.pages, strict=True):
+        row[: len(held)] = torch.tensor(held)
+    step = Step.of(HostLengths(starts, world.cache.lengths), table, pages.step.shadow_of, pages.step.page_size)
+    assert torch.equal(step.locations, pages.step.locations)
+    check(replace(pages, step=replace(step, max_queries=40)), world.queries(), new, world.scale)
 
 
 def test_a_step_without_tokens():
@@ -358,7 +361,7 @@ def test_a_step_without_tokens():
     world.fill(3, 4)
     world.cache.extend([0, 0])
     pages = world.cache.pages(LAYER)
-    assert kernels.attend(pages, world.queries(0), None, world.scale).shape == (2, 0, world.q_heads, 32)
+    assert kernels.attend(pages, world.queries(), None, world.scale).shape == (0, world.q_heads, 32)
 
 
 # --- histories
@@ -420,7 +423,7 @@ def test_layers_in_sixteen_bits_have_no_windows():
     pages, new = world.fill(2, 2)
     assert new is None
     assert not len(pages.shadows)
-    check(pages, world.queries(2), new, world.scale)
+    check(pages, world.queries(), new, world.scale)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 3, 7, 10])
@@ -464,16 +467,15 @@ def test_windows_alone(sink, recent):
     world = World(codecs("int4", 32, 2), 2, sink=sink, recent=recent)
     world.fill(100, 1)
     pages, new = world.fill(1, 1)
-    q = world.queries(1)
-    rotated = pages.key.transform.dual(q).flatten(0, 1)
+    q = world.queries()
+    rotated = pages.key.transform.dual(q)
     parts, weights = torch.empty(2, *rotated.shape, device=DEVICE), torch.empty(2, *rotated.shape[:2], device=DEVICE)
-    flat = (new[0].flatten(0, 1), new[1].flatten(0, 1))
-    window_kernel.attend(pages, rotated, flat, world.scale, parts, weights)
+    window_kernel.attend(pages, rotated, new, world.scale, parts, weights)
     out = merge(parts, weights, Transform())
-    for row, length in enumerate(pages.step.lengths):
+    for row, length in enumerate(pages.step.known.lengths):
         tokens = torch.arange(length, device=DEVICE)
         k, v = (x[(tokens < sink) | (tokens >= length - recent)] for x in naive.read(pages, row, length - 1, new))
-        query = scaled(pages, q[row, 0], world.scale)
+        query = scaled(pages, q[row], world.scale)
         error = out[row].unflatten(0, (2, -1)) - attention(query, k, v)
         assert error.abs().max().item() <= 2 * fp16_error(query, k, v)
         total = torch.exp2(weights[:, row].double()).sum(dim=0).log2()
@@ -506,7 +508,7 @@ def test_what_no_query_reads_may_be_anything(recipes, counts, sink, recent):
     world.fill(20, 63)
     pages, new = world.fill(*counts)
     step, windows = pages.step, pages.windows
-    for row, (start, length) in enumerate(zip(step.starts, step.lengths, strict=True)):
+    for row, (start, length) in enumerate(zip(*step.known, strict=True)):
         for token in range(length):
             page, offset = step.table[row, token // step.page_size], token % step.page_size
             readers = range(max(start, token), length)  # positions
@@ -518,7 +520,7 @@ def test_what_no_query_reads_may_be_anything(recipes, counts, sink, recent):
             in_sixteen_bits = any(token < sink or token >= windows.exact_from(position) for position in readers)
             if step.shadow_of[page] >= 0 and (token >= start or not in_sixteen_bits):
                 pages.shadows[step.shadow_of[page], :, :, offset] = torch.nan
-    q = world.queries(max(counts))
+    q = world.queries()
     compare(kernels.attend(pages, q, new, world.scale), pages, q, new, world.scale)
 
 
@@ -553,13 +555,13 @@ def test_large_logits(recipes, windows):
     world = World(codecs(recipes, dims, 1), kv_heads=1, ratio=1, dtype=torch.float32, **windows)
     world.cache.extend([tokens])
     pages = world.cache.pages(LAYER)
-    k = 40 * world.randn(1, tokens, 1, dims).sign()
-    v = world.randn(1, tokens, 1, dims)
+    k = 40 * world.randn(tokens, 1, dims).sign()
+    v = world.randn(tokens, 1, dims)
     new = store(pages, k, v)
     stored = torch.stack([naive.read(pages, 0, t, new)[1][t] for t in range(tokens)])  # as its own query reads it
     own = pages.value.transform.inverse(stored)
     out = kernels.attend(pages, k, new, world.scale)
-    torch.testing.assert_close(out[0], own, rtol=0, atol=2**-10 * stored.norm(dim=-1).max().item())
+    torch.testing.assert_close(out, own, rtol=0, atol=2**-10 * stored.norm(dim=-1).max().item())
     assert kernels.attend(pages, -k, new, world.scale).isfinite().all()
 
 
@@ -568,10 +570,10 @@ def test_equal_logits_far_below_zero():
     world = World(codecs("int8:centre=false", 64, 1), kv_heads=1, ratio=1, dtype=torch.float32)
     world.cache.extend([70])
     pages = world.cache.pages(LAYER)
-    k, v = torch.full((1, 70, 1, 64), 40.0, device=DEVICE), world.randn(1, 70, 1, 64)
+    k, v = torch.full((70, 1, 64), 40.0, device=DEVICE), world.randn(70, 1, 64)
     out = kernels.attend(pages, -k, store(pages, k, v), world.scale)
     means = naive.read(pages, 0, 69, None)[1].cumsum(0) / torch.arange(1, 71, device=DEVICE)[:, None, None]
-    torch.testing.assert_close(out[0], means.expand_as(out[0]), rtol=0, atol=2**-10 * v.abs().max().item())
+    torch.testing.assert_close(out, means.expand_as(out), rtol=0, atol=2**-10 * v.abs().max().item())
 
 
 @pytest.mark.parametrize("windows", [{}, {"sink": 1}, {"recent": 1}])
@@ -580,13 +582,13 @@ def test_a_query_that_sees_one_token_gets_its_value(recipes, windows):
     world = World(codecs(recipes, 32, 1), 2, kv_heads=1, **windows)
     world.cache.extend([1, 1])
     pages = world.cache.pages(LAYER)
-    k, v = world.randn(2, 2, 1, 1, 32)
+    k, v = world.randn(2, 2, 1, 32)
     new = store(pages, k, v)
-    out = kernels.attend(pages, 50 * world.queries(1), new, world.scale)
+    out = kernels.attend(pages, 50 * world.queries(), new, world.scale)
     value = pages.value
     expected = value.transform.inverse(new[1].float()) if new is not None else value.decode(value.encode(v))
     bound = 2**-11 * value.transform.forward(v).norm(dim=-1).max().item() + 1e-5
-    torch.testing.assert_close(out, expected.repeat_interleave(2, dim=2), rtol=0, atol=bound)
+    torch.testing.assert_close(out, expected.repeat_interleave(2, dim=1), rtol=0, atol=bound)
 
 
 @pytest.mark.pairs
@@ -598,12 +600,12 @@ def test_outputs_go_where_they_are_wanted(recipe, recent, count):
     world = World(codecs(recipe, 32, 2), 2, recent=recent)
     world.fill(200, 30)
     pages, new = world.fill(count, count)
-    q = world.queries(count)
+    q = world.queries()
     expected = kernels.attend(pages, q, new, world.scale)
-    around = torch.full((4, *q.shape[1:]), torch.nan, dtype=torch.float16, device=DEVICE)
-    assert kernels.attend(pages, q, new, world.scale, around[1:3]).data_ptr() == around[1:3].data_ptr()
-    torch.testing.assert_close(around[1:3].float(), expected, rtol=2**-9, atol=2**-14)
-    assert around[::3].isnan().all()
+    around = torch.full((len(q) + 2, *q.shape[1:]), torch.nan, dtype=torch.float16, device=DEVICE)
+    assert kernels.attend(pages, q, new, world.scale, around[1:-1]).data_ptr() == around[1:-1].data_ptr()
+    torch.testing.assert_close(around[1:-1].float(), expected, rtol=2**-9, atol=2**-14)
+    assert around[[0, -1]].isnan().all()
 
 
 # --- what there is no kernel for
@@ -630,7 +632,7 @@ def test_other_layouts_are_refused_by_name(slot, reason, side):
     world = World((Codec(both[0]), Codec(both[1])))
     world.cache.extend([3])
     with pytest.raises(ValueError, match=reason) as error:
-        kernels.attend(world.cache.pages(LAYER), world.queries(3), None, world.scale)
+        kernels.attend(world.cache.pages(LAYER), world.queries(), None, world.scale)
     assert str(slot) in str(error.value)
 
 
@@ -639,7 +641,7 @@ def test_pages_that_are_quantized_are_refused_by_size(page_size):
     world = World(codecs("kivi-2", 64, 2), page_size=page_size)
     world.cache.extend([3])
     with pytest.raises(ValueError, match=f"keys: {page_size} tokens of a page .* are no multiple of 16"):
-        kernels.attend(world.cache.pages(LAYER), world.queries(3), None, world.scale)
+        kernels.attend(world.cache.pages(LAYER), world.queries(), None, world.scale)
 
 
 @pytest.mark.parametrize("bits", range(1, 9))

@@ -4,9 +4,9 @@ import pytest
 import torch
 from random_layers import fitted
 
+from kvfold.ops.naive import store
 from kvfold.ops.pages import LayerPages
 from kvfold.ops.restore import Restore
-from kvfold.ops.store.naive import store
 from kvfold.paged import PagedCache
 from kvfold.recipes import parse
 from kvfold.windows import Windows
@@ -26,7 +26,7 @@ def layers(recipe: str, dims: int, count: int) -> list[LayerPages]:
     cache = PagedCache(codecs, HEADS, 1, windows=Windows(sink=4, recent=40), page_size=PAGE, device=DEVICE)
     cache.extend([6 * PAGE])
     for layer in range(count):
-        k, v = torch.randn(2, 1, 6 * PAGE, HEADS, dims, generator=torch.Generator().manual_seed(layer)).to(DEVICE)
+        k, v = torch.randn(2, 6 * PAGE, HEADS, dims, generator=torch.Generator().manual_seed(layer)).to(DEVICE)
         store(cache.pages(layer), k.bfloat16(), v.bfloat16())
     return [cache.pages(layer) for layer in range(count)]
 

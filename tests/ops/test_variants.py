@@ -11,6 +11,7 @@ import pytest
 
 CODE = """
 import json
+import logging
 import sys
 import tempfile
 from collections import defaultdict
@@ -21,13 +22,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 from kvfold.bench.random_fits import random_artifact
-from kvfold.engines.serving import Config, Layer, Plan, steps_of
-from kvfold.engines.shadow_table import ShadowTable
+from kvfold.engines.serving import Config, Plan, Served
 from kvfold.ops.attend import parts
 from kvfold.ops.attend.hopper import decode_step as gluon
 from kvfold.ops.attend import attend_gpu as portable
 from kvfold.ops.attend import unpacked_prefill as unpacked
 from kvfold.ops.dispatch import Choice, Ops
+from kvfold.ops.pages import HostLengths
 from kvfold.ops.store import store_gpu as store
 from kvfold.recipes import parse
 
@@ -60,15 +61,14 @@ with tempfile.TemporaryDirectory() as folder:
         artifact.tensors[f"{recipe.fitted_as}/{side}_clip"] = torch.tensor([[0.84], [1.0]])
     artifact.save(Path(folder))
     plan = Plan.make(Config(recipe, folder), model, 16, torch.bfloat16)
-table = ShadowTable(plan.windows, 16, 2048, 64, torch.device("cpu"))
-pools = [layout.allocate(2048, KV_HEADS) for layout in plan.layouts]
-faults = torch.zeros(2048 * 16, dtype=torch.uint8)
-layers = [Layer(plan, i, pool, plan.allocate_shadows(64), faults) for i, pool in enumerate(pools)]
-hopper = Choice("", "", gluon.attend, gluon.step), Choice("", "", unpacked.attend)
+engine = Served(plan, 64, logging.getLogger())
+engine.open(2048)
+layers = [engine.attach(number, layout.allocate(2048, KV_HEADS)) for number, layout in plan.layouts.items()]
+hopper = Choice("", "", gluon.attend, gluon.store_and_attend), Choice("", "", unpacked.attend)
 older = Choice("", "", portable.attend), Choice("", "", portable.attend)
 
 def ops(decode, extend):
-    return Ops(Choice("", "", partial(store.store, overlaps=decode.step is not None)), decode, extend)
+    return Ops(Choice("", "", partial(store.store, overlaps=decode.store_and_attend is not None)), decode, extend)
 
 def served(requests, kind):
     starts, lengths = ([r[i] for r in requests] for i in (0, 1))
@@ -77,10 +77,11 @@ def served(requests, kind):
     pages = torch.arange(1, 1 + len(requests) * width).view(-1, width)
     k, v = torch.zeros(2, tokens, KV_HEADS, 64, dtype=torch.bfloat16)
     q, out = torch.zeros(2, tokens, Q_HEADS, 64, dtype=torch.bfloat16)
-    described = torch.zeros(tokens, dtype=torch.int64), *(torch.tensor(x, dtype=torch.int32) for x in (starts, lengths))
+    locations, host = torch.zeros(tokens, dtype=torch.int64), HostLengths(starts, lengths)
+    steps = engine.steps(host, locations, *(torch.tensor(x, dtype=torch.int32) for x in host), pages)
     for layer in layers:
         layer.ops = ops(*kind)
-        layer.attend(steps_of(starts, lengths, pages, 16, table.of, described, True), q, k, v, 0.125, out)
+        layer.attend(steps, q, k, v, 0.125, out)
 
 layers[0].ops = ops(*hopper)
 layers[0].warm_up()

@@ -20,8 +20,8 @@ from kvfold.codec import Codec
 from kvfold.fitted import Fitted
 from kvfold.geometry import Geometry
 from kvfold.layout import SlotLayout, affine_slot, channel_slot, raw_slot
-from kvfold.ops.attend import blocked, naive
-from kvfold.ops.store.naive import store
+from kvfold.ops import naive
+from kvfold.ops.attend import blocked
 from kvfold.paged import PagedCache
 from kvfold.quantizers.lloyd_max import levels
 from kvfold.recipe import Recipe
@@ -336,16 +336,17 @@ class World:
             out = self.cache.attend(layer, q[layer], *kv[layer], self.setup.scale)
             assert out.dtype == torch.float32
             assert out.shape == q[layer].shape
-            assert out.isfinite().all(), "padding must be finite, too"
-            outputs = [out]
+            assert all((padded[: columns - count] == 0).all() for padded, count in zip(out, counts, strict=True))
+            outputs = [flat(out, counts)]
             if columns <= 2 or (definition and layer == (0 in self.setup.parsed.skip)):  # the first that is packed
                 pages = self.cache.pages(layer)
-                outputs.append(naive.attend(pages, q[layer], store(pages, *kv[layer]), self.setup.scale))
+                new = naive.store(pages, *(flat(x, counts) for x in kv[layer]))
+                outputs.append(naive.attend(pages, flat(q[layer], counts), new, self.setup.scale))
             for row, count in enumerate(counts):
                 if count:
                     expected, tolerance = attention(self.setup, layer, self.rows[row], q[layer, row, -count:])
                     for got in outputs:
-                        error = np.abs(got[row, -count:].double().numpy() - expected).max()
+                        error = np.abs(got.split(list(counts))[row].double().numpy() - expected).max()
                         assert error <= tolerance, (layer, row, error, tolerance)
 
     def failing_step(self, counts: Sequence[int], layer: int) -> None:
@@ -437,6 +438,11 @@ class World:
         """No shadow page is lost, none has two owners."""
         shadows = self.cache.shadow_map
         assert sorted([*shadows.of.values(), *shadows.free]) == list(range(shadows.capacity))
+
+
+def flat(x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """A left-padded batch [sequences, n, …] as ops see it: [tokens, …], one sequence after the other."""
+    return torch.cat([row[len(row) - count :] for row, count in zip(x, counts, strict=True)])
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -715,9 +721,12 @@ def feed(setup: Setup, cache: PagedCache, tokens: torch.Tensor, row: int = 0) ->
     counts = [0] * len(cache.lengths)
     counts[row] = len(tokens)
     cache.extend(counts)
-    batch = torch.full((len(counts), *tokens.shape), torch.nan, dtype=tokens.dtype)
-    batch[row] = tokens
-    return [store(cache.pages(layer), *batch[:, :, layer].unbind(2)) for layer in range(LAYERS)]
+    return [naive.store(cache.pages(layer), *tokens[:, layer].unbind(1)) for layer in range(LAYERS)]
+
+
+def last_read(cache: PagedCache, layer: int, position: int, new: tuple | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the query at `position` reads, of the one sequence that the last step fed."""
+    return naive.read(cache.pages(layer), 0, position, new)
 
 
 def live_bytes(cache: PagedCache, layer: int, row: int) -> list[bytes]:
@@ -824,7 +833,7 @@ def fed_at_once(setup: Setup) -> tuple[torch.Tensor, list[list[bytes]], list[tup
     tokens = (3 * torch.randn(shape, generator=torch.Generator().manual_seed(2)) + 1).to(setup.dtype)
     cache, row, new = fed_in_chunks((TOKENS,))(setup, tokens)
     stored = [live_bytes(cache, layer, row) for layer in range(LAYERS)]
-    return tokens, stored, [naive.read(cache.pages(layer), row, TOKENS - 1, new[layer]) for layer in range(LAYERS)]
+    return tokens, stored, [last_read(cache, layer, TOKENS - 1, new[layer]) for layer in range(LAYERS)]
 
 
 @pytest.mark.parametrize("setup", FEEDINGS, ids=describe)
@@ -852,7 +861,7 @@ def test_chunks_change_no_byte_and_no_read(setup, way):
     assert cache.lengths[row] == TOKENS
     for layer in range(LAYERS):
         assert live_bytes(cache, layer, row) == stored[layer]
-        for mine, theirs in zip(naive.read(cache.pages(layer), row, TOKENS - 1, new[layer]), reads[layer], strict=True):
+        for mine, theirs in zip(last_read(cache, layer, TOKENS - 1, new[layer]), reads[layer], strict=True):
             assert mine.isfinite().all()
             assert same_bits(mine, theirs)
 
@@ -884,19 +893,16 @@ def test_blocks_of_any_size_give_the_same(setup, block_tokens, block_logits, par
     cache = make_cache(setup, 3, shuffled=1)
     heads = setup.kv_heads * setup.ratio
     for counts in ([70, 3, 0], [4, 4, 2]):
-        n = max(counts)
-        kv = torch.randn(2, 3, n, setup.kv_heads, setup.dims, generator=generator)
-        q = torch.randn(3, n, heads, setup.dims, generator=generator)
+        kv = torch.randn(2, sum(counts), setup.kv_heads, setup.dims, generator=generator)
+        q = torch.randn(sum(counts), heads, setup.dims, generator=generator)
         cache.extend(counts)
         pages = cache.pages(1)
-        new = store(pages, *kv)
+        new = naive.store(pages, *kv)
     monkeypatch.setattr(blocked, "BLOCK_TOKENS", block_tokens)
     monkeypatch.setattr(blocked, "CPU_LOGITS", block_logits)
     monkeypatch.setattr(blocked, "_flash", getattr(blocked, part))  # on a GPU it is the other
     expected = naive.attend(pages, q, new, setup.scale)
-    got = blocked.attend(pages, q, new, setup.scale)
-    for row, count in enumerate(counts):
-        assert torch.allclose(got[row, n - count :], expected[row, n - count :], rtol=0, atol=1e-5)
+    assert torch.allclose(blocked.attend(pages, q, new, setup.scale), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("recipe", ["int8", "int8:recent=8", "int8:sink=4,recent=8", "bf16"])
@@ -924,11 +930,11 @@ def test_tokens_that_a_query_does_not_read_do_not_touch_it(recipe, block_tokens,
 def test_large_logits_do_not_overflow():
     setup = Setup("int4:sink=2,recent=3", 4, centred=False)
     cache = make_cache(setup, 1)
-    kv = 100 * torch.randn(2, 1, 30, setup.kv_heads, setup.dims, generator=torch.Generator().manual_seed(0))
-    q = 1000 * torch.randn(1, 30, setup.kv_heads * setup.ratio, setup.dims, generator=torch.Generator().manual_seed(1))
+    kv = 100 * torch.randn(2, 30, setup.kv_heads, setup.dims, generator=torch.Generator().manual_seed(0))
+    q = 1000 * torch.randn(30, setup.kv_heads * setup.ratio, setup.dims, generator=torch.Generator().manual_seed(1))
     cache.extend([30])
     pages = cache.pages(0)
-    new = store(pages, *kv)
+    new = naive.store(pages, *kv)
     expected, got = (op.attend(pages, q, new, 1.0) for op in (naive, blocked))
     assert got.isfinite().all()
     # logits reach 10^6, so that float32 leaves a tenth of rounding in them: ties apart, the same token wins
@@ -1124,8 +1130,8 @@ def test_forks_do_not_see_each_others_tokens():
         for layer in range(LAYERS):
             assert live_bytes(cache, layer, row) == live_bytes(alone, layer, 0)
             if row:
-                got = naive.read(cache.pages(layer), 1, 24, new[layer])
-                expected = naive.read(alone.pages(layer), 0, 24, alone_new[layer])
+                got = last_read(cache, layer, 24, new[layer])
+                expected = last_read(alone, layer, 24, alone_new[layer])
                 assert all(same_bits(*pair) for pair in zip(got, expected, strict=True))
 
 

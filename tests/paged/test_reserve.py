@@ -1,15 +1,13 @@
 """A cache that has reserved its memory: steps stay where they are, so that CUDA graphs of them can be replayed."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from recorded_graphs import use_kernels
 from test_cache import LAYERS, Setup, make_cache
 from torch import Tensor
 
-from kvfold.ops.attend import naive
-from kvfold.ops.pages import Batch
+from kvfold.ops import naive
+from kvfold.ops.pages import Step
 from kvfold.paged import PagedCache
 
 SETUPS = [
@@ -30,19 +28,19 @@ def describe(setup: Setup) -> str:
 pytestmark = pytest.mark.usefixtures("_poisoned_memory")
 
 
-def tensors(batch: Batch) -> dict[str, Tensor]:
-    return {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
+def tensors(step: Step) -> dict[str, Tensor]:
+    return {name: value for name, value in vars(step).items() if isinstance(value, Tensor)}
 
 
 def places(cache: PagedCache) -> list[int]:
     """Where everything lies that a kernel is given."""
-    views = (view for sides in cache._sides for _, *both in sides for view in both)
-    held = (*cache.pools, *cache.shadows, *views, cache.faults, *tensors(cache.step.batch).values())
+    views = (view for layer in range(LAYERS) for _, *both in cache.pages(layer).sides for view in both)
+    held = (*cache.pools, *cache.shadows, *views, cache.faults, *tensors(cache.step).values())
     return [tensor.data_ptr() for tensor in held]
 
 
 def step(setup: Setup, caches: list[PagedCache], counts: list[int], seed: int) -> list[Tensor]:
-    """Random tokens for all caches: outputs of the last layer, with zeros for padding."""
+    """Random tokens for all caches: outputs of the last layer."""
     generator, n = torch.Generator().manual_seed(seed), max(counts)
     heads = setup.kv_heads * setup.ratio
     for cache in caches:
@@ -51,8 +49,22 @@ def step(setup: Setup, caches: list[PagedCache], counts: list[int], seed: int) -
         k, v = torch.randn(2, len(counts), n, setup.kv_heads, setup.dims, generator=generator).to(setup.dtype)
         q = torch.randn(len(counts), n, heads, setup.dims, generator=generator).to(setup.dtype)
         outputs = [cache.attend(layer, q, k, v, setup.scale) for cache in caches]
-    live = torch.arange(n) >= n - torch.tensor(counts).unsqueeze(1)
-    return [torch.where(live[..., None, None], out, 0) for out in outputs]
+    return outputs
+
+
+def assert_described(cache: PagedCache) -> None:
+    """The step of one token of each sequence is what the cache's bookkeeping says."""
+    described, size, shadows = cache.step, cache.tables.page_size, cache.shadow_map.of
+    starts = [length - 1 for length in cache.lengths]
+    assert described.known == (starts, cache.lengths)
+    assert (described.starts.tolist(), described.lengths.tolist()) == (starts, cache.lengths)
+    assert described.query_starts.tolist() == list(range(len(starts) + 1))
+    held = cache.tables.pages
+    assert [row[: len(pages)] for row, pages in zip(described.table.tolist(), held, strict=True)] == held
+    assert described.locations.tolist() == [
+        pages[start // size] * size + start % size for pages, start in zip(held, starts, strict=True)
+    ]
+    assert described.shadow_of.tolist() == [shadows.get(page, -1) for page in range(len(described.shadow_of))]
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=describe)
@@ -62,13 +74,11 @@ def test_steps_move_no_memory(setup: Setup):
     pools = [pool.data_ptr() for pool in cache.pools]
     step(setup, [cache], [9, 1, 20], seed=0)
     step(setup, [cache], [1, 1, 1], seed=1)
-    before, batch = places(cache), cache.step.batch
+    before = places(cache)
     for seed in range(2, 81):
         step(setup, [cache], [1, 1, 1], seed)
-        assert cache.step.batch is batch
         assert places(cache) == before
-        afresh = tensors(replace(cache.step).batch)
-        assert all(torch.equal(value, afresh[name]) for name, value in tensors(batch).items())
+        assert_described(cache)
     assert cache.lengths == [89, 81, 100]
     assert [pool.data_ptr() for pool in cache.pools] == pools
 
@@ -103,10 +113,10 @@ def test_the_definition():
     cache.reserve(40)
     for seed, counts in enumerate(([12, 5], *[[1, 1]] * 6)):
         step(setup, [cache], counts, seed)
-    k, v, *queries = torch.randn(2 + setup.ratio, 2, 1, setup.kv_heads, setup.dims).unbind()
-    q = torch.stack(queries, dim=3).flatten(2, 3)
+    k, v, *queries = torch.randn(2 + setup.ratio, 2, setup.kv_heads, setup.dims).unbind()
+    q = torch.cat(queries, dim=1)
     cache.extend([1, 1])
-    out = cache.attend(0, q, k, v, setup.scale)
+    out = cache.attend(0, *(x.unsqueeze(1) for x in (q, k, v)), setup.scale).squeeze(1)
     new = tuple(codec.transform.forward(x).to(setup.wide) for codec, x in zip(cache.codecs[0], (k, v), strict=True))
     torch.testing.assert_close(out, naive.attend(cache.pages(0), q, new, setup.scale), rtol=1e-4, atol=1e-5)
 
@@ -120,12 +130,12 @@ def test_another_number_of_sequences_describes_itself_anew(rows: list[int]):
     for counts in ([9, 1, 20], [1, 1, 1], [1, 1, 1]):
         step(setup, caches, counts, seed=len(counts))
     for cache in caches:
-        assert cache.step.batch.lengths.tolist() == cache.lengths
+        assert cache.step.lengths.tolist() == cache.lengths
         cache.select(rows)
     for seed in range(9):
         reserved, grown = step(setup, caches, [1] * len(rows), seed)
         assert torch.equal(reserved, grown)
-        assert caches[0].step.batch.lengths.tolist() == caches[1].lengths
+        assert caches[0].step.lengths.tolist() == caches[1].lengths
 
 
 @pytest.mark.parametrize("recipe", ["saw-int4", "int2:sink=3,recent=5", "bf16"])

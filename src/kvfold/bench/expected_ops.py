@@ -9,14 +9,14 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvfold.ops.attend import naive as naive_attend
+from kvfold.ops import naive
 from kvfold.ops.dispatch import New
 from kvfold.ops.pages import LayerPages
-from kvfold.ops.store import naive as naive_store
 from kvfold.transforms import Transform
 
 NAIVE_QUERIES = 256  # above it `naive.attend` is too slow, and `attend` computes the same
@@ -25,41 +25,47 @@ EPSILON = torch.finfo(torch.float32).eps
 
 
 def attend_error(pages: LayerPages, q: Tensor, new: New, scale: float, outputs: Tensor) -> tuple[float, float]:
-    """The relative and the allowed error of outputs [sequences, n, q_heads, d], for the first and last sequence."""
-    rows = sorted({0, len(q) - 1})
+    """The relative and the allowed error of outputs [tokens, q_heads, d], for the first and last sequence."""
+    rows = sorted({0, len(pages.step.lengths) - 1})
     exact, rounded = (
-        torch.stack([attend(pages, q, new, scale, row, dtype) for row in rows]) for dtype in (None, q.dtype)
+        torch.cat([attend(pages, q, new, scale, row, dtype) for row in rows]) for dtype in (None, q.dtype)
     )
-    return relative_error(outputs[rows], exact), allowed_error(rounded, exact)
+    found = torch.cat([outputs[queries(pages, row)] for row in rows])
+    return relative_error(found, exact), allowed_error(rounded, exact)
+
+
+def queries(pages: LayerPages, row: int) -> slice:
+    """The queries of a sequence, in those of the step."""
+    return slice(*pages.step.query_starts[row : row + 2].tolist())
 
 
 def attend(pages: LayerPages, q: Tensor, new: New, scale: float, row: int, dtype: torch.dtype | None = None) -> Tensor:
-    """What `naive.attend` returns for one sequence, float32[n, q_heads, d]. Padding gives NaN.
+    """What `naive.attend` returns for one sequence, float32[n, q_heads, d].
 
     All queries are computed at once. With a `dtype`, transformed queries, keys, values, weights and outputs are rounded
     to it.
     """
-    step, windows = pages.step, pages.windows
-    position = step.positions[row].unsqueeze(1).to(q.device)
-    token = torch.arange(step.lengths[row], device=q.device)
+    step, windows, own = pages.step, pages.windows, queries(pages, row)
+    start, length = step.known.starts[row], step.known.lengths[row]
+    position = torch.arange(start, length, device=q.device).unsqueeze(1)
+    token = torch.arange(length, device=q.device)
     page, offset = step.table[row, token // step.page_size], token % step.page_size
-    seen = (token <= position) & (position >= step.starts[row])  # [n, tokens]
+    seen = token <= position  # [n, tokens]
     read = [(pages.unpack(page, offset), seen)]  # states [tokens, kv_heads, 2, d], and which queries read them
     if new is not None:
-        wide = (token < windows.sink) | (token >= windows.exact_from(position))
+        raw = (token < windows.sink) | (token >= windows.exact_from(position))
         kept = pages.shadows[step.shadow_of[page].clamp_min(0), :, :, offset]
-        own = step.starts[row] - step.lengths[row]  # the tokens of the step are the last ones
-        kept[own:] = torch.stack([side[row, own:] for side in new], dim=2)
-        read = [(read[0][0], seen & ~wide), (kept, seen & wide)]
+        kept[start:] = torch.stack([side[own] for side in new], dim=2)
+        read = [(read[0][0], seen & ~raw), (kept, seen & raw)]
     for states, mask in read:
         states[~mask.any(dim=0)] = 0  # no query reads these, so they may never have been written
 
     def rounded(x: Tensor) -> Tensor:
         return x.double() if dtype is None else x.to(dtype).double()
 
-    queries = rounded(pages.key.transform.dual(q[row])).unflatten(1, (pages.pool.shape[1], -1)).permute(1, 2, 0, 3)
-    outs = torch.zeros_like(queries)  # [kv_heads, ratio, n, d]
-    for head, query in enumerate(queries):
+    rotated = rounded(pages.key.transform.dual(q[own])).unflatten(1, (pages.pool.shape[1], -1)).permute(1, 2, 0, 3)
+    outs = torch.zeros_like(rotated)  # [kv_heads, ratio, n, d]
+    for head, query in enumerate(rotated):
         logits = query.new_full((), -math.inf)
         for states, mask in read:
             logits = torch.where(mask, scale * query @ rounded(states[:, head, 0]).mT, logits)
@@ -73,9 +79,9 @@ def store_error(pages: LayerPages, k: Tensor, v: Tensor, new: New) -> tuple[floa
     """The relative and the allowed error of what a step stored and returned as `new`. The codecs are the definition."""
     step = pages.step
     sides = zip((pages.key, pages.value), (k, v), strict=True)
-    y = torch.stack([codec.transform.forward(step.gather(x)) for codec, x in sides], dim=2)
+    y = torch.stack([codec.transform.forward(x) for codec, x in sides], dim=2)
     narrow = y.to(k.dtype)
-    page, _, offset = step.slots
+    page, _, offset = step.places
     stored, exact, rounded = [], [], []
     for part, codes, meta in pages.sides:
         codec = pages.codec(part)
@@ -85,7 +91,7 @@ def store_error(pages: LayerPages, k: Tensor, v: Tensor, new: New) -> tuple[floa
     expected = torch.cat(exact, dim=2)
     error, allowed = (relative_error(torch.cat(parts, dim=2), expected) for parts in (stored, rounded))
     if new is not None:
-        error = max(error, relative_error(torch.stack([step.gather(x) for x in new], dim=2), narrow))
+        error = max(error, relative_error(torch.stack(new, dim=2), narrow))
     return error, 2 * allowed
 
 
@@ -105,12 +111,12 @@ def one_thread() -> Iterator[None]:
 
 def on_cpu(pages: LayerPages) -> LayerPages:
     """A layer and its step copied to the CPU, where the definitions run."""
-    step = replace(pages.step, table=_copied(pages.step.table), shadow_of=_copied(pages.step.shadow_of))
+    tensors: dict[str, Any] = {name: _copied(x) for name, x in vars(pages.step).items() if isinstance(x, Tensor)}
     key, value, pool = pages.key.to("cpu"), pages.value.to("cpu"), _copied(pages.pool)
     sides = pages.layout.sides(pool, together=key.quantizes_like(value))
     return replace(
-        pages, step=step, key=key, value=value, pool=pool, sides=sides, shadows=_copied(pages.shadows),
-        faults=_copied(pages.faults),
+        pages, step=replace(pages.step, **tensors), key=key, value=value, pool=pool, sides=sides,
+        shadows=_copied(pages.shadows), faults=_copied(pages.faults),
     )  # fmt: skip
 
 
@@ -120,16 +126,13 @@ def _copied(x: Tensor) -> Tensor:
 
 @one_thread()
 def naive_attend_error(pages: LayerPages, q: Tensor, new: New, scale: float, outputs: Tensor) -> tuple[float, float]:
-    """The relative and the allowed error of outputs [sequences, n, q_heads, d]. Padding does not count."""
-    step = pages.step
-    real = step.positions >= torch.tensor(step.starts).unsqueeze(1)
+    """The relative and the allowed error of outputs [tokens, q_heads, d]."""
 
     def attended(dtype: torch.dtype | None) -> Tensor:
-        return torch.stack([attend(pages, q, new, scale, row, dtype) for row in range(len(q))])[real]
+        return torch.cat([attend(pages, q, new, scale, row, dtype) for row in range(len(pages.step.lengths))])
 
-    few = real.sum() <= NAIVE_QUERIES
-    exact = naive_attend.attend(pages, q, new, scale)[real] if few else attended(None)
-    return relative_error(outputs.cpu()[real], exact), allowed_error(attended(q.dtype), exact)
+    exact = naive.attend(pages, q, new, scale) if len(q) <= NAIVE_QUERIES else attended(None)
+    return relative_error(outputs.cpu(), exact), allowed_error(attended(q.dtype), exact)
 
 
 @one_thread()
@@ -140,7 +143,7 @@ def naive_store_error(
     rounded = on_cpu(before)
     narrow = [codec.transform.forward(x).to(k.dtype) for codec, x in ((rounded.key, k), (rounded.value, v))]
     key, value = (replace(codec, transform=Transform()) for codec in (rounded.key, rounded.value))
-    naive_store.store(replace(rounded, key=key, value=value), *narrow)
+    naive.store(replace(rounded, key=key, value=value), *narrow)
     exact = _packed(expected)
     return relative_error(_packed(got), exact), max(TIE_ERROR, allowed_error(_packed(rounded), exact))
 
@@ -153,7 +156,7 @@ def _packed(pages: LayerPages) -> Tensor:
     step, group = pages.step, pages.windows.group
     tokens = [
         (row, token)
-        for row, (start, length) in enumerate(zip(step.starts, step.lengths, strict=True))
+        for row, (start, length) in enumerate(zip(*step.known, strict=True))
         for token in range(start // group * group, length // group * group)
     ]
     row, token = torch.tensor(tokens, dtype=torch.int64).view(-1, 2).unbind(dim=1)

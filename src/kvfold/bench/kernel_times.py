@@ -182,8 +182,8 @@ class Filled(NamedTuple):
 
     ops: Ops
     pages: LayerPages
-    q: Tensor  # [sequences, n, q_heads, d]
-    k: Tensor  # [sequences, n, kv_heads, d]
+    q: Tensor  # [tokens, q_heads, d]
+    k: Tensor  # [tokens, kv_heads, d]
     v: Tensor
     new: New
 
@@ -206,7 +206,7 @@ def fill(case: Case, recipe: Recipe, device: torch.device) -> Filled:
     generator, ops = torch.Generator(device).manual_seed(0), ops_of(case, recipe, device)
 
     def tokens(n: int, heads: int) -> Tensor:
-        return random_states((case.batch, n, heads, case.head_dim), generator).to(case.torch_dtype)
+        return random_states((case.batch * n, heads, case.head_dim), generator).to(case.torch_dtype)
 
     chunk = max(1, FILL_TOKENS // case.batch)
     for start in range(0, case.history, chunk):
@@ -238,7 +238,6 @@ def _choice(case: Case, ops: Ops) -> Choice:
 def _calls(case: Case, filled: Filled, size: int) -> Calls:
     """The op on several copies of the layer, one call per copy."""
     ops, pages, q, k, v, new = filled
-    _ = pages.step.batch  # makes it, before graphs are captured
     out = torch.empty_like(q)  # in the dtype of q, as engines and baselines have it
     calls: Calls = []
     for _ in range(copies(size, pages.pool.device)):

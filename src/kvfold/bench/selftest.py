@@ -1,4 +1,4 @@
-"""`kvfold selftest`: every kernel that a recipe gets on this device, against the definitions in ops/*/naive.py.
+"""`kvfold selftest`: every kernel that a recipe gets on this device, against the definitions in ops/naive.py.
 
 A case is one layer with a recipe and a shape. Its history is packed by `naive.store`. Then come two steps: several
 tokens per sequence, then one. The definitions run on the CPU; attention is computed in float64. Before each op the
@@ -36,10 +36,10 @@ from kvfold.bench.expected_ops import (
 from kvfold.bench.random_fits import random_codecs, random_states
 from kvfold.codec import Codec
 from kvfold.layout import PageLayout
+from kvfold.ops import naive
 from kvfold.ops.dispatch import Choice, New, choose
 from kvfold.ops.pages import LayerPages
 from kvfold.ops.restore import Restore
-from kvfold.ops.store import naive
 from kvfold.paged import PagedCache
 from kvfold.recipe import Recipe
 from kvfold.recipes import parse
@@ -245,20 +245,17 @@ class Layer:
 
     @one_thread()
     def begin(self, counts: Sequence[int]) -> None:
-        """Begin a step of random tokens, left-padded with NaN, and let the definition store them."""
+        """Begin a step of random tokens, and let the definition store them."""
         self.resume()
         self.cache.extend(counts)
         self.before, self.expected = on_cpu(self.pages), on_cpu(self.pages)
-        self.k, self.v = (self._random(max(counts), self.case.kv_heads) for _ in range(2))
-        for row, n in enumerate(counts):
-            padding = max(counts) - n
-            self.keys[row] = torch.cat([self.keys[row], self.k[row, padding:].float()])
-            self.k[row, :padding] = self.v[row, :padding] = math.nan
+        self.k, self.v = (self._random(sum(counts), self.case.kv_heads) for _ in range(2))
+        for row, new in enumerate(self.k.split(list(counts))):
+            self.keys[row] = torch.cat([self.keys[row], new.float()])
         self.new = naive.store(self.expected, self.k, self.v)
 
-    def _random(self, n: int, heads: int) -> Tensor:
-        shape = (len(self.case.tokens.new), n, heads, self.case.head_dim)
-        return random_states(shape, self.generator).to(self.case.torch_dtype)
+    def _random(self, tokens: int, heads: int) -> Tensor:
+        return random_states((tokens, heads, self.case.head_dim), self.generator).to(self.case.torch_dtype)
 
     def queries(self) -> Tensor:
         """Queries of the current step. Each puts about half of its weight on one token.
@@ -266,10 +263,11 @@ class Layer:
         That token lies beside a border of a tile, page or window, or anywhere. A kernel that misses it is far off.
         """
         windows, step = self.pages.windows, self.pages.step
-        q = 0.3 * self._random(step.n, self.case.q_heads).float()
-        for row, (start, length) in enumerate(zip(step.starts, step.lengths, strict=True)):
-            keys = self.keys[row] - self.keys[row].mean(dim=0)
-            for position in range(start, length):
+        q = 0.3 * self._random(len(step.locations), self.case.q_heads).float()
+        query = iter(q)
+        for keys, new in zip(self.keys, self.cache.counts, strict=True):
+            length, keys = len(keys), keys - keys.mean(dim=0)
+            for position in range(length - new, length):
                 borders = {0, windows.sink, TILE, self.case.page, windows.exact_from(position), position + 1}
                 near = sorted({t for border in borders for t in (border - 1, border) if 0 <= t <= position})
                 anywhere = torch.randint(position + 1, (len(near),), generator=self.generator).tolist()
@@ -278,7 +276,7 @@ class Layer:
                 heavy = (
                     (math.log(position + 1) + 1) / self.scale / found.square().sum(dim=-1, keepdim=True).clamp_min(1)
                 )
-                q[row, position - length] += heavy * found
+                next(query).add_(heavy * found)
         return q.to(self.case.torch_dtype)
 
     def resume(self) -> None:
@@ -314,7 +312,7 @@ class Layer:
 
         def found() -> Found:
             q, k, v = self._there(*states)
-            out = self.ops.step(self.pages, q, k, v, self.scale)
+            out = self.ops.store_and_attend(self.pages, q, k, v, self.scale)
             stored = self.stored(self.new)
             read = Found(*naive_attend_error(on_cpu(self.pages), states[0], self.new, self.scale, out))
             return stored if stored.wrong else read

@@ -3,9 +3,10 @@
 Engines pack in other processes than answer /metrics. With PROMETHEUS_MULTIPROC_DIR set, the latter sees the former's.
 """
 
+import torch
 from prometheus_client import Gauge
 
-from kvfold.engines.serving import Faults, Late, Plan
+from kvfold.engines.faults import Faults, Late
 from kvfold.engines.shadow_table import ShadowTable
 
 EVERY = 16  # steps
@@ -29,12 +30,12 @@ _non_finite = Gauge(
 
 
 class Gauges:
-    def __init__(self, plan: Plan, shadows: int) -> None:
-        _token_bytes.set(plan.token_bytes)
-        _compression.set(plan.wide_token_bytes / plan.token_bytes)
-        _shadows.set(shadows)
+    def __init__(self, token_bytes: float, raw_token_bytes: int, shadow_pages: int, device: torch.device) -> None:
+        _token_bytes.set(token_bytes)
+        _compression.set(raw_token_bytes / token_bytes)
+        _shadows.set(shadow_pages)
         self.steps = 0
-        self.used = Late(plan.device)
+        self.used = Late(device)
 
     def step(self, table: ShadowTable, faults: Faults) -> None:
         """Show how many shadows were in use a few steps ago, and what could not be stored up to then."""

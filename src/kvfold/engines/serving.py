@@ -1,34 +1,39 @@
 """What all serving engines need: the configuration, the plan made from it, layers that pack and attend, the report."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, groupby, product
+from itertools import accumulate, product
 from logging import Logger
-from time import monotonic
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
 from kvfold.artifact import Artifact
 from kvfold.codec import Codec, sixteen_bit
-from kvfold.engines.shadow_table import shadows_needed
+from kvfold.engines.faults import Faults
+from kvfold.engines.shadow_table import ShadowTable, shadows_needed
 from kvfold.engines.start import ARTIFACT, RECIPE
 from kvfold.fitted import Fitted
 from kvfold.geometry import Geometry
 from kvfold.layout import PageLayout, raw_slot
 from kvfold.ops.dispatch import Ops, check_dtype, choose
-from kvfold.ops.pages import Batch, LayerPages, Step
+from kvfold.ops.pages import HostLengths, LayerPages, Step
+from kvfold.ops.restore import Restore
 from kvfold.recipe import Recipe
 from kvfold.recipes import parse
 from kvfold.version import __version__
 from kvfold.windows import Windows
 
+if TYPE_CHECKING:
+    from kvfold.engines.gauges import Gauges
+
 WARM_UP = (1, 2, 4, 8, 16, 32, 64, 128, 8192)  # tokens of a request for which steps run different kernels
-QUIET = 60.0  # seconds between two warnings of numbers that cannot be stored
-MANY_SHORT = (0,) * 64, 128  # and a step of requests, from where on and how many tokens of each, that runs others
+MANY_SHORT = [0] * 64, 128  # and a step of many requests, from where on and how many tokens each, that runs others
+
+Steps = Sequence[tuple[slice, Step]]  # of one call of the model, each with the rows of its tokens
 
 
 @dataclass(frozen=True)
@@ -55,13 +60,13 @@ class Config:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """How one rank of an engine packs a model: all that is the same for every step."""
+    """How one rank of an engine packs the layers that share a block table: all that is the same for every step."""
 
     recipe: Recipe
     geometry: Geometry  # of the whole model
     kv_heads: int  # of this rank
     ratio: int  # query heads for each of them
-    codecs: Sequence[tuple[Codec, Codec]]  # keys and values of each layer
+    codecs: Mapping[int, tuple[Codec, Codec]]  # keys and values, by the layer's number in the model
     page_size: int
     wide: torch.dtype  # the 16-bit type
     device: torch.device
@@ -96,22 +101,24 @@ class Plan:
         if artifact is not None and parts > 1:
             artifact = artifact.shard(rank * parts // ranks, parts)
         wide = sixteen_bit(dtype)
-        codecs = Fitted.of(recipe, geometry, artifact).codecs(wide, device)
+        codecs = dict(enumerate(Fitted.of(recipe, geometry, artifact).codecs(wide, device)))
         heads = geometry.kv_heads // parts, geometry.q_heads // max(ranks, geometry.kv_heads)
         plan = cls(recipe, geometry, *heads, codecs, page_size, wide, torch.device(device))
-        for ops in plan.ops if plan.device.type == "cuda" else ():
+        for ops in plan.ops.values() if plan.device.type == "cuda" else ():
             if ops.store.implementation == "torch":  # which waits for the device
                 raise ValueError(f"{recipe} cannot be served on a GPU: {ops.store.reason}")
-        check_dtype(plan.ops, dtype)
+        check_dtype(plan.ops.values(), dtype)
         return plan
 
     @cached_property
-    def layouts(self) -> list[PageLayout]:
-        return [PageLayout(key.layout, value.layout, self.page_size) for key, value in self.codecs]
+    def layouts(self) -> dict[int, PageLayout]:
+        return {
+            number: PageLayout(key.layout, value.layout, self.page_size) for number, (key, value) in self.codecs.items()
+        }
 
     @cached_property
-    def ops(self) -> list[Ops]:
-        return [choose(layout, self.ratio, self.device) for layout in self.layouts]
+    def ops(self) -> dict[int, Ops]:
+        return {number: choose(layout, self.ratio, self.device) for number, layout in self.layouts.items()}
 
     @property
     def windows(self) -> Windows:
@@ -121,7 +128,7 @@ class Plan:
     @property
     def token_bytes(self) -> float:
         """What a token takes in the pages of this rank."""
-        return self.kv_heads * sum(layout.page_bytes for layout in self.layouts) / self.page_size
+        return self.kv_heads * sum(layout.page_bytes for layout in self.layouts.values()) / self.page_size
 
     @property
     def wide_token_bytes(self) -> int:
@@ -134,7 +141,7 @@ class Plan:
 
     def shadow_bytes(self, shadows: int) -> int:
         """What so many take, over all layers."""
-        packed = sum(not layout.is_raw for layout in self.layouts)
+        packed = sum(not layout.is_raw for layout in self.layouts.values())
         page = PageLayout(raw_slot(self.geometry.head_dim), raw_slot(self.geometry.head_dim), self.page_size).page_bytes
         return shadows * packed * self.kv_heads * page
 
@@ -145,10 +152,10 @@ class Plan:
 
     def report(self, pages: int, shadows: int) -> str:
         """What is served, for the engine's log at start."""
-        kept = [layer for layer, layout in enumerate(self.layouts) if layout.is_raw]
+        kept = [number for number, layout in self.layouts.items() if layout.is_raw]
         lines = [
             f"kvfold {__version__}: {self.recipe}",
-            f"layers: {self.geometry.layers - len(kept)} packed"
+            f"layers: {len(self.layouts) - len(kept)} packed"
             + (f", {', '.join(map(str, kept))} in 16 bits as the recipe says" if kept else ""),
             f"bytes per token: {self.token_bytes:,.0f}, against {self.wide_token_bytes:,} in 16 bits: "
             f"{self.wide_token_bytes / self.token_bytes:.2f} times smaller",
@@ -159,175 +166,143 @@ class Plan:
                 f"windows: the first {self.windows.sink} and last {self.windows.recent} tokens in 16 bits, in "
                 f"{shadows:,} shadow pages, together {self.shadow_bytes(shadows) / 2**20:,.0f} MiB"
             )
-        for op, choices in zip(Ops._fields, zip(*self.ops, strict=True), strict=True):
+        for op, choices in zip(Ops._fields, zip(*self.ops.values(), strict=True), strict=True):
             different = dict.fromkeys(f"{choice.implementation} ({choice.reason})" for choice in choices)
             lines.append(f"{op}: {'; '.join(different)}")
         return "\n  ".join(lines)
 
 
-class Late:
-    """A number on the device as it was the last time it was asked for, or a little later: nothing waits for it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._seen = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
-
-    def read(self, number: Tensor) -> int:
-        seen = int(self._seen)
-        self._seen.copy_(number, non_blocking=True)
-        return seen
-
-
-class Faults:
-    """Counts tokens of which something could not be stored: `store` marks their slots, and goes on with zeros.
-
-    A token counts once, in whatever layers and heads it shows: marks are taken away when they are counted, which is
-    long before a slot gets another token.
-    """
-
-    def __init__(self, slots: int, device: torch.device, logger: Logger) -> None:
-        self.marks = torch.zeros(slots, dtype=torch.uint8, device=device)
-        self.logger = logger
-        self._counted = torch.zeros(1, dtype=torch.int64, device=device)
-        self._seen = Late(device)
-        self._told, self._quiet_until = 0, 0.0
-
-    def count(self) -> int:
-        """All tokens up to the last call of this. Says in the log how many are new, at most once a minute."""
-        self._counted += self.marks.sum()
-        self.marks.zero_()
-        count = self._seen.read(self._counted)
-        if count > self._told and monotonic() >= self._quiet_until:
-            self.logger.warning(
-                "kvfold: keys or values of %d tokens held NaN, Inf or numbers beyond the range of 16-bit floats; zeros "
-                "are stored in their place. Only the requests of these tokens see it. Check the model's weights, and "
-                "its dtype: float16 overflows where bfloat16 does not",
-                count - self._told,
-            )
-            self._told, self._quiet_until = count, monotonic() + QUIET
-        return count
-
-
 class Layer:
     """One layer in an engine: packs the tokens of a step into the engine's pages and lets its queries read."""
 
-    def __init__(self, plan: Plan, index: int, pool: Tensor, shadows: Tensor, faults: Tensor) -> None:
-        (key, value), layout = plan.codecs[index], plan.layouts[index]
-        self.ops, self.ratio = plan.ops[index], plan.ratio
-        self.pages = LayerPages(
-            NO_STEP,
-            key,
-            value,
-            layout,
-            layout.windows(plan.windows),
-            pool,
-            layout.sides(pool, together=key.quantizes_like(value)),
-            shadows,
-            faults,
-        )
+    def __init__(self, plan: Plan, number: int, pool: Tensor, shadows: Tensor, faults: Tensor) -> None:
+        self.ops, self.ratio = plan.ops[number], plan.ratio
+        self.pages = LayerPages.of(plan.codecs[number], plan.layouts[number], plan.windows, pool, shadows, faults)
+
+    def attend(self, steps: Steps, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor) -> None:
+        """Pack k and v [tokens, kv_heads, d], then let queries [tokens, q_heads, d] read, into `out`.
+
+        Requests of one batch may share pages. So all tokens are packed before the first query reads, except for those
+        of the first step: `store_and_attend` packs them as its queries need them.
+        """
+        (tokens, first), *others = ((rows, replace(self.pages, step=step)) for rows, step in steps)
+        stored = [self.ops.store.run(pages, k[rows], v[rows]) for rows, pages in others]
+        self.ops.store_and_attend(first, q[tokens], k[tokens], v[tokens], scale, out[tokens])
+        for (rows, pages), new in zip(others, stored, strict=True):
+            self.ops.attend(pages, q[rows], new, scale, out[rows])
 
     def warm_up(self) -> None:
         """Let kernels be compiled, by steps of which nothing is stored."""
         from kvfold.ops.attend import parts
 
         pool, layout = self.pages.pool, self.pages.layout
-        no_shadow = torch.full((1,), -1, device=pool.device)
-        alone = [((start,), n) for start, n in product((0, WARM_UP[-1]), WARM_UP)]
+        shadow_of = torch.zeros(1, dtype=torch.int64, device=pool.device)
+        alone = [([start], n) for start, n in product((0, WARM_UP[-1]), WARM_UP)]
         for starts, n in (*alone, MANY_SHORT):
-            lengths, tokens = [start + n for start in starts], len(starts) * n
-            table = torch.zeros(len(starts), -(-lengths[0] // layout.page_size), dtype=torch.int64, device=pool.device)
-            slots = torch.full((tokens,), -1, device=pool.device)
-            first, last = torch.tensor([starts, lengths], dtype=torch.int32, device=pool.device)
-            shape = (tokens, pool.shape[1], layout.key.dims)
-            k = torch.zeros(shape, dtype=self.pages.shadows.dtype, device=pool.device)
+            table = torch.zeros(len(starts), -(-(starts[0] + n) // layout.page_size), dtype=torch.int64)
+            host = HostLengths(starts, [start + n for start in starts])
+            step = Step.of(host, table, shadow_of, layout.page_size)
+            step.locations.fill_(-1)
+            tokens = len(step.locations)
+            k = torch.zeros(tokens, pool.shape[1], layout.key.dims, dtype=self.pages.shadows.dtype, device=pool.device)
             q = k.repeat_interleave(self.ratio, dim=1)
-            described = (slots, first, last)
-            steps = steps_of(starts, lengths, table, layout.page_size, no_shadow, described, ragged=True)
-            self.attend(steps, q, k, k, 1.0, torch.empty_like(q))
+            self.attend([(slice(tokens), step)], q, k, k, 1.0, torch.empty_like(q))
         parts.warm_up(q[:1], self.pages.value.transform, torch.empty_like(q[:1]))
 
-    def attend(
-        self, steps: Sequence[tuple[slice, Step]], q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor
-    ) -> None:
-        """Pack k and v [tokens, kv_heads, d], then let queries [tokens, q_heads, d] read, into `out`.
 
-        Each of `steps` comes with the slice of its tokens, which are without padding. Requests may share pages with
-        others of the same batch: all are packed before the first query reads, but for those of the first step, which
-        `Ops.step` packs as its queries need them.
-        """
-        first, *others = (
-            (replace(self.pages, step=step), *(x[tokens].unflatten(0, step.shape) for x in (q, k, v, out)))
-            for tokens, step in steps
-        )
-        stored = [self.ops.store.run(pages, k, v) for pages, _, k, v, _ in others]
-        pages, q, k, v, out = first
-        self.ops.step(pages, q, k, v, scale, out)
-        for (pages, q, _, _, out), new in zip(others, stored, strict=True):
-            self.ops.attend(pages, q, new, scale, out)
+class Served:
+    """The layers of one rank that share a block table. They have one plan and begin each step together.
 
-
-def warm_up(layers: Iterable[Layer]) -> None:
-    """Compile the kernels of all layers, and let cuDNN build its graphs, for which the first requests would wait, for
-    seconds each. Nothing happens where there are none, or while a CUDA graph is captured."""
-    if not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
-        return
-    for layer in {layer.pages.layout: layer for layer in layers}.values():  # others of the layout run the same
-        if layer.ops.store.implementation != "torch":
-            layer.warm_up()
-        if layer.ops.extend.implementation == "unpacked":
-            from kvfold.ops.attend.unpacked_prefill import build_graphs
-
-            build_graphs(layer.pages, layer.ratio)
-    torch.cuda.empty_cache()
-
-
-NO_STEP = Step(0, (), (), 1, torch.empty(0, 0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
-
-
-def decode_step(
-    slots: Tensor,
-    query_starts: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    table: Tensor,
-    shadow_of: Tensor,
-    page_size: int,
-) -> tuple[slice, Step]:
-    """One token of each request, described in device memory alone (see `Batch`): kernels ask for nothing else."""
-    unknown = [0] * len(lengths)
-    batch = Batch(slots, query_starts, starts, lengths, table, shadow_of, max_queries=1)
-    return slice(len(lengths)), Step(1, unknown, unknown, page_size, table, shadow_of).described(batch)
-
-
-def steps_of(
-    starts: Sequence[int],
-    lengths: Sequence[int],
-    table: Tensor,
-    page_size: int,
-    shadow_of: Tensor,
-    described: tuple[Tensor, Tensor, Tensor],
-    ragged: bool,
-) -> list[tuple[slice, Step]]:
-    """A batch of tokens that lie one request after the other, as steps without padding, of requests that follow each
-    other. Each with the slice of its tokens.
-
-    For kernels of GPUs, which take `ragged` ones, of those that bring several tokens, or one, which are decoded; else
-    of those that bring as many. `described` are slots, starts and lengths in device memory (see `Batch`), so that
-    kernels wait for no copy of them.
+    It owns the shadow pages, the marks of tokens that could not be stored, and what users see of both. An engine makes
+    it before it counts how many pages fit, calls `open` when it knows, and `attach` for every layer.
     """
-    steps: list[tuple[slice, Step]] = []
-    token = row = 0
-    slots, device_starts, device_lengths = described
-    counts = [length - start for start, length in zip(starts, lengths, strict=True)]
-    for _, group in groupby(counts, key=(lambda count: count == 1) if ragged else None):
-        each = list(group)
-        rows, tokens = slice(row, row := row + len(each)), slice(token, token := token + sum(each))
-        if n := max(each):
-            pages = table[rows, : -(-max(lengths[rows]) // page_size)].long()
-            ends = list(accumulate(each, initial=0))
-            query_starts = torch.tensor(ends, dtype=torch.int32, device="cpu", pin_memory=table.is_cuda)
-            on_device = query_starts.to(table.device, non_blocking=True), device_starts[rows], device_lengths[rows]
-            batch = Batch(slots[tokens], *on_device, pages, shadow_of, n)
-            own_ends = ends[1:] if ragged and n > 1 else ()
-            step = Step(n, starts[rows], lengths[rows], page_size, pages, shadow_of, own_ends)
-            steps.append((tokens, step.described(batch)))
-    return steps
+
+    shadow_table: ShadowTable  # once it is open
+    faults: Faults
+
+    def __init__(self, plan: Plan, shadow_pages: int, logger: Logger) -> None:
+        self.plan, self.shadow_pages, self.logger = plan, shadow_pages, logger
+        self.shadows = {
+            number: plan.allocate_shadows(0 if layout.is_raw else shadow_pages)
+            for number, layout in plan.layouts.items()
+        }
+        self.close()
+
+    def close(self) -> None:
+        """Let go of all pages, if there are any."""
+        self.pages = 0  # per layer
+        self.layers: dict[int, Layer] = {}
+        self.restore: Restore | None = None
+
+    def open(self, pages: int) -> None:
+        """Serve from so many pages per layer."""
+        plan, self.pages = self.plan, pages
+        self.shadow_table = ShadowTable(plan.windows, plan.page_size, pages, self.shadow_pages, plan.device)
+        self.faults = Faults(pages * plan.page_size, plan.device, self.logger)
+
+    def attach(self, number: int, pool: Tensor) -> Layer:
+        """A layer whose pages uint8[pages, kv_heads, page_bytes] are known now."""
+        if len(pool) != self.pages:
+            raise ValueError(f"kvfold: layer {number} has {len(pool)} pages, and the engine said {self.pages}")
+        layer = Layer(self.plan, number, pool, self.shadows[number], self.faults.marks)
+        self.layers[number] = layer
+        if self.complete:  # before that, no page has lost its shadow
+            self.restore = Restore([layer.pages for layer in self.layers.values()])
+        return layer
+
+    @cached_property
+    def gauges(self) -> "Gauges":
+        from kvfold.engines.gauges import Gauges  # not before engines have set up prometheus_client
+
+        plan = self.plan
+        return Gauges(plan.token_bytes, plan.wide_token_bytes, self.shadow_pages, plan.device)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all layers are attached."""
+        return len(self.layers) == len(self.plan.codecs)
+
+    def before_step(self, resting: tuple[Tensor, Tensor] | None = None) -> None:
+        """Before each step, outside of CUDA graphs: show in the gauges what earlier steps left on the device, and keep
+        the shadows of requests that run without being in the step, given by their lengths and pages."""
+        self.gauges.step(self.shadow_table, self.faults)
+        if resting is not None and self.plan.windows:
+            self.shadow_table.rest(*resting)
+
+    def begin(self, locations: Tensor, starts: Tensor, lengths: Tensor, table: Tensor) -> None:
+        """Begin a step, on the device: every page that a window reaches into has a shadow after this. See
+        `ShadowTable.update` for what is given."""
+        if self.plan.windows:
+            lost = self.shadow_table.update(locations, starts, lengths, table)
+            if self.restore is not None:
+                self.restore(*lost)
+
+    def decode(
+        self, locations: Tensor, query_starts: Tensor, starts: Tensor, lengths: Tensor, table: Tensor
+    ) -> tuple[slice, Step]:
+        """The step of requests with one token each, whose lengths only the device knows."""
+        step = Step(locations, query_starts, starts, lengths, table, self.shadow_table.of, self.plan.page_size, 1)
+        return slice(len(lengths)), step
+
+    def steps(self, host: HostLengths, locations: Tensor, starts: Tensor, lengths: Tensor, table: Tensor) -> Steps:
+        """Steps of neighbouring requests that decode, and of those that bring more tokens, with the rows of their
+        tokens. What `host` says, the tensors say in device memory."""
+        counts = host.counts
+        query_starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device="cpu", pin_memory=table.is_cuda)
+        described = locations, query_starts.to(table.device, non_blocking=True), starts, lengths, table.long()
+        step = Step(*described, self.shadow_table.of, self.plan.page_size, max(counts, default=0), host)
+        return [(rows, part) for _, rows, part in step.split(count == 1 for count in counts)]
+
+    def warm_up(self) -> None:
+        """Compile the kernels of all layers, and let cuDNN build its graphs, for which the first requests would wait,
+        for seconds each. Nothing happens without a GPU, or while a CUDA graph is captured."""
+        if not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
+            return
+        for layer in {layer.pages.layout: layer for layer in self.layers.values()}.values():  # others run the same
+            if layer.ops.store.implementation != "torch":
+                layer.warm_up()
+            if layer.ops.extend.implementation == "unpacked":
+                from kvfold.ops.attend.unpacked_prefill import build_graphs
+
+                build_graphs(layer.pages, layer.ratio)
+        torch.cuda.empty_cache()

@@ -159,16 +159,12 @@ class PackedCache(Cache):
         assert self.paged is not None
         self.begun = 0
         n = q.shape[2]
-        width = self.paged.step.n  # smaller where the first columns are padding in every row
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        if width < n:
-            q, k, v = q[:, n - width :], k[:, n - width :], v[:, n - width :]
         try:
-            out = self.paged.attend(layer, q, k, v, scale, torch.empty(q.shape, dtype=q.dtype, device=q.device))
+            return self.paged.attend(layer, q, k, v, scale, torch.empty(q.shape, dtype=q.dtype, device=q.device))
         except Exception:
             self.crop(-n)  # a step that fails leaves no tokens behind
             raise
-        return out if width == n else nn.functional.pad(out, (0, 0, 0, 0, n - width, 0))
 
     def begin(self, sequences: int, n: int, mask: Tensor | None = None, reserve: int = 0) -> None:
         """Make room for a step of n tokens for each sequence, in the first step with pages for `reserve` tokens.

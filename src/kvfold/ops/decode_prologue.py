@@ -27,7 +27,7 @@ WIDTH = 64  # coordinates
 
 class Transformed(NamedTuple):
     q: Tensor  # float32[sequences, q_heads, d]
-    kv: Tensor  # keys and values, float32[2, sequences, 1, kv_heads, d]
+    kv: Tensor  # keys and values, float32[2, sequences, kv_heads, d]
     new: tuple[Tensor, Tensor]  # keys and values in 16 bits
 
 
@@ -39,7 +39,7 @@ class _Memory(NamedTuple):
 
 
 def prologue(pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, overlaps: bool = False) -> Transformed:
-    """Transform 16-bit q, k and v [sequences, 1, heads, d], and write k and v to shadows. q and k have one dtype.
+    """Transform 16-bit q, k and v [sequences, heads, d], and write k and v to shadows. q and k have one dtype.
 
     With `overlaps`, the kernel is launched before the one before it ends, and lets the next begin.
 
@@ -49,18 +49,18 @@ def prologue(pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, overlaps: bool 
     """
     check(pages, k, v)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    (sequences, _, q_heads, dims), kv_heads, device = q.shape, k.shape[2], q.device
-    transformed, kv = torch.empty(sequences, q_heads, dims, device=device), torch.empty(2, *k.shape, device=device)
+    (sequences, q_heads, dims), kv_heads, device = q.shape, k.shape[1], q.device
+    transformed, kv = torch.empty(q.shape, device=device), torch.empty(2, *k.shape, device=device)
     new = torch.empty(2, *k.shape, dtype=pages.shadows.dtype, device=device)
     key, KEY_FACTOR = pages.key.transform.once(_operands, dims, k.dtype, device)
     value, VALUE_FACTOR = pages.value.transform.once(_operands, dims, v.dtype, device)
-    batch, bits = pages.step.batch, torch.int16
-    memory = _Memory(batch.shadow_of, pages.shadows.view(bits), new.view(bits), pages.faults)
+    step, bits = pages.step, torch.int16
+    memory = _Memory(step.shadow_of, pages.shadows.view(bits), new.view(bits), pages.faults)
     ratio, width = q_heads // kv_heads, min(WIDTH, dims)
     overlap = AFTER if overlaps else ALONE
     _prologue[(ceil_div(sequences * (1 + ratio), ROWS), kv_heads, 2 * (dims // width))](
-        q, k, v, key, value, transformed, kv, batch.slots, memory, sequences,
-        *(stride for x in (q, k, v) for stride in (x.stride(0), x.stride(2))),
+        q, k, v, key, value, transformed, kv, step.locations, memory, sequences,
+        *(stride for x in (q, k, v) for stride in x.stride()[:2]),
         KEY_FACTOR=KEY_FACTOR, VALUE_FACTOR=VALUE_FACTOR, RATIO=ratio, DIMS=dims, WIDTH=width, ROWS=ROWS,
         PAGE=pages.layout.page_size, BFLOAT=new.dtype == torch.bfloat16, OVERLAP=overlap,
         maxnreg=128,  # with fewer, which the compiler would choose, matrices are loaded one part after another
@@ -74,9 +74,9 @@ def _operands(transform: Transform, dims: int, dtype: torch.dtype, device: torch
     return Operands(terms, head_stride(terms), shift), factor
 
 
-@triton.jit(do_not_specialize=["sequences"], do_not_specialize_on_alignment=["slots"])
+@triton.jit(do_not_specialize=["sequences"], do_not_specialize_on_alignment=["locations"])
 def _prologue(
-    q, k, v, key, value, transformed, kv, slots, memory, sequences,
+    q, k, v, key, value, transformed, kv, locations, memory, sequences,
     q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride,
     KEY_FACTOR: tl.constexpr, VALUE_FACTOR: tl.constexpr, RATIO: tl.constexpr, DIMS: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, PAGE: tl.constexpr, BFLOAT: tl.constexpr, OVERLAP: tl.constexpr,
@@ -94,19 +94,19 @@ def _prologue(
         _transform_side(
             tl.where(is_key, k + key_at, q + query_at),
             tl.where(is_key, kv + to_key * DIMS, transformed + to_query * DIMS),
-            sequence, is_key, key, slots, memory, sequences, 0, KEY_FACTOR, DIMS, WIDTH, PAGE, BFLOAT, OVERLAP,
+            sequence, is_key, key, locations, memory, sequences, 0, KEY_FACTOR, DIMS, WIDTH, PAGE, BFLOAT, OVERLAP,
         )  # fmt: skip
     else:
         to_value = kv + ((sequences + row) * kv_heads + head) * DIMS
         _transform_side(
-            v + row * v_stride + head * v_head_stride, to_value, row, row >= 0, value, slots,
+            v + row * v_stride + head * v_head_stride, to_value, row, row >= 0, value, locations,
             memory, sequences, 1, VALUE_FACTOR, DIMS, WIDTH, PAGE, BFLOAT, OVERLAP,
         )  # fmt: skip
 
 
 @triton.jit
 def _transform_side(
-    x, to, sequence, kept, operands, slots, memory, sequences, WHICH: tl.constexpr, FACTOR: tl.constexpr,
+    x, to, sequence, kept, operands, locations, memory, sequences, WHICH: tl.constexpr, FACTOR: tl.constexpr,
     DIMS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BFLOAT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Transform rows at `x` to `to`. Those that are `kept`, keys or values, also go to `new` and to shadows."""
@@ -118,7 +118,7 @@ def _transform_side(
     wait(OVERLAP, "start")
     release(OVERLAP, "start")
     # all loads at once: the kernel lasts little longer than they do
-    slot = tl.load(slots + sequence, mask=kept, other=-1)
+    location = tl.load(locations + sequence, mask=kept, other=-1)
     terms = ()
     for i in tl.static_range(len(operands.matrices)):
         entry = head * operands.head + coordinate[:, None] * DIMS + column[None, :]
@@ -128,7 +128,7 @@ def _transform_side(
         y = tl.load(x[:, None] + column[None, :], mask=exists[:, None], other=0.0).to(tl.float32)
     if operands.shift is not None:
         shift = tl.load(operands.shift + head * DIMS + column)[None, :]
-    shadow = tl.load(memory.shadow_of + slot // PAGE, mask=slot >= 0, other=-1)
+    shadow = tl.load(memory.shadow_of + location // PAGE, mask=location >= 0, other=-1)
     if len(operands.matrices) > 0:
         y = tl.zeros([x.shape[0], WIDTH], tl.float32)
         for i in tl.static_range(len(terms)):
@@ -138,12 +138,12 @@ def _transform_side(
         y += tl.where(kept[:, None], shift, 0.0)
     tl.store(to[:, None] + column[None, :], y, mask=exists[:, None])
 
-    sound = (slot >= 0) & storable((y,), BFLOAT)
+    sound = (location >= 0) & storable((y,), BFLOAT)
     if len(operands.matrices) == 0:  # a rotation spreads NaN and Inf over all coordinates
         sound = sound & storable((states.to(tl.float32),), BFLOAT)
-    tl.store(memory.faults + slot, 1, mask=(slot >= 0) & ~sound)
+    tl.store(memory.faults + location, 1, mask=(location >= 0) & ~sound)
     raw = sixteen_bits((y,), sound, BFLOAT)[0]
     in_new = memory.new + ((WHICH * sequences + sequence) * kv_heads + head) * DIMS
     tl.store(in_new[:, None] + column[None, :], raw, mask=kept[:, None])
-    in_shadow = memory.shadows + (((shadow * kv_heads + head) * 2 + WHICH) * PAGE + slot % PAGE) * DIMS
+    in_shadow = memory.shadows + (((shadow * kv_heads + head) * 2 + WHICH) * PAGE + location % PAGE) * DIMS
     tl.store(in_shadow[:, None] + column[None, :], raw, mask=(shadow >= 0)[:, None])

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from kvfold.layout import PageLayout
+from kvfold.ops import naive
 from kvfold.ops.attend import blocked
 from kvfold.ops.pages import LayerPages
-from kvfold.ops.store import naive
 
 New = tuple[Tensor, Tensor] | None
 AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities
@@ -22,30 +22,31 @@ class Choice(NamedTuple):
     implementation: str
     reason: str
     run: Callable[..., Any]
-    step: Callable[..., Tensor] | None = None  # `store` and this, of the implementations that share work between them
+    store_and_attend: Callable[..., Tensor] | None = None  # both in one call, where the two share work
 
 
 class Ops(NamedTuple):
-    """`decode` is `attend` for steps with a single query of each sequence, `extend` for others."""
+    """`decode` is `attend` for steps with one query per sequence, `extend` for others."""
 
     store: Choice
     decode: Choice
     extend: Choice
 
-    def step(
+    def store_and_attend(
         self, pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor | None = None
     ) -> Tensor:
-        """`store`, then `attend`."""
-        step = self._attention(pages).step
-        if step is not None:
-            return step(pages, q, k, v, scale, out)
+        """Pack k and v [tokens, kv_heads, d], then let queries [tokens, q_heads, d] read: outputs of the same shape,
+        float32 or in `out`."""
+        both = self._attention(pages).store_and_attend
+        if both is not None:
+            return both(pages, q, k, v, scale, out)
         return self.attend(pages, q, self.store.run(pages, k, v), scale, out)
 
     def attend(self, pages: LayerPages, q: Tensor, new: New, scale: float, out: Tensor | None = None) -> Tensor:
         return self._attention(pages).run(pages, q, new, scale, out)
 
     def _attention(self, pages: LayerPages) -> Choice:
-        return self.decode if pages.step.n == 1 else self.extend
+        return self.decode if pages.step.max_queries == 1 else self.extend
 
 
 @lru_cache
@@ -112,8 +113,8 @@ def _hopper(layout: PageLayout, ratio: int, store: Choice, portable: Callable[..
     if reason:
         warn(f"the portable kernel decodes, several times slower than the one for Hopper: {reason}", stacklevel=3)
         return Choice("triton", reason, portable)
-    step = gluon.step if store.implementation == "triton" else None
-    return Choice("gluon", "affine integers or codebooks on Hopper or later", gluon.attend, step)
+    both = gluon.store_and_attend if store.implementation == "triton" else None
+    return Choice("gluon", "affine integers or codebooks on Hopper or later", gluon.attend, both)
 
 
 def _cpu(layout: PageLayout) -> Ops:

@@ -1,9 +1,11 @@
 """What an op sees: one layer's bytes, and where the tokens of the step lie in them."""
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from itertools import accumulate, groupby
+from operator import sub
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,52 +17,75 @@ from kvfold.windows import Windows
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """A step as kernels see it: its tokens one sequence after the other, described in device memory alone, so that a
-    captured CUDA graph sees what has changed there since.
+class HostLengths(NamedTuple):
+    """Tokens per sequence as the host knows them: before a step, and with it."""
 
-    The tokens of sequence r are rows `query_starts[r]` to `query_starts[r + 1]` of k, v and q; the last of them is at
-    position `lengths[r] − 1`, the others before it. Those before position `starts[r]` are padding.
-    """
+    starts: list[int]
+    lengths: list[int]
 
-    slots: Tensor  # int64[tokens]: page · page_size + offset; negative: padding, not stored
-    query_starts: Tensor  # int32[sequences + 1]
-    starts: Tensor  # int32[sequences]: tokens before this step
-    lengths: Tensor  # int32[sequences]: and with it
-    table: Tensor  # int64[sequences, pages]
-    shadow_of: Tensor  # int64[pages of the pool]: the shadow of each page, -1 where it has none
-    max_queries: int  # tokens of the longest sequence of the step
-
-    def update(self, other: "Batch") -> bool:
-        """Become `other` where this one lies, if it is a step of the same sizes; else say no."""
-        pairs = [(mine, getattr(other, name)) for name, mine in vars(self).items() if isinstance(mine, Tensor)]
-        if any(mine.shape != new.shape for mine, new in pairs):
-            return False
-        for mine, new in pairs:
-            mine.copy_(new)
-        return True
+    @property
+    def counts(self) -> list[int]:
+        """New tokens per sequence."""
+        return list(map(sub, self.lengths, self.starts))
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One call's new tokens of a batch of sequences, the same for all layers.
+    """The new tokens of a batch of sequences in one call of the model, for all layers that share a page table.
 
-    They come as a left-padded batch [sequences, n, heads, d]: column i of row b is the token at position
-    `lengths[b] − n + i`, and is padding where that lies before `starts[b]`.
+    q, k and v [tokens, heads, d] hold one sequence after the other, without padding. The tokens of sequence r are rows
+    `query_starts[r]` to `query_starts[r + 1]`. The last of them has position `lengths[r] − 1`.
 
-    Kernels for GPUs also take them one sequence after the other, [1, tokens, heads, d], where there are `ends`. Then n
-    is that of the longest.
+    All that kernels read lies in device memory. A captured CUDA graph sees what changes there. `host` repeats the
+    lengths where the host knows them. It is None where a GPU decodes.
+
+    Shadows: `shadow_of` says which shadow page holds the raw keys and values of a page. Every page that a window of the
+    step reaches into has one, except for the step's own tokens, which ops read from `store`'s result. Who begins the
+    step sees to that. A missing shadow is a fault in the bookkeeping and never read around: ops on a CPU raise
+    (`require_shadows`), kernels for GPUs assert where Triton's assertions are on (TRITON_DEBUG=1, and in tests).
+
+    A row with a negative location fills up a CUDA graph. Nothing is stored for it, and its output means nothing.
     """
 
-    n: int
-    starts: Sequence[int]  # tokens of each sequence before this step
-    lengths: Sequence[int]  # and with it
+    locations: Tensor  # int64[tokens]: page · page_size + offset
+    query_starts: Tensor  # int32[sequences + 1]
+    starts: Tensor  # int32[sequences]: tokens before this step
+    lengths: Tensor  # int32[sequences]: tokens with this step
+    table: Tensor  # int64[sequences, pages]; rows are padded with page 0
+    shadow_of: Tensor  # int64[pages of the pool]: the shadow of a page, -1: none
     page_size: int
-    table: Tensor  # int64[sequences, pages of the longest]; rows are padded with page 0
-    shadow_of: Tensor  # int64[pages of the pool]: the shadow of each page, -1 where it has none
-    ends: Sequence[int] = ()  # the token after the last one of each sequence
+    max_queries: int  # new tokens of the sequence that has most
+    host: HostLengths | None = None
     _memory: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+
+    @classmethod
+    def of(cls, host: HostLengths, table: Tensor, shadow_of: Tensor, page_size: int) -> Self:
+        """The step of sequences whose lengths and page table [sequences, pages] the host knows, on the device of
+        `shadow_of`."""
+        counts = host.counts
+        starts, lengths = (torch.tensor(numbers, dtype=torch.int32) for numbers in host)
+        row = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts, dtype=torch.int64))
+        query_starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
+        position = torch.arange(len(row)) - query_starts[row] + starts[row]
+        locations = table[row, position // page_size] * page_size + position % page_size
+        device = shadow_of.device
+        return cls(
+            locations.to(device),
+            query_starts.to(device),
+            starts.to(device),
+            lengths.to(device),
+            table.to(device),
+            shadow_of,
+            page_size,
+            max(counts, default=0),
+            host,
+        )
+
+    @property
+    def known(self) -> HostLengths:
+        """`host`, for ops that cannot do without."""
+        assert self.host is not None, "this op needs lengths on the host"
+        return self.host
 
     def once(self, make: Callable[..., T], *arguments: Hashable) -> T:
         """make(step, *arguments), computed when the first layer asks for it."""
@@ -69,83 +94,72 @@ class Step:
             self._memory[key] = make(self, *arguments)
         return self._memory[key]
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """In which tokens come."""
-        return (1, self.ends[-1]) if self.ends else (len(self.lengths), self.n)
+    def placed_in(self, last: "Step") -> "Step":
+        """This step in the tensors of the last one, if it has the same sizes: a CUDA graph reads it there."""
+        pairs = [(old, getattr(self, name)) for name, old in vars(last).items() if isinstance(old, Tensor)]
+        if last.max_queries != self.max_queries or any(old.shape != new.shape for old, new in pairs):
+            return self
+        for old, new in pairs:
+            old.copy_(new)
+        return replace(last, host=self.host)
 
-    def end(self, row: int) -> int:
-        """Where the tokens of a sequence end, of those of `shape`."""
-        return self.ends[row] if self.ends else (row + 1) * self.n
+    def split(self, keys: Iterable[Hashable]) -> list[tuple[Any, slice, "Step"]]:
+        """Neighbouring sequences with equal keys as steps of their own: key, rows of q, k and v, step. Sequences
+        without new tokens make none."""
+        parts: list[tuple[Any, slice, Step]] = []
+        row = token = 0
+        for key, group in groupby(keys):
+            rows = slice(row, row := row + len(list(group)))
+            host = HostLengths(self.known.starts[rows], self.known.lengths[rows])
+            tokens = slice(token, token := token + sum(host.counts))
+            query_starts = self.query_starts[rows.start : rows.stop + 1]
+            if longest := max(host.counts):
+                part = replace(
+                    self,
+                    locations=self.locations[tokens],
+                    query_starts=query_starts - tokens.start if tokens.start else query_starts,
+                    starts=self.starts[rows],
+                    lengths=self.lengths[rows],
+                    table=self.table[rows, : -(-max(host.lengths) // self.page_size)],
+                    max_queries=longest,
+                    host=host,
+                )
+                parts.append((key, tokens, part))
+        return parts
 
     @cached_property
-    def positions(self) -> Tensor:
-        """int64[sequences, n], in host memory."""
-        return torch.tensor(self.lengths).unsqueeze(1) - self.n + torch.arange(self.n)
-
-    @cached_property
-    def _new(self) -> tuple[Tensor, Tensor]:
-        """Row and column of every new token."""
-        row, column = torch.nonzero(self.positions >= torch.tensor(self.starts).unsqueeze(1), as_tuple=True)
-        return row.to(self.table.device), column.to(self.table.device)
-
-    @cached_property
-    def slots(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Page, shadow page (-1: none) and offset in them of every new token."""
-        position = self.positions.to(self.table.device)[self._new]
-        page = self.table[self._new[0], position // self.page_size]
-        return page, self.shadow_of[page], position % self.page_size
-
-    def described(self, batch: Batch) -> "Step":
-        """This step, with its description in device memory that stays where it is."""
-        vars(self)["batch"] = batch
-        return self
-
-    @cached_property
-    def batch(self) -> Batch:
-        starts, lengths = torch.tensor(self.starts, dtype=torch.int32), torch.tensor(self.lengths, dtype=torch.int32)
-        page, _, offset = self.slots
-        device = self.table.device
-        return Batch(
-            self.scatter(page * self.page_size + offset + 1).flatten() - 1,
-            torch.arange(len(lengths) + 1, dtype=torch.int32, device=device) * self.n,
-            starts.to(device),
-            lengths.to(device),
-            self.table,
-            self.shadow_of,
-            self.n,
-        )
+    def places(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Page, shadow page (-1: none) and offset in them, int64[tokens], of every new token."""
+        page = self.locations // self.page_size
+        return page, self.shadow_of[page], self.locations % self.page_size
 
     @cached_property
     def filled(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Row and page of the row of every page that this step fills, and the column [pages, page_size] of each of its
-        tokens, negative for those that are older than the step."""
-        places = [
+        """The pages that this step fills: their sequences, their numbers in these, and the row [pages, page_size] of
+        each of their tokens in k and v, negative for tokens that are older than the step."""
+        starts, lengths = self.known
+        filled = [
             (row, page)
-            for row, (start, length) in enumerate(zip(self.starts, self.lengths, strict=True))
+            for row, (start, length) in enumerate(zip(starts, lengths, strict=True))
             for page in range(start // self.page_size, length // self.page_size)
         ]
-        row, page = torch.tensor(places, dtype=torch.int64).view(-1, 2).unbind(dim=1)
+        row, page = torch.tensor(filled, dtype=torch.int64).view(-1, 2).unbind(dim=1)
+        first = torch.tensor(starts, dtype=torch.int64)[row].unsqueeze(1)
         token = page.unsqueeze(1) * self.page_size + torch.arange(self.page_size)
-        column = token - torch.tensor(self.lengths)[row].unsqueeze(1) + self.n
-        column[token < torch.tensor(self.starts)[row].unsqueeze(1)] = -1
-        return row.to(self.table.device), page.to(self.table.device), column.to(self.table.device)
+        own = torch.tensor([0, *accumulate(self.known.counts)])[row].unsqueeze(1) + token - first
+        own[token < first] = -1
+        return row.to(self.table.device), page.to(self.table.device), own.to(self.table.device)
 
-    def gather(self, batch: Tensor) -> Tensor:
-        """The new tokens [tokens, heads, d] of a padded batch."""
-        return batch.flatten(0, 1) if self._dense else batch[self._new]
 
-    def scatter(self, tokens: Tensor) -> Tensor:
-        """The inverse of `gather`, with zeros for padding."""
-        if self._dense:
-            return tokens.unflatten(0, (len(self.lengths), self.n))
-        batch = tokens.new_zeros(len(self.lengths), self.n, *tokens.shape[1:])
-        batch[self._new] = tokens
-        return batch
-
-    @cached_property
-    def _dense(self) -> bool:
-        return len(self._new[0]) == len(self.lengths) * self.n
+def require_shadows(step: Step, windows: Windows) -> None:
+    """Raise where a window reaches into a page without a shadow: see `Step`."""
+    reached = []
+    for row, (start, length) in enumerate(zip(*step.known, strict=True)):
+        for span in (range(min(windows.sink, start)), windows.before(start)):
+            if span and length > start:
+                reached.append(step.table[row, span.start // step.page_size : -(-span.stop // step.page_size)])
+    if reached and (step.shadow_of[torch.cat(reached)] < 0).any():
+        raise RuntimeError("a window of this step reaches into a page that has no shadow: this is a bug in kvfold")
 
 
 @dataclass(frozen=True)
@@ -160,7 +174,21 @@ class LayerPages:
     pool: Tensor  # uint8[pages, kv_heads, page_bytes]
     sides: list[tuple[slice, Tensor, Tensor]]  # layout.sides(pool): views of it, by token
     shadows: Tensor  # 16-bit float [shadow pages, kv_heads, 2 (K, V), page_size, d]
-    faults: Tensor  # uint8[pages · page_size]: 1 where `store` met what cannot be stored
+    faults: Tensor  # uint8[pages · page_size]: 1 at the locations of tokens that `store` could not store
+
+    @classmethod
+    def of(
+        cls,
+        codecs: tuple[Codec, Codec],
+        layout: PageLayout,
+        windows: Windows,
+        pool: Tensor,
+        shadows: Tensor,
+        faults: Tensor,
+    ) -> Self:
+        """A layer between steps. `windows` are the recipe's."""
+        sides = layout.sides(pool, together=codecs[0].quantizes_like(codecs[1]))
+        return cls(NO_STEP, *codecs, layout, layout.windows(windows), pool, sides, shadows, faults)
 
     def codec(self, sides: slice) -> Codec:
         """The codec whose layout these sides (0: keys, 1: values) have."""
@@ -173,3 +201,7 @@ class LayerPages:
             for sides, codes, meta in self.sides
         ]
         return torch.cat(parts, dim=2)
+
+
+_NO_PAGES = torch.empty(0, 0, dtype=torch.int64)
+NO_STEP = Step.of(HostLengths([], []), _NO_PAGES, _NO_PAGES.flatten(), page_size=1)

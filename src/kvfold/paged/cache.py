@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -9,8 +10,8 @@ from torch import Tensor
 
 from kvfold.codec import UNSTORABLE, Codec
 from kvfold.layout import PageLayout
-from kvfold.ops.dispatch import choose
-from kvfold.ops.pages import LayerPages, Step
+from kvfold.ops.dispatch import Ops, choose
+from kvfold.ops.pages import NO_STEP, HostLengths, LayerPages, Step
 from kvfold.paged.shadows import Shadows
 from kvfold.paged.tables import PageTables
 from kvfold.windows import Windows
@@ -38,19 +39,21 @@ class PagedCache:
         self.kv_heads = kv_heads
         self.device = torch.device(device)
         self.layouts = [PageLayout(key.layout, value.layout, page_size) for key, value in self.codecs]
-        windows = windows or Windows()
-        self.windows = [layout.windows(windows) for layout in self.layouts]
+        self.recipe_windows = windows or Windows()
+        self.windows = [layout.windows(self.recipe_windows) for layout in self.layouts]
         self.tables = PageTables(page_size, sequences)
         self.shadow_map = Shadows(max(self.windows, key=lambda windows: (windows.group, windows.recent, windows.sink)))
-        self.reserved = 0  # pages of each sequence
-        self.step = self._describe(self.lengths, 0)
+        self.reserved = 0  # pages per sequence
+        self.step = NO_STEP
+        self.counts: list[int] = []  # new tokens of the step, per sequence
         self.faults = torch.zeros(0, dtype=torch.uint8, device=self.device)
         self.pools = [layout.allocate(0, kv_heads, self.device) for layout in self.layouts]
-        self._sides = self._views()
         self.shadows = [
             torch.empty(0, kv_heads, 2, page_size, layout.key.dims, dtype=wide, device=self.device)
             for layout in self.layouts
         ]
+        self._layers = self._views()
+        self._ops: dict[int, list[Ops]] = {}  # of all layers, by query heads per KV head
 
     @property
     def lengths(self) -> list[int]:
@@ -66,12 +69,8 @@ class PagedCache:
         """Make room for sequences of `tokens` tokens. Steps of one token each up to there move no memory, and a step
         that brings as many tokens as the last describes itself where that did: a CUDA graph of it can be replayed."""
         self.reserved = -(-tokens // self.tables.page_size)
-        self._grow(len(self.lengths) * self.reserved)
         pages = max(len(windows.pages(tokens - 1, tokens, self.tables.page_size)) for windows in self.windows)
-        self.shadows = [
-            _grown(shadows, len(self.lengths) * (pages + 1)) if windows else shadows
-            for shadows, windows in zip(self.shadows, self.windows, strict=True)
-        ]
+        self._grow(len(self.lengths) * self.reserved, len(self.lengths) * (pages + 1))
 
     def extend(self, counts: Sequence[int]) -> None:
         """Begin a step: make room for `counts[i]` more tokens in sequence i."""
@@ -79,73 +78,70 @@ class PagedCache:
         copies = self.tables.extend(counts)
         shadow_copies = [pair for copy in copies if (pair := self.shadow_map.copy(*copy)) is not None]
         self.shadow_map.update(self.tables, starts)
-        self._grow(self.tables.capacity)
-        self.shadows = [
-            _grown(shadows, self.shadow_map.capacity) if windows else shadows
-            for shadows, windows in zip(self.shadows, self.windows, strict=True)
-        ]
+        self._grow(self.tables.capacity, self.shadow_map.capacity)
         for tensors, pairs in ((self.pools, copies), (self.shadows, shadow_copies)):
             for tensor in tensors:
                 for source, target in pairs if len(tensor) else ():
                     tensor[target] = tensor[source]
-        last, self.step = self.step, self._describe(starts, max(counts, default=0))
-        if self.reserved and "batch" in vars(last) and last.n == self.step.n and last.batch.update(self.step.batch):
-            self.step.described(last.batch)
+        step = self._describe(starts)
+        self.step = step.placed_in(self.step) if self.reserved else step
+        self.counts = list(counts)
 
-    def _grow(self, pages: int) -> None:
-        """Make room for so many pages."""
-        if pages <= len(self.pools[0]):
-            return
+    def _grow(self, pages: int, shadows: int) -> None:
+        """Make room for so many pages and shadow pages."""
+        before = [*self.pools, *self.shadows]
         self.pools = [_grown(pool, pages) for pool in self.pools]
-        self._sides = self._views()
+        self.shadows = [
+            _grown(pool, shadows) if windows else pool for pool, windows in zip(self.shadows, self.windows, strict=True)
+        ]
+        if all(new is old for new, old in zip((*self.pools, *self.shadows), before, strict=True)):
+            return
         more = len(self.pools[0]) * self.tables.page_size - len(self.faults)
         self.faults = torch.cat((self.faults, self.faults.new_zeros(more)))
+        self._layers = self._views()
 
-    def _views(self) -> list[list[tuple[slice, Tensor, Tensor]]]:
+    def _views(self) -> list[LayerPages]:
+        tensors = zip(self.codecs, self.layouts, self.pools, self.shadows, strict=True)
         return [
-            layout.sides(pool, together=key.quantizes_like(value))
-            for layout, pool, (key, value) in zip(self.layouts, self.pools, self.codecs, strict=True)
+            LayerPages.of(codecs, layout, self.recipe_windows, pool, shadows, self.faults)
+            for codecs, layout, pool, shadows in tensors
         ]
 
-    def _describe(self, starts: list[int], n: int) -> Step:
-        width = max(self.reserved, *map(len, self.tables.pages)) if self.tables.pages else 0
-        table = np.zeros((len(self.tables.pages), width), dtype=np.int64)
-        for row, held in zip(table, self.tables.pages, strict=True):
-            row[: len(held)] = array("q", held)  # many times faster than a list
+    def _describe(self, starts: list[int]) -> Step:
+        """The step that takes sequences from `starts` to `lengths` tokens. Those without new tokens are not in it."""
+        rows = [row for row, (start, length) in enumerate(zip(starts, self.lengths, strict=True)) if length > start]
+        held = [self.tables.pages[row] for row in rows]
+        table = np.zeros((len(rows), max(self.reserved, *map(len, held), 0)), dtype=np.int64)
+        for row, pages in zip(table, held, strict=True):
+            row[: len(pages)] = array("q", pages)  # many times faster than a list
         shadow_of = torch.full((max(self.tables.capacity, len(self.lengths) * self.reserved),), -1)
         if self.shadow_map.of:
-            pages, shadows = torch.tensor(list(self.shadow_map.of.items())).unbind(dim=1)
-            shadow_of[pages] = shadows
-        return Step(
-            n,
-            starts,
-            list(self.lengths),
-            self.tables.page_size,
-            torch.from_numpy(table).to(self.device),
-            shadow_of.to(self.device),
-        )
+            page, shadow = torch.tensor(list(self.shadow_map.of.items())).unbind(dim=1)
+            shadow_of[page] = shadow
+        host = HostLengths([starts[row] for row in rows], [self.lengths[row] for row in rows])
+        return Step.of(host, torch.from_numpy(table), shadow_of.to(self.device), self.tables.page_size)
 
     def pages(self, layer: int) -> LayerPages:
         """What ops see of a layer."""
-        return LayerPages(
-            self.step,
-            *self.codecs[layer],
-            self.layouts[layer],
-            self.windows[layer],
-            self.pools[layer],
-            self._sides[layer],
-            self.shadows[layer],
-            self.faults,
-        )
+        return replace(self._layers[layer], step=self.step)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
         """Pack the step's new tokens of a layer and attend its queries, float32 or in `out`.
 
-        All are [sequences, n, heads, d] with n the largest of the step's counts, left-padded where a count is smaller.
-        What cannot be stored raises, on a GPU with the last layer: then the step is to be taken back by `crop`.
+        All are [sequences, n, heads, d]. Where a sequence has fewer than n new tokens, they are its last, and outputs
+        before them are zero. What cannot be stored raises, on a GPU with the last layer: then the step is to be taken
+        back by `crop`.
         """
-        pages, ops = self.pages(layer), choose(self.layouts[layer], q.shape[2] // self.kv_heads, self.device)
-        out = ops.step(pages, q, k, v, scale, out)
+        ratio = q.shape[2] // self.kv_heads
+        if ratio not in self._ops:
+            self._ops[ratio] = [choose(layout, ratio, self.device) for layout in self.layouts]
+        run, pages = self._ops[ratio][layer].store_and_attend, self.pages(layer)
+        out = torch.empty(q.shape, device=q.device) if out is None else out
+        if sum(self.counts) == q.shape[:2].numel():
+            run(pages, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), scale, out.flatten(0, 1))
+        else:
+            tokens = self.step.once(_index, tuple(self.counts))
+            out.zero_()[tokens] = run(pages, q[tokens], k[tokens], v[tokens], scale).to(out.dtype)
         if layer == len(self.layouts) - 1 or self.device.type != "cuda":
             self.check_faults()
         return out
@@ -168,6 +164,13 @@ class PagedCache:
     def select(self, rows: Sequence[int]) -> None:
         """Make the batch sequences `rows` of the old one; a row named twice is forked, its pages shared."""
         self.tables.select(rows)
+
+
+def _index(step: Step, counts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Row and column, from the right, of every token of the step in a batch that is padded on the left."""
+    places = [(row, column) for row, count in enumerate(counts) for column in range(-count, 0)]
+    row, column = torch.tensor(places, dtype=torch.int64).view(-1, 2).to(step.table.device).unbind(dim=1)
+    return row, column
 
 
 def _grown(tensor: Tensor, size: int) -> Tensor:

@@ -28,7 +28,7 @@ from tiny_models import random_tokens, tiny
 from kvfold.calibration import calibrate
 from kvfold.engines.serving import Config, Plan
 from kvfold.engines.sglang import hooks
-from kvfold.engines.sglang.backend import PackedBackend, PackedPool
+from kvfold.engines.sglang.attention import PackedBackend, PackedPool
 from kvfold.engines.shadow_table import ShadowTable, shadows_needed
 from kvfold.models import embedded_folder
 from kvfold.ops.restore import Restore
@@ -197,7 +197,7 @@ def loaded() -> list[Ended]:
 def test_nothing_of_kvfold_is_loaded_where_nothing_asks_for_it(loaded):
     modules, gauges = loaded[0].printed.splitlines()
     assert {name for name in modules.split() if name.startswith(("kvfold", "sglang", "torch"))} == {
-        *("kvfold", "kvfold.engines", "kvfold.engines.start", "kvfold.engines.sglang", "kvfold.engines.sglang.plugin")
+        *("kvfold", "kvfold.engines", "kvfold.engines.start", "kvfold.engines.sglang", "kvfold.engines.sglang.entry")
     }
     assert not gauges
     assert loaded[1].status == 0, loaded[1].errors
@@ -247,7 +247,7 @@ import sglang.srt.managers.scheduler
 from triton.runtime.jit import JITFunction
 import kvfold.ops
 names = [found.name for found in pkgutil.walk_packages(kvfold.ops.__path__, "kvfold.ops.")]
-names = [name for name in names if not name.endswith((".numba", ".compiled"))]  # for CPUs, and need numba
+names = [name for name in names if not name.endswith("cpu")]  # which need numba
 values = [value for name in names for value in vars(importlib.import_module(name)).values()]
 print(len([value.cache_key for value in values if isinstance(value, JITFunction)]))
 """
@@ -453,7 +453,7 @@ def test_a_captured_step_reads_what_the_next_ones_bring(monkeypatch):
         graph.replay()
         own.backend.req_to_token.copy_(written)
         torch.testing.assert_close(out[:2], plain.decode(*new)[:2], atol=2e-2, rtol=0)
-    assert torch.equal(own.backend.pool.shadows.of, plain.backend.pool.shadows.of)
+    assert torch.equal(own.backend.served.shadow_table.of, plain.backend.served.shadow_table.of)
 
 
 class Crowd:
@@ -501,7 +501,7 @@ class Crowd:
         length = self.lengths[row]
         tokens = {*range(min(self.windows.sink, length)), *range(max(0, length + 1 - self.windows.recent), length)}
         pages = {int(self.backend.req_to_token[row, token]) // PAGE for token in tokens}
-        return {page: int(self.backend.pool.shadows.of[page]) for page in pages}
+        return {page: int(self.backend.served.shadow_table.of[page]) for page in pages}
 
 
 def test_requests_that_decode_keep_their_copies_while_prompts_are_read():

@@ -11,11 +11,10 @@ from vllm import EngineArgs
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from kvfold.engines.serving import Layer
-from kvfold.engines.vllm import backend
-from kvfold.ops.attend import naive as attend
+from kvfold.engines.serving import Served
+from kvfold.engines.vllm import backend, engine
+from kvfold.ops import naive
 from kvfold.ops.dispatch import Choice, Ops
-from kvfold.ops.store import naive as store
 
 pytestmark = pytest.mark.usefixtures("_poisoned_memory")
 
@@ -25,10 +24,10 @@ KV_HEADS, RATIO, DIMS = 2, 2, 64
 
 
 def defined(pages, q, new, scale, out):
-    return out.copy_(attend.attend(pages, q, new, scale))
+    return out.copy_(naive.attend(pages, q, new, scale))
 
 
-DEFINITION = Ops(*(Choice("naive", "", run) for run in (store.store, defined, defined)))
+DEFINITION = Ops(*(Choice("naive", "", run) for run in (naive.store, defined, defined)))
 
 
 def builder(config, layers: int) -> backend.PackedMetadataBuilder:
@@ -43,14 +42,17 @@ class Device:
 
     def __init__(self, config, gpu: bool) -> None:
         self.builder = builder(config, layers=2)
-        assert self.builder.shadows.windows  # made now, on the CPU
-        plan = self.builder.engine.plan
-        pool = torch.empty(PAGES, KV_HEADS, plan.layouts[0].page_bytes, dtype=torch.uint8)
-        shadows = plan.allocate_shadows(self.builder.engine.shadows)
-        self.layer = Layer(plan, 0, pool, shadows, torch.zeros(1, dtype=torch.int32))
+        self.builder.served = served = Served(self.builder.served.plan, self.builder.served.shadow_pages, engine.logger)
+        served.open(PAGES)
+        pool = torch.empty(PAGES, KV_HEADS, served.plan.layouts[0].page_bytes, dtype=torch.uint8)
+        self.layer = served.attach(0, pool)
         self.layer.ops = KERNELS if gpu else DEFINITION
         if gpu:
             self.builder.device = SimpleNamespace(type="cuda")
+
+    @property
+    def shadow_of(self) -> torch.Tensor:
+        return self.builder.served.shadow_table.of
 
     def run(self, step: CommonAttentionMetadata, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out = torch.full_like(q, torch.nan)
@@ -62,8 +64,8 @@ class Device:
 @pytest.fixture
 def config(tmp_path, monkeypatch):
     tiny(head_dim=DIMS).save_pretrained(tmp_path)
-    monkeypatch.setattr(backend, "get_tensor_model_parallel_rank", lambda: 0)
-    monkeypatch.setattr(backend.Engine, "current", None)
+    monkeypatch.setattr(engine, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(engine.Engine, "current", None)
     given = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "block_size": PAGE, "max_model_len": WIDTH * PAGE}
     asked = {"kvfold": {"recipe": RECIPE}}
     config = EngineArgs(str(tmp_path), dtype="float16", additional_config=asked, **given).create_engine_config()
@@ -117,11 +119,11 @@ def test_kernels_read_what_the_definition_says(config):
         found = gpu.run(padded, q, k, v)[:real]
         expected = definition.run(plain, q[:real], k[:real], v[:real])
         torch.testing.assert_close(found, expected, atol=5e-3, rtol=1e-2)
-        assert torch.equal(gpu.builder.shadows.of, definition.builder.shadows.of)
+        assert torch.equal(gpu.shadow_of, definition.shadow_of)
         tokens, step = gpu.steps[0]
         if decodes:
             assert (tokens, len(gpu.steps)) == (slice(4), 1)
-            kept.add((step.batch.table.data_ptr(), step.batch.starts.data_ptr()))
+            kept.add((step.table.data_ptr(), step.starts.data_ptr()))
     assert len(kept) == 1, "a CUDA graph reads where the first step lay"
 
 

@@ -74,7 +74,7 @@ def serve(
             if output.finished:
                 running.remove(output.request_id)
                 found[output.request_id] = (*asked[output.request_id], *answer(output))
-        check_copies(engine.builder.shadows)
+        check_copies(engine.builder.served.shadow_table)
     assert not llm.has_unfinished_requests()
     assert len(aborted) > 5
     assert found.keys() == asked.keys() - set(aborted)
@@ -102,7 +102,7 @@ def test_many_requests_in_a_small_cache_get_what_they_get_alone(engine, prompts)
 def test_requests_that_find_prefixes_without_copies_read_them_packed(engine, prompts):
     """Steps bring more tokens than the window has, and there are fewer copies than pages."""
     chunk, pages = 64, 100
-    assert len(engine.builder.shadows.owner) - 1 < pages
+    assert len(engine.builder.served.shadow_table.owner) - 1 < pages
     engine.forget()
     with engine.only(pages), defined_attention() as found:
         serve(engine, prompts, 200, chunk)
@@ -117,7 +117,7 @@ BUDGET = RECENT - 8  # tokens of a step
 
 def missing_copies(engine: Engine) -> dict[str, list[int]]:
     """Pages of each running request that its next token reads in 16 bits and that have no copy."""
-    windows, of, missing = engine.builder.shadows.windows, engine.builder.shadows.of, {}
+    windows, of, missing = engine.builder.served.shadow_table.windows, engine.builder.served.shadow_table.of, {}
     for request in engine.scheduler.running:
         length = request.num_computed_tokens
         (pages,) = engine.scheduler.kv_cache_manager.get_block_ids(request.request_id)

@@ -15,7 +15,7 @@ from vllm import EngineArgs
 from vllm.v1.attention.backend import AttentionBackend
 
 from kvfold.engines.start import RECIPE
-from kvfold.engines.vllm import backend
+from kvfold.engines.vllm import backend, engine
 from kvfold.models import embedded_folder
 
 
@@ -27,22 +27,22 @@ def config(artifact):
 
 
 def test_nothing_is_refused_that_works(config):
-    assert backend.make_plan(config).token_bytes == (32 + 4) * 2 * 3 * 30
+    assert engine.make_plan(config).token_bytes == (32 + 4) * 2 * 3 * 30
 
 
 def test_what_is_made_for_layers_does_not_depend_on_the_default_device(config, monkeypatch):
-    monkeypatch.setattr(backend, "get_tensor_model_parallel_rank", lambda: 0)
-    monkeypatch.setattr(backend.Engine, "current", None)
+    monkeypatch.setattr(engine, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(engine.Engine, "current", None)
     with torch.device("meta"):  # vLLM makes layers where it is the GPU
-        engine = backend.Engine.of(config)
-    assert {key.transform.mean.device.type for key, _ in engine.plan.codecs} == {"cpu"}
-    assert backend.Engine.of(copy.copy(config)) is engine, "as vLLM copies it for the language model of a larger one"
+        made = engine.Engine.of(config)
+    assert {key.transform.mean.device.type for key, _ in made.served.plan.codecs.values()} == {"cpu"}
+    assert engine.Engine.of(copy.copy(config)) is made, "as vLLM copies it for the language model of a larger one"
 
 
 def test_memory_as_measured_with_another_recipe_is_refused(config, monkeypatch):
     monkeypatch.setenv("VLLM_ENABLE_STARTUP_PLAN", "1")
     with pytest.raises(ValueError, match="VLLM_ENABLE_STARTUP_PLAN takes memory as measured with other recipes"):
-        backend.make_plan(config)
+        engine.make_plan(config)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_configurations_that_are_refused(config, part, field, value, reason):
         setattr(changed, part, copy.copy(getattr(config, part)))
     setattr(getattr(changed, part) if part else changed, field, value)
     with pytest.raises(ValueError, match=reason):
-        backend.make_plan(changed)
+        engine.make_plan(changed)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_recipes_that_are_refused(config, artifact, recipe, reason):
     changed = copy.copy(config)
     changed.additional_config = {"kvfold": {"recipe": recipe, "artifact": artifact}}
     with pytest.raises(ValueError, match=reason):
-        backend.make_plan(changed)
+        engine.make_plan(changed)
 
 
 @pytest.mark.parametrize(
@@ -111,30 +111,30 @@ def test_an_artifact_of_other_weights_is_refused(config, artifact, tmp_path):
     changed = copy.copy(config)
     changed.additional_config = {"kvfold": {"recipe": "saw-int4", "artifact": str(tmp_path / "artifact")}}
     with pytest.raises(ValueError, match=r"made for another model: its weights are others, norm\.weight"):
-        backend.make_plan(changed)
+        engine.make_plan(changed)
 
 
 def test_another_version_is_served_if_it_has_the_hooks(config, monkeypatch):
     monkeypatch.setattr(vllm, "__version__", "0.33.1")
-    backend.refuse(config)
+    engine.refuse(config)
     monkeypatch.delattr(AttentionBackend, "customize_spec")
     with pytest.raises(
         ValueError, match=r"vLLM 0\.33\.1 has no AttentionBackend\.customize_spec; .* tested with 0\.32"
     ):
-        backend.refuse(config)
+        engine.refuse(config)
 
 
 def test_memory_is_taken_once_however_often_an_engine_is_made(config, monkeypatch):
-    monkeypatch.setattr(backend, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(engine, "get_tensor_model_parallel_rank", lambda: 0)
     changed = copy.copy(config)
     changed.cache_config = copy.copy(config.cache_config)
     changed.cache_config.kv_cache_memory_bytes = 2**33
     changed.additional_config = {"kvfold": {"recipe": "int4:centre=false,recent=40"}}
-    engine = backend.Engine(changed)
+    made = engine.Engine(changed)
     # 30 layers and 3 KV heads, K and V of 64 numbers of 16 bits
-    left = 2**33 - engine.shadows * 30 * 3 * 2 * config.cache_config.block_size * 64 * 2
+    left = 2**33 - made.served.shadow_pages * 30 * 3 * 2 * config.cache_config.block_size * 64 * 2
     assert changed.cache_config.kv_cache_memory_bytes == left
-    backend.Engine(changed)
+    engine.Engine(changed)
     assert changed.cache_config.kv_cache_memory_bytes == left
 
 
@@ -175,7 +175,7 @@ ENDS = [  # KVFOLD_RECIPE, what is run, and what the last line names
 ]
 SERVE = f"""
 from kvfold.engines.serving import Config
-from kvfold.engines.vllm.server import serve
+from kvfold.engines.vllm.serve_vllm import serve
 from kvfold.recipes import parse
 serve({str(embedded_folder())!r}, "embedded", Config(parse("int4:centre=false")), [])
 """
@@ -192,7 +192,8 @@ def starts() -> list[Ended]:
 def test_nothing_of_kvfold_is_loaded_where_nothing_asks_for_it(starts):
     assert starts[0].printed.splitlines() == [
         "vllm.v1.attention.backends.cpu_attn",
-        "kvfold kvfold.engines kvfold.engines.start kvfold.engines.vllm kvfold.engines.vllm.plugin",
+        "kvfold kvfold.engines kvfold.engines.start kvfold.engines.vllm kvfold.engines.vllm.configuration "
+        "kvfold.engines.vllm.plugin",
         "",
     ], starts[0].errors
 

@@ -13,7 +13,7 @@ from kvfold.ops.sizes import power_of_two
 class DecodeInputs(NamedTuple):
     """A row for each request, and for padding up to the size of a CUDA graph."""
 
-    slots: Tensor  # int64, -1: padding
+    locations: Tensor  # int64, -1: padding
     query_starts: Tensor  # int32, one more
     starts: Tensor  # int32
     lengths: Tensor
@@ -21,29 +21,31 @@ class DecodeInputs(NamedTuple):
     kept_lengths: Tensor
 
 
-def decode_inputs(slots: Tensor, lengths: Tensor, requests: Tensor, known: Tensor, page_size: int) -> DecodeInputs:
-    """Of requests with so many tokens, the new ones included, which go into `slots`; those of the first page are
+def decode_inputs(locations: Tensor, lengths: Tensor, requests: Tensor, known: Tensor, page_size: int) -> DecodeInputs:
+    """Of requests with so many tokens, the new ones included, which go into `locations`; those of the first page are
     padding. Writes lengths to `known`, by the number of the request."""
     rows = len(lengths)
     places = torch.empty(rows, dtype=torch.int64, device=lengths.device)
     stride = rows // 4 * 4 + 4  # kernels are compiled anew where numbers begin at another part of 16 bytes
     numbers = torch.empty(5, stride, dtype=torch.int32, device=lengths.device)
     block = power_of_two(rows + 1)
-    _decode_inputs[(1,)](slots, lengths, requests, known, places, numbers, rows, stride, PAGE=page_size, BLOCK=block)
+    _decode_inputs[(1,)](
+        locations, lengths, requests, known, places, numbers, rows, stride, PAGE=page_size, BLOCK=block
+    )
     return DecodeInputs(places, numbers[0, : rows + 1], *numbers[1:, :rows])
 
 
 @triton.jit(do_not_specialize=["rows", "stride"])
 def _decode_inputs(
-    slots, lengths, requests, known, places, numbers, rows, stride, PAGE: tl.constexpr, BLOCK: tl.constexpr
+    locations, lengths, requests, known, places, numbers, rows, stride, PAGE: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.arange(0, BLOCK)
     live = row < rows
-    slot = tl.load(slots + row, mask=live, other=0).to(tl.int64)
+    location = tl.load(locations + row, mask=live, other=0).to(tl.int64)
     length = tl.load(lengths + row, mask=live, other=1).to(tl.int32)
     tl.store(known + tl.load(requests + row, mask=live, other=0), length, mask=live)
-    real = slot >= PAGE
-    tl.store(places + row, tl.where(real, slot, -1), mask=live)
+    real = location >= PAGE
+    tl.store(places + row, tl.where(real, location, -1), mask=live)
     kept = tl.where(real, length, 0)
     tl.store(numbers + row, row, mask=row <= rows)
     tl.store(numbers + stride + row, length - 1, mask=live)

@@ -69,7 +69,7 @@ def install() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.server_args import ServerArgs, add_attention_backend_choices
 
-    from kvfold.engines.sglang.backend import PackedBackend
+    from kvfold.engines.sglang.attention import PackedBackend
 
     if Version(version("sglang")) > Version(NEWEST):
         logger.warning("kvfold: SGLang %s is newer than %s, the last one tested", version("sglang"), NEWEST)
@@ -162,7 +162,7 @@ def cell_size(_: int, sizes: Any, configurator: "KVCacheConfigurator", layers: i
 
 
 def build_pool(build: Callable[..., "KVCache"], configurator: "KVCacheConfigurator", **options: Any) -> "KVCache":
-    from kvfold.engines.sglang.backend import PackedPool
+    from kvfold.engines.sglang.attention import PackedPool
 
     plan = plan_of(configurator)
     return build(configurator, **{**options, "mha_pool_class": partial(PackedPool, plan, shadows_of(plan))})
@@ -171,7 +171,7 @@ def build_pool(build: Callable[..., "KVCache"], configurator: "KVCacheConfigurat
 def verify(result: Any, configurator: "KVCacheConfigurator", **_: Any) -> None:
     from sglang.srt.model_executor.pool_configurator import create_memory_pool_configurator
 
-    from kvfold.engines.sglang.backend import PackedPool
+    from kvfold.engines.sglang.attention import PackedPool
 
     plan = plan_of(configurator)
     if not isinstance(result.token_to_kv_pool, PackedPool):

@@ -13,11 +13,10 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from kvfold.engines.start import RECIPE, aborting
+from kvfold.engines.vllm.configuration import asked_for
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-    from kvfold.engines.serving import Config
 
 BACKEND, CPU_BACKEND = "kvfold.engines.vllm.backend.PackedBackend", "CpuBackend"
 
@@ -54,17 +53,6 @@ def prepared(resolve: Callable[["VllmConfig"], None]) -> Callable[["VllmConfig"]
     return wrapped
 
 
-def asked_for(config: "VllmConfig") -> "Config | None":
-    """What a vLLM configuration, or else the environment, asks kvfold for."""
-    extra = config.additional_config
-    given = extra.get("kvfold") if isinstance(extra, dict) else None
-    if given is None and not os.environ.get(RECIPE):
-        return None
-    from kvfold.engines.serving import Config
-
-    return Config.read(given)
-
-
 @aborting
 def prepare(config: "VllmConfig") -> None:
     """Choose kvfold's backend, which vLLM does not do by itself on a GPU."""
@@ -87,7 +75,7 @@ def check(config: "VllmConfig") -> None:
     """Refuse what cannot be served, once vLLM has filled in the rest."""
     if not _serves(config):
         return
-    from kvfold.engines.vllm.backend import refuse
+    from kvfold.engines.vllm.engine import refuse
 
     register_backends()
     refuse(config)

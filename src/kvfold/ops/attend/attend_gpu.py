@@ -32,28 +32,27 @@ from kvfold.quantizers import lloyd_max
 def attend(
     pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scale: float, out: Tensor | None = None
 ) -> Tensor:
-    """Queries [sequences, n, q_heads, d] (as `Step` says) -> outputs of the same shape, float32 or in `out`.
+    """Queries [tokens, q_heads, d] -> outputs of the same shape, float32 or in `out`.
 
-    `new` is what `store` returned for the same step. Outputs of padding are finite and meaningless.
+    `new` is what `store` returned for the same step.
     """
     if not q.numel():
         return q.float()
-    rotated = dual(pages.key.transform, q.flatten(0, 1))
-    last = pages.step.batch.table.shape[1] * pages.layout.page_size - 1  # position that the page table has room for
+    rotated = dual(pages.key.transform, q)
+    last = pages.step.table.shape[1] * pages.layout.page_size - 1  # position that the page table has room for
     tokens = pages.windows.exact_from(last) - pages.windows.sink  # that a query reads packed, at most
     packed = QueryTiles(pages, rotated).splits(tokens, q.device) if tokens > 0 else 0
     outs, weights = empty(packed + (0 if new is None else window_kernel.splits(pages, rotated)), rotated)
     if packed:
         _attend_packed(pages, rotated, scale, outs[:packed], weights[:packed])
     if new is not None:
-        flat = (new[0].flatten(0, 1), new[1].flatten(0, 1))
-        window_kernel.attend(pages, rotated, flat, scale, outs[packed:], weights[packed:])
-    return merge(outs, weights, pages.value.transform, out).view(q.shape)
+        window_kernel.attend(pages, rotated, new, scale, outs[packed:], weights[packed:])
+    return merge(outs, weights, pages.value.transform, out)
 
 
 def _attend_packed(pages: LayerPages, q: Tensor, scale: float, outs: Tensor, weights: Tensor) -> None:
     """Let transformed queries [tokens, q_heads, d] read the packed tokens between their windows, in parts."""
-    batch, layout, tiles = pages.step.batch, pages.layout, QueryTiles(pages, q)
+    step, layout, tiles = pages.step, pages.layout, QueryTiles(pages, q)
     # where pages have metadata, a tile of tokens lies in one page; more than 32 tokens would take too many registers
     tokens = math.gcd(32, layout.page_size) if layout.per_page else tiles.tokens
     centroids = [None if x is None else x.contiguous() for x in (pages.key.centroids, pages.value.centroids)]
@@ -71,16 +70,16 @@ def _attend_packed(pages: LayerPages, q: Tensor, scale: float, outs: Tensor, wei
             pages.pool.view(pages.shadows.dtype),
             lloyd_max.level_table(q.device),
             *centroids,
-            batch.query_starts,
-            batch.lengths,
-            batch.table,
+            step.query_starts,
+            step.lengths,
+            step.table,
             scale * math.log2(math.e),
             pages.windows.sink,
             pages.windows.recent,
             pages.windows.group,
             tiles.per_sequence,
             q.shape[0],
-            batch.table.stride(0),
+            step.table.stride(0),
             *q.stride()[:2],
             KEY=key,
             VALUE=value,

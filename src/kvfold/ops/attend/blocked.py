@@ -1,13 +1,14 @@
 """`attend` as vectorised PyTorch: blocks of pages are unpacked one after the other, flash attention runs on each, and
 the parts are merged by their log-sum-exp. The context is never unpacked at once."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kvfold.ops.pages import LayerPages, Step
+from kvfold.ops.pages import LayerPages, Step, require_shadows
 from kvfold.windows import Windows
 
 BLOCK_TOKENS = 4096  # tokens of a block, at most
@@ -18,28 +19,42 @@ UNSEEN = -1e30  # added to logits of tokens that a query does not read; finite, 
 def attend(
     pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scale: float, out: Tensor | None = None
 ) -> Tensor:
-    """Queries [sequences, n, q_heads, d] (left-padded) -> outputs of the same shape, float32 or in `out`.
+    """Queries [tokens, q_heads, d] -> outputs of the same shape, float32 or in `out`.
 
-    `new` is what `store` returned for the same step. Outputs of padding are finite and meaningless.
+    `new` is what `store` returned for the same step. Neighbouring sequences with equally many queries are one batch.
     """
+    out = torch.empty(q.shape, device=q.device) if out is None else out
+    if new is not None:
+        pages.step.once(require_shadows, pages.windows)
+    for n, tokens, step in pages.step.once(_batches):
+        states = [x[tokens].unflatten(0, (-1, n)) for x in (q, *(new or ()))]
+        attended = _attend(replace(pages, step=step), states[0], states[1:], scale)
+        out[tokens] = attended.flatten(0, 1)
+    return out
+
+
+def _batches(step: Step) -> list[tuple[int, slice, Step]]:
+    """Queries per sequence, their rows, and the step of a batch."""
+    return step.split(step.known.counts)
+
+
+def _attend(pages: LayerPages, q: Tensor, new: Sequence[Tensor], scale: float) -> Tensor:
+    """`attend` for queries [sequences, n, q_heads, d], and new keys and values in the same shape."""
     sequences, n, q_heads, _ = q.shape
-    if not n:  # a step without tokens
-        return q.float()
     parts = _Parts(pages.key.transform.dual(q).transpose(1, 2), scale)
     logits = CPU_LOGITS if q.device.type == "cpu" else DEVICE_LOGITS
     tokens = min(BLOCK_TOKENS, max(1, logits // (sequences * q_heads * n)))
     for block in pages.step.once(_packed_blocks, pages.windows, tokens):
         parts.add(block.columns, block.mask, *_unpack(pages, block))
-    if new is not None:
+    if new:
         for window in pages.step.once(_window_blocks, pages.windows, tokens):
-            parts.add(window.columns, window.mask, *window.gather(pages.shadows, new))
-    result = pages.value.transform.inverse(parts.out.transpose(1, 2))
-    return result if out is None else out.copy_(result)
+            parts.add(window.columns, window.mask, *window.gather(pages.shadows, *new))
+    return pages.value.transform.inverse(parts.out.transpose(1, 2))
 
 
 def _unpack(pages: LayerPages, block: "_PackedBlock") -> tuple[Tensor, Tensor]:
     """The keys and values [sequences, kv_heads, tokens, d] of a block, float32."""
-    sequences, parts = len(pages.step.lengths), []
+    sequences, parts = len(pages.step.table), []
     tokens = len(block.pages) // sequences * pages.step.page_size
     for sides, *views in pages.sides:
         # [pages, page_size, kv_heads, sides, …] -> [kv_heads, sides, pages, page_size, …]
@@ -114,20 +129,21 @@ class _PackedBlock:
 
 def _packed_blocks(step: Step, windows: Windows, block_tokens: int) -> list[_PackedBlock]:
     """Every token between the windows, in blocks of whole pages."""
-    device, longest, shortest = step.table.device, max(step.lengths), min(step.lengths)
+    device, n, lengths = step.table.device, step.max_queries, step.known.lengths
+    longest, shortest = max(lengths), min(lengths)
     end = max(0, windows.exact_from(longest - 1))
     block_pages = max(1, block_tokens // step.page_size)
     blocks = []
     for page in range(windows.sink // step.page_size, -(-end // step.page_size), block_pages):
         table = step.table[:, page : page + block_pages]
         start, stop = page * step.page_size, min((page + block_pages) * step.page_size, end)
-        columns = slice(max(0, windows.packed_from(start) - (longest - step.n)), step.n)
+        columns = slice(max(0, windows.packed_from(start) - (longest - n)), n)
         mask = unwritten = None
-        if start < windows.sink or stop > windows.exact_from(shortest - step.n + columns.start):
+        if start < windows.sink or stop > windows.exact_from(shortest - n + columns.start):
             tokens = torch.arange(start, stop)
-            position = step.positions[:, columns].unsqueeze(-1)
+            position = _positions(step)[:, columns].unsqueeze(-1)
             mask = _additive((tokens >= windows.sink) & (tokens < windows.exact_from(position))).to(device)
-        written = torch.tensor(step.lengths) // windows.group * windows.group  # tokens of each sequence
+        written = torch.tensor(lengths) // windows.group * windows.group  # tokens of each sequence
         if stop > written.min():
             first = max(page, int(written.min()) // step.page_size)
             tokens = torch.arange(first * step.page_size, (page + table.shape[1]) * step.page_size)
@@ -144,11 +160,11 @@ class _WindowBlock:
     old: tuple[Tensor, Tensor]  # row and place of the tokens that are older than the step,
     shadow: tuple[Tensor, Tensor]  # and their shadow page and offset in it
 
-    def gather(self, shadows: Tensor, new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def gather(self, shadows: Tensor, new_k: Tensor, new_v: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values [sequences, kv_heads, tokens, d], float32."""
         row = torch.arange(len(self.column), device=self.column.device).unsqueeze(1)
         old = shadows[self.shadow[0], :, :, self.shadow[1]]  # [tokens, kv_heads, 2, d]
-        k, v = (states[row, self.column] for states in new)  # [sequences, tokens, kv_heads, d]
+        k, v = new_k[row, self.column], new_v[row, self.column]  # [sequences, tokens, kv_heads, d]
         k[self.old], v[self.old] = old[:, :, 0], old[:, :, 1]
         return k.transpose(1, 2).float(), v.transpose(1, 2).float()
 
@@ -157,9 +173,9 @@ def _window_blocks(step: Step, windows: Windows, block_tokens: int) -> list[_Win
     """The tokens that some query of the step reads in 16 bits: of the sink, and of the recent windows."""
     recent = [
         range(max(windows.sink, windows.exact_from(start)), length if windows.has_recent else 0)
-        for start, length in zip(step.starts, step.lengths, strict=True)
+        for start, length in zip(*step.known, strict=True)
     ]
-    sink = [range(min(windows.sink, length)) for length in step.lengths]
+    sink = [range(min(windows.sink, length)) for length in step.known.lengths]
     blocks = []
     for rows, spell in ((sink, None), (recent, windows)):
         tokens = pad_sequence(
@@ -174,24 +190,29 @@ def _window_blocks(step: Step, windows: Windows, block_tokens: int) -> list[_Win
 def _window_block(step: Step, tokens: Tensor, windows: Windows | None) -> _WindowBlock:
     """Tokens by position [sequences, width] (-1: none), each seen from its own position on, until it is read packed or,
     without `windows`, for ever."""
-    device, lengths = step.table.device, torch.tensor(step.lengths).unsqueeze(1)
-    first = int(tokens[tokens >= 0].min()) - (max(step.lengths) - step.n)
-    last = step.n if windows is None else windows.packed_from(int(tokens.max())) - (min(step.lengths) - step.n)
-    columns = slice(max(0, first), max(0, min(step.n, last)))
-    position, token = step.positions[:, columns].unsqueeze(-1), tokens.unsqueeze(1)
+    device, n, (starts, lengths) = step.table.device, step.max_queries, step.known
+    first = int(tokens[tokens >= 0].min()) - (max(lengths) - n)
+    last = n if windows is None else windows.packed_from(int(tokens.max())) - (min(lengths) - n)
+    columns = slice(max(0, first), max(0, min(n, last)))
+    position, token = _positions(step)[:, columns].unsqueeze(-1), tokens.unsqueeze(1)
     mask = (token >= 0) & (token <= position)
     if windows is not None:
         mask &= token >= windows.exact_from(position)
-    old = (tokens >= 0) & (tokens < torch.tensor(step.starts).unsqueeze(1))
+    old = (tokens >= 0) & (tokens < torch.tensor(starts).unsqueeze(1))
     row, place = (index.to(device) for index in torch.nonzero(old, as_tuple=True))
     old_tokens = tokens[old].to(device)
     return _WindowBlock(
         columns,
         _additive(mask).to(device),
-        (tokens - lengths + step.n).clamp_min(0).to(device),
+        (tokens - torch.tensor(lengths).unsqueeze(1) + n).clamp_min(0).to(device),
         (row, place),
         (step.shadow_of[step.table[row, old_tokens // step.page_size]], old_tokens % step.page_size),
     )
+
+
+def _positions(step: Step) -> Tensor:
+    """int64[sequences, n] of queries, in host memory."""
+    return torch.tensor(step.known.lengths).unsqueeze(1) - step.max_queries + torch.arange(step.max_queries)
 
 
 def _additive(seen: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from kvfold.ops.cpu import (
     take,
     widen,
 )
-from kvfold.ops.pages import LayerPages, Step
+from kvfold.ops.pages import LayerPages, Step, require_shadows
 from kvfold.quantizers import lloyd_max
 
 CHUNK = 512  # tokens per task
@@ -52,13 +52,15 @@ Arguments = arguments(
 def attend(
     pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scale: float, out: Tensor | None = None
 ) -> Tensor:
-    """Queries [sequences, 1, q_heads, d] -> outputs of the same shape, float32 or in `out`.
+    """Queries [sequences, q_heads, d] -> outputs of the same shape, float32 or in `out`.
 
-    `new` is what `store` returned for the same step. Outputs of padding are finite and meaningless.
+    `new` is what `store` returned for the same step.
     """
-    sequences, _, q_heads, dims = q.shape
-    batch, windows, kv_heads = pages.step.batch, pages.windows, pages.pool.shape[1]
+    sequences, q_heads, dims = q.shape
+    step, windows, kv_heads = pages.step, pages.windows, pages.pool.shape[1]
     starts, lengths, chunks = pages.step.once(_lengths)
+    if new is not None:
+        pages.step.once(require_shadows, windows)
     q = q.float().contiguous()
     result = out if out is not None and out.dtype == torch.float32 and out.is_contiguous() else torch.empty_like(q)
     queries, parts = torch.empty_like(q), torch.empty(chunks, *q.shape)
@@ -72,8 +74,8 @@ def attend(
         q.data_ptr(), queries.data_ptr(), parts.data_ptr(), weights.data_ptr(), result.data_ptr(),
         scratch.data_ptr(), scratch.shape[0], width,
         pages.shadows.data_ptr(), pages.shadows.shape[0], *([side.data_ptr() for side in raw] or (0, 0)),
-        batch.table.data_ptr(), batch.table.stride(0),
-        starts.data_ptr(), lengths.data_ptr(), batch.shadow_of.data_ptr(),
+        step.table.data_ptr(), step.table.stride(0),
+        starts.data_ptr(), lengths.data_ptr(), step.shadow_of.data_ptr(),
         key.matrix.data_ptr(), key.matrix.shape[0], value.inverse.data_ptr(), value.inverse.shape[0],
         value.mean.data_ptr(),
         sequences, chunks, kv_heads, q_heads // kv_heads, dims, pages.layout.page_size,
@@ -88,7 +90,7 @@ def attend(
 
 def _lengths(step: Step) -> tuple[Tensor, Tensor, int]:
     """Tokens per sequence before the step and with it, and the number of chunks of the longest."""
-    starts, lengths = step.batch.starts.int().contiguous(), step.batch.lengths.int().contiguous()
+    starts, lengths = step.starts.int().contiguous(), step.lengths.int().contiguous()
     return starts, lengths, max(1, -(-int(lengths.max()) // CHUNK))
 
 
@@ -182,7 +184,7 @@ def _attend_chunks(p):
         start, length = starts[sequence], lengths[sequence]
         sink, recent = (a.sink, length - a.recent) if a.windows else (0, length)
         part[:], weight[:, 0], weight[:, 1] = f4(0), f4(UNSEEN), f4(0)
-        end = min(length, (chunk + 1) * CHUNK) if start < length else 0  # else it is padding
+        end = min(length, (chunk + 1) * CHUNK)
         for first in range(chunk * CHUNK, end, TILE):
             count = min(TILE, end - first)
             for side in range(2):
@@ -196,7 +198,7 @@ def _attend_chunks(p):
                     if in_window and token >= start:
                         widen((new_keys if side == 0 else new_values)[sequence, head], half, tile[i])
                         run = 1  # the query's own
-                    elif in_window and shadow_of[page] >= 0:
+                    elif in_window:
                         for j in range(run):
                             widen(shadows[shadow_of[page], head, side, place + j], half, tile[i + j])
                     else:

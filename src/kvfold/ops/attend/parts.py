@@ -32,13 +32,13 @@ class QueryTiles:
     """
 
     def __init__(self, pages: LayerPages, q: Tensor, max_rows: int = MAX_ROWS) -> None:
-        batch = pages.step.batch
+        step = pages.step
         self.kv_heads = pages.pool.shape[1]
         self.ratio = power_of_two(q.shape[1] // self.kv_heads)
-        self.queries = max(1, min(power_of_two(batch.max_queries), max_rows // self.ratio))
+        self.queries = max(1, min(power_of_two(step.max_queries), max_rows // self.ratio))
         self.rows = max(16, self.queries * self.ratio)  # MMA takes 16 at least
-        self.per_sequence = ceil_div(batch.max_queries, self.queries)
-        self.count = self.per_sequence * len(batch.lengths)
+        self.per_sequence = ceil_div(step.max_queries, self.queries)
+        self.count = self.per_sequence * len(step.lengths)
         self.tokens = 64 if q.shape[-1] <= 128 else 32  # keys that a tile reads at once
         self.num_warps = 8 if self.rows > 64 else 4
         self.registers = 128 if self.rows == 16 else None  # per thread: four CTAs per SM
@@ -58,11 +58,10 @@ def empty(splits: int, q: Tensor) -> tuple[Tensor, Tensor]:
 def merge(outs: Tensor, weights: Tensor, value: Transform, out: Tensor | None = None, overlaps: bool = False) -> Tensor:
     """Parts [splits, tokens, q_heads, d] over transformed values, and their weights -> outputs [tokens, q_heads, d].
 
-    They are float32 or in `out`, which may be [sequences, n, q_heads, d]. With `overlaps`, kernels are launched before
+    They are float32 or in `out`. With `overlaps`, kernels are launched before
     the one that computes the parts ends.
     """
     splits, tokens, q_heads, dims = outs.shape
-    out = None if out is None else out.view(outs.shape[1:])
     if splits == 1 and value.rotation is not None:
         return inverse(value, outs[0], out, overlaps)
     mean = value.mean if value.rotation is None else None

@@ -11,8 +11,7 @@ FlashAttention has a mask; and cuDNN has one if the first query reads one token.
 from collections.abc import Iterator
 from dataclasses import replace
 from enum import Enum
-from itertools import accumulate, groupby
-from operator import sub
+from itertools import accumulate
 
 import torch
 import triton
@@ -27,7 +26,7 @@ from kvfold.ops.attend import attend_gpu as portable
 from kvfold.ops.attend import window_kernel
 from kvfold.ops.attend.parts import UNSEEN
 from kvfold.ops.dequantize_gpu import dequantize
-from kvfold.ops.pages import Batch, LayerPages, Step
+from kvfold.ops.pages import LayerPages, Step
 from kvfold.ops.rotate import dual, inverse
 from kvfold.ops.sizes import ceil_div, power_of_two
 from kvfold.windows import Windows
@@ -58,24 +57,18 @@ def unsupported(layout: PageLayout) -> str | None:
 def attend(
     pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scale: float, out: Tensor | None = None
 ) -> Tensor:
-    """Queries [sequences, n, q_heads, d] (as `Step` says) -> outputs of the same shape, float32 or in `out`.
+    """Queries [tokens, q_heads, d] -> outputs of the same shape, float32 or in `out`.
 
-    `new` is what `store` returned for the same step. Outputs of padding are finite and meaningless.
+    `new` is what `store` returned for the same step. Neighbouring sequences of one kind are taken together.
     """
-    step = pages.step
-    kinds = step.once(_kinds, pages.windows)
+    kinds = pages.step.once(_kinds, pages.windows)
     if len(set(kinds)) < 2:
         return (_attend if Kind.LONG in kinds else portable.attend)(pages, q, new, scale, out)
-    if not step.ends:
-        dense = replace(pages, step=step.once(_without_padding))
-        own = None if new is None else (step.gather(new[0]).unsqueeze(0), step.gather(new[1]).unsqueeze(0))
-        attended = step.scatter(attend(dense, step.gather(q).unsqueeze(0), own, scale).squeeze(0))
-        return attended if out is None else out.copy_(attended)
     out = torch.empty(q.shape, device=q.device) if out is None else out
-    for kind, tokens, part in step.once(_runs, pages.windows):
-        own = None if new is None else (new[0][:, tokens], new[1][:, tokens])
+    for kind, tokens, part in pages.step.once(_runs, pages.windows):
+        own = None if new is None else (new[0][tokens], new[1][tokens])
         run = _attend if kind == Kind.LONG else portable.attend
-        run(replace(pages, step=part), q[:, tokens], own, scale, out[:, tokens])
+        run(replace(pages, step=part), q[tokens], own, scale, out[tokens])
     return out
 
 
@@ -92,7 +85,7 @@ class Kind(Enum):
 
 def _kinds(step: Step, windows: Windows) -> list[Kind]:
     kinds = []
-    for row, length in enumerate(step.lengths):
+    for row, length in enumerate(step.known.lengths):
         queries, tokens = length - _first(step, windows, row), windows.exact_from(length - 1) - windows.sink
         kind = Kind.LONG if tokens >= MIN_TOKENS else Kind.SHORT_PROMPT
         kinds.append(kind if queries >= MIN_QUERIES else Kind.SHORT_TURN)
@@ -101,39 +94,11 @@ def _kinds(step: Step, windows: Windows) -> list[Kind]:
 
 def _first(step: Step, windows: Windows, row: int) -> int:
     """The position of the first query of the step that reads a packed token."""
-    return max(step.starts[row], windows.packed_from(windows.sink))
-
-
-def _without_padding(step: Step) -> Step:
-    """The same step, with its tokens one sequence after the other."""
-    batch = step.batch
-    ends = list(accumulate(map(sub, step.lengths, step.starts), initial=0))
-    query_starts = torch.tensor(ends, dtype=torch.int32).to(step.table.device)
-    slots = step.gather(batch.slots.view(step.shape))
-    described = Batch(slots, query_starts, batch.starts, batch.lengths, batch.table, batch.shadow_of, step.n)
-    return replace(step, ends=ends[1:]).described(described)
+    return max(step.known.starts[row], windows.packed_from(windows.sink))
 
 
 def _runs(step: Step, windows: Windows) -> list[tuple[Kind, slice, Step]]:
-    """Neighbouring sequences of one kind, as a step of their own: the kind, their tokens, that step."""
-    runs = []
-    row = token = 0
-    for kind, group in groupby(step.once(_kinds, windows)):
-        rows = slice(row, row := row + len(list(group)))
-        tokens = slice(token, token := step.end(row - 1))
-        runs.append((kind, tokens, _part(step, rows, tokens)))
-    return runs
-
-
-def _part(step: Step, rows: slice, tokens: slice) -> Step:
-    """The step of these sequences alone."""
-    batch, starts, lengths = step.batch, step.starts[rows], step.lengths[rows]
-    table = batch.table[rows, : max(1, -(-max(lengths) // step.page_size))]
-    n, ends = max(map(sub, lengths, starts)), [end - tokens.start for end in step.ends[rows]]
-    query_starts = batch.query_starts[rows.start : rows.stop + 1] - tokens.start
-    described = batch.slots[tokens], query_starts, batch.starts[rows], batch.lengths[rows], table, batch.shadow_of, n
-    part = replace(step, n=n, starts=starts, lengths=lengths, table=table, ends=ends)
-    return part.described(Batch(*described))
+    return step.split(step.once(_kinds, windows))
 
 
 def build_graphs(pages: LayerPages, ratio: int) -> None:
@@ -156,18 +121,16 @@ def _attend(
     """`attend` for a step of LONG sequences."""
     step, windows, value = pages.step, pages.windows, pages.value.transform
     room, workspace = _workspace(pages, q.device)
-    rotated = dual(pages.key.transform, q.flatten(0, 1), workspace.dtype)  # [sequences · n, q_heads, d]
-    final = torch.empty(rotated.shape, device=q.device) if out is None else out.view(rotated.shape)
+    rotated = dual(pages.key.transform, q, workspace.dtype)
+    final = torch.empty(rotated.shape, device=q.device) if out is None else out
     outs = torch.empty(rotated.shape, device=q.device)
     weights = torch.full(rotated.shape[:2], UNSEEN.value, device=q.device)  # logarithms to base 2
     direct = new is None and value.rotation is None  # the last part of a run of queries goes to `final` at once
-    if sum(step.lengths) - sum(step.starts) < len(rotated):  # nothing else is written to padding
-        (final if direct else outs).zero_()
     if new is not None:
-        flat = (new[0].flatten(0, 1), new[1].flatten(0, 1))
-        window_kernel.attend(pages, rotated, flat, scale, outs.unsqueeze(0), weights.unsqueeze(0))
+        window_kernel.attend(pages, rotated, new, scale, outs.unsqueeze(0), weights.unsqueeze(0))
+    ends = list(accumulate(step.known.counts))
     for row, position, n in _query_runs(step, windows, room // 2):
-        first = step.end(row) - step.lengths[row] + position
+        first = ends[row] - step.known.lengths[row] + position
         run = slice(first, first + n)
         queries = rotated[run].to(workspace.dtype)
         if more := max(FEWEST_QUERIES, power_of_two(n)) - n:
@@ -181,13 +144,13 @@ def _attend(
             part = _flash(queries[:, :, :n] if causal else queries, k, v, scale, causal, usual)
             only, last = new is None and not i, direct and causal
             _merge(outs[run], weights[run], *part, only, final[run] if last else None, value.mean)
-    return (final if direct else inverse(value, outs, final)).view(q.shape)
+    return final if direct else inverse(value, outs, final)
 
 
 def _query_runs(step: Step, windows: Windows, most: int) -> Iterator[tuple[int, int, int]]:
     """Runs of up to `most` queries that read packed tokens: the sequence, the position of the first query, how many.
     Above CAUSAL_QUERIES, the number is one that cuDNN has a graph for."""
-    for row, length in enumerate(step.lengths):
+    for row, length in enumerate(step.known.lengths):
         position = _first(step, windows, row)
         while position < length:
             n = min(most, length - position)

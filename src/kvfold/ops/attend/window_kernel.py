@@ -17,7 +17,7 @@ MAX_ROWS = 64  # of a tile: two CTAs fit on an SM, and one computes while the ot
 def splits(pages: LayerPages, q: Tensor) -> int:
     """How many parts the windows of transformed queries [tokens, q_heads, d] make."""
     windows = pages.windows
-    tokens = windows.sink + windows.recent + windows.group + pages.step.batch.max_queries
+    tokens = windows.sink + windows.recent + windows.group + pages.step.max_queries
     return QueryTiles(pages, q, MAX_ROWS).splits(tokens, q.device)
 
 
@@ -35,9 +35,9 @@ def attend(
     `new` are the step's own tokens [tokens, kv_heads, d]; older ones come from shadows. With `overlaps`, the kernel
     runs beside the one before it. Whatever it reads must be there when that one releases it.
     """
-    batch, windows, tiles = pages.step.batch, pages.windows, QueryTiles(pages, q, MAX_ROWS)
+    step, windows, tiles = pages.step, pages.windows, QueryTiles(pages, q, MAX_ROWS)
     tokens, q_heads, dims = q.shape
-    long = batch.max_queries >= tiles.tokens
+    long = step.max_queries >= tiles.tokens
     overlap = BESIDE_TO_END if overlaps else ALONE
     _windows[(tiles.count, tiles.kv_heads, len(outs))](
         q,
@@ -45,18 +45,18 @@ def attend(
         weights,
         pages.shadows,
         *new,
-        batch.query_starts,
-        batch.starts,
-        batch.lengths,
-        batch.table,
-        batch.shadow_of,
+        step.query_starts,
+        step.starts,
+        step.lengths,
+        step.table,
+        step.shadow_of,
         scale * math.log2(math.e),
         windows.sink,
         windows.recent,
         windows.group,
         tiles.per_sequence,
         tokens,
-        batch.table.stride(0),
+        step.table.stride(0),
         *q.stride()[:2],
         *new[0].stride()[:2],
         PAGE=pages.layout.page_size,
@@ -162,6 +162,7 @@ def _windows(
         of_step = token >= start
         page = tl.load(table + token // PAGE, mask=exists, other=0)
         shadow = tl.load(shadow_of + page, mask=exists & ~of_step, other=0).to(tl.int64)
+        tl.device_assert(shadow >= 0, "a window reaches into a page that has no shadow")
         old = shadows + ((shadow * KV_HEADS + head) * 2 * PAGE + token % PAGE) * DIMS
         own = (token + end - length).to(tl.int64) * new_stride + head * new_head_stride
         exists &= shadow >= 0

@@ -37,7 +37,7 @@ Arguments = arguments(
     *PAGES, "levels", "boundaries",
     "key", "value", "key_mean", "value_mean",
     "key_rotation", "key_rotations", "value_rotation", "value_rotations",
-    "raw", "slots", "shadow_of", "shadows", "shadow_pages", "faults",
+    "raw", "locations", "shadow_of", "shadows", "shadow_pages", "faults",
     "tokens", "kv_heads", "dims", "page_size", "windows",
     floats=("key_factor", "value_factor"),
 )  # fmt: skip
@@ -45,9 +45,8 @@ Arguments = arguments(
 
 def store(pages: LayerPages, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
     """As `naive.store`."""
-    batch, layout = pages.step.batch, pages.layout
-    slots, (kv_heads, dims) = batch.slots.long().contiguous(), k.shape[2:]
-    tokens = slots.shape[0]
+    step, layout = pages.step, pages.layout
+    locations, (tokens, kv_heads, dims) = step.locations.long().contiguous(), k.shape
     key, value = k.float().contiguous(), v.float().contiguous()
     raw = torch.empty(2, *k.shape, dtype=pages.shadows.dtype) if pages.windows else None
     by_key, by_value = dense(pages.key.transform, dims), dense(pages.value.transform, dims)
@@ -56,7 +55,7 @@ def store(pages: LayerPages, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | No
         lloyd_max.level_table(k.device).data_ptr(), lloyd_max.boundary_table(k.device).data_ptr(),
         key.data_ptr(), value.data_ptr(), by_key.mean.data_ptr(), by_value.mean.data_ptr(),
         by_key.matrix.data_ptr(), by_key.matrix.shape[0], by_value.matrix.data_ptr(), by_value.matrix.shape[0],
-        0 if raw is None else raw.data_ptr(), slots.data_ptr(), batch.shadow_of.data_ptr(),
+        0 if raw is None else raw.data_ptr(), locations.data_ptr(), step.shadow_of.data_ptr(),
         pages.shadows.data_ptr(), pages.shadows.shape[0], pages.faults.data_ptr(),
         tokens, kv_heads, dims, layout.page_size, raw is not None,
         by_key.factor, by_value.factor,
@@ -166,7 +165,7 @@ def _store(p):
     a = carray(p, 1)[0]
     sides, segments = array(a.sides, 2, SIDE), array(a.segments, (2, a.most), SEGMENT)
     levels, boundaries = array(a.levels, 512, np.float32), array(a.boundaries, 512, np.float32)
-    slots, half = array(a.slots, a.tokens, np.int64), a.half != 0
+    locations, half = array(a.locations, a.tokens, np.int64), a.half != 0
     pool, words = array(a.pool, a.pool_bytes, np.uint8), array(a.pool, a.pool_bytes // 2, np.uint16)
     raw = array(a.raw, (2, a.tokens * a.kv_heads, a.dims), np.uint16)
     pages = a.pool_bytes // a.page_stride
@@ -175,11 +174,11 @@ def _store(p):
     unpacked, x, y = np.empty(a.dims + 7, np.uint8), np.empty(a.dims, np.float32), np.empty(a.dims, np.float32)
     task = take(p, TASK)
     while task < a.tasks:
-        head, slot = task % a.kv_heads, slots[task // a.kv_heads]
-        page, place = slot // a.page_size, slot % a.page_size
-        if slot < 0 and a.windows:  # padding
+        head, location = task % a.kv_heads, locations[task // a.kv_heads]
+        page, place = location // a.page_size, location % a.page_size
+        if location < 0 and a.windows:  # padding
             raw[:, task] = 0
-        for side in range(2 if slot >= 0 else 0):
+        for side in range(2 if location >= 0 else 0):
             given, mean = (a.value, a.value_mean) if side else (a.key, a.key_mean)
             at, count = (a.value_rotation, a.value_rotations) if side else (a.key_rotation, a.key_rotations)
             x[:] = array(given, (a.tokens * a.kv_heads, a.dims), np.float32)[task]
@@ -195,7 +194,7 @@ def _store(p):
                 _clip(y, s.kept)
             held &= _slot(y, segments[side, : s.segments], levels, boundaries, half, unpacked, codes, meta)
             if not held:
-                y[:], faults[slot] = f4(0), 1
+                y[:], faults[location] = f4(0), 1
                 _slot(y, segments[side, : s.segments], levels, boundaries, half, unpacked, codes, meta)
                 if a.windows:
                     raw[side, task] = 0

@@ -90,7 +90,7 @@ class _Memory(NamedTuple):
     pool: Tensor
     entries: Tensor  # the pool as 16-bit words
     shadows: Tensor
-    new: Tensor | None  # [2, sequences, n, kv_heads, d]
+    new: Tensor | None  # [2, tokens, kv_heads, d]
     faults: Tensor
     levels: Tensor  # see tiles.py
     boundaries: Tensor
@@ -119,11 +119,11 @@ def pack(pages: LayerPages, kv: Tensor, overlaps: bool = False) -> None:
 
 
 def check(pages: LayerPages, k: Tensor, v: Tensor) -> None:
-    expected = (len(pages.step.batch.slots), pages.pool.shape[1], pages.layout.key.dims)
+    expected = (len(pages.step.locations), pages.pool.shape[1], pages.layout.key.dims)
     for x in (k, v):
         if x.dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(f"the kernel stores bfloat16 and float16, not {x.dtype}")
-        if (x.shape[:2].numel(), *x.shape[2:]) != expected:
+        if x.shape != expected:
             raise ValueError(f"{tuple(x.shape)} are not the {expected} [tokens, kv_heads, d] of the step")
 
 
@@ -136,9 +136,9 @@ def _launch(
     new: Tensor | None,
     overlap: Overlap,
 ) -> None:
-    (sequences, n, kv_heads, dims), batch = k.shape, pages.step.batch
+    (tokens, kv_heads, dims), step = k.shape, pages.step
     memory = _Memory(
-        batch.shadow_of,
+        step.shadow_of,
         pages.pool,
         pages.pool.view(torch.int16),
         pages.shadows.view(torch.int16),
@@ -150,19 +150,19 @@ def _launch(
     key, KEY = _prepared(pages.key, of_keys, tiles.key_side(pages.layout), k)
     value, VALUE = _prepared(pages.value, of_values, tiles.value_side(pages.layout), v)
     ranks = _clip_rank(pages.key), _clip_rank(pages.value)
-    if k.shape[:3].numel() < MANY_VECTORS:
+    if tokens * kv_heads < MANY_VECTORS:
         tile = FEW if max(len(key.matrices), len(value.matrices)) < 2 else FEW_TERMS
     else:
         tile = MANY if dims <= 128 else MANY_LONG
-    _store[ceil_div(sequences * n, tile.tokens), kv_heads, 2](
-        _source(k), key, KEY, _source(v), value, VALUE, *ranks, batch.slots, memory, sequences * n,
+    _store[ceil_div(tokens, tile.tokens), kv_heads, 2](
+        _source(k), key, KEY, _source(v), value, VALUE, *ranks, step.locations, memory, tokens,
         pages.shadows.dtype == torch.bfloat16, pages.layout.page_size, pages.layout.page_bytes, tile.tokens,
         tile.rows, overlap, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **overlap.launch,
     )  # fmt: skip
 
 
 def _source(x: Tensor) -> _Source:
-    x = (x if x.stride(-1) == 1 else x.contiguous()).flatten(0, 1)
+    x = x if x.stride(-1) == 1 else x.contiguous()
     return _Source(x, x.stride(0), x.stride(1))
 
 
@@ -199,24 +199,26 @@ def _prepare(
     return Operands(matrices, head_stride(matrices), shift), _Packing(side, widths, *numbers)
 
 
-@triton.jit(do_not_specialize=["key_rank", "value_rank", "tokens"], do_not_specialize_on_alignment=["slots"])
+@triton.jit(do_not_specialize=["key_rank", "value_rank", "tokens"], do_not_specialize_on_alignment=["locations"])
 def _store(
-    k, key, KEY: tl.constexpr, v, value, VALUE: tl.constexpr, key_rank, value_rank, slots, memory, tokens,
+    k, key, KEY: tl.constexpr, v, value, VALUE: tl.constexpr, key_rank, value_rank, locations, memory, tokens,
     BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     wait(OVERLAP, "start")
     release(OVERLAP, "start")
     if tl.program_id(2) == 0:
-        _store_side(k, key, key_rank, slots, memory, tokens, 0, KEY, BFLOAT, PAGE_SIZE, PAGE_BYTES, TOKENS, ROWS)
+        _store_side(k, key, key_rank, locations, memory, tokens, 0, KEY, BFLOAT, PAGE_SIZE, PAGE_BYTES, TOKENS, ROWS)
     else:
-        _store_side(v, value, value_rank, slots, memory, tokens, 1, VALUE, BFLOAT, PAGE_SIZE, PAGE_BYTES, TOKENS, ROWS)
+        _store_side(
+            v, value, value_rank, locations, memory, tokens, 1, VALUE, BFLOAT, PAGE_SIZE, PAGE_BYTES, TOKENS, ROWS
+        )
     wait(OVERLAP, "end")
 
 
 @triton.jit
 def _store_side(
-    source, operands, rank, slots, memory, tokens, WHICH: tl.constexpr, PACKING: tl.constexpr, BFLOAT: tl.constexpr,
+    source, operands, rank, locations, memory, tokens, WHICH: tl.constexpr, PACKING: tl.constexpr, BFLOAT: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     SEGMENTS: tl.constexpr = len(PACKING.side.parts)
@@ -224,8 +226,8 @@ def _store_side(
     heads = tl.num_programs(1)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     exists = token < tokens
-    slot = tl.load(slots + token, mask=exists, other=-1)
-    stored = slot >= 0
+    location = tl.load(locations + token, mask=exists, other=-1)
+    stored = location >= 0
 
     vectors = source.x + token.to(tl.int64) * source.token + head * source.head
     ys = ()  # per segment, its parts
@@ -249,10 +251,10 @@ def _store_side(
     for i in tl.static_range(SEGMENTS):
         packed += (quantized(clipped[i], memory.levels, memory.boundaries, PACKING, i),)
         sound = sound & packed[i][1]
-    tl.store(memory.faults + slot, 1, mask=stored & ~sound)
+    tl.store(memory.faults + location, 1, mask=stored & ~sound)
 
-    page = slot // PAGE_SIZE
-    place = slot % PAGE_SIZE
+    page = location // PAGE_SIZE
+    place = location % PAGE_SIZE
     codes = memory.pool + (page * heads + head) * PAGE_BYTES + PACKING.side.codes + place * PACKING.side.code_stride
     entries = memory.entries + (page * heads + head) * (PAGE_BYTES // 2)
     for i in tl.static_range(SEGMENTS):

@@ -71,8 +71,10 @@ def _no_codebooks(slot: SlotLayout, side: str) -> str | None:
     return None
 
 
-def step(pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
-    """`store` k and v [sequences, 1, kv_heads, d], then `attend`.
+def store_and_attend(
+    pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor | None = None
+) -> Tensor:
+    """`store` k and v [sequences, kv_heads, d], then `attend`.
 
     If queries read no packed token of this step, tokens are packed beside decoding. With a recent window of two tokens
     or more this is so: of this step's tokens, a query may read its own and the one before it (see `own_tiles`), both in
@@ -81,17 +83,17 @@ def step(pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, scale: float, out: 
     if pages.key.transform.rotation is None or pages.windows.recent < 2 or q.dtype != k.dtype:
         return attend(pages, q, store(pages, k, v, overlaps=True), scale, out)
     begun = prologue(pages, q, k, v, overlaps=True)
-    return _attend(pages, begun.q, 1, True, begun.new, begun.kv, scale, out).view(q.shape)
+    return _attend(pages, begun.q, 1, True, begun.new, begun.kv, scale, out)
 
 
 def attend(
     pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scale: float, out: Tensor | None = None
 ) -> Tensor:
-    """Queries [sequences, 1, q_heads, d] -> outputs of the same shape, float32 or in `out`.
+    """Queries [sequences, q_heads, d] -> outputs of the same shape, float32 or in `out`.
 
     `new` is what `store` returned for the same step.
     """
-    rotation, rotated = pages.key.transform.rotation, q.squeeze(1)
+    rotation, rotated = pages.key.transform.rotation, q
     in_kernel = _kernel(pages.layout).rotates and new is None
     order = rotation.order if in_kernel and isinstance(rotation, Hadamard) else 1
     # `dual` may overlap with `store`, which does not write queries; but not with the kernel that copies them
@@ -100,7 +102,7 @@ def attend(
     if order == 1:
         rotated = dual(pages.key.transform, rotated, overlaps=not copied)
     fresh = copied or (order == 1 and rotation is not None)
-    return _attend(pages, rotated, order, fresh, new, None, scale, out).view(q.shape)
+    return _attend(pages, rotated, order, fresh, new, None, scale, out)
 
 
 def _attend(
@@ -118,11 +120,11 @@ def _attend(
     The kernel rotates them by Hadamard matrices of this order; 1: they are rotated already. `fresh`: the kernel before
     writes them. `kv` of the prologue is packed beside decoding.
     """
-    batch, layout, kernel = pages.step.batch, pages.layout, _kernel(pages.layout)
+    step, layout, kernel = pages.step, pages.layout, _kernel(pages.layout)
     sequences, q_heads, dims = q.shape
     kv_heads = pages.pool.shape[1]
     ratio = q_heads // kv_heads
-    tiles = ceil_div(batch.table.shape[1] * layout.page_size, TILE)
+    tiles = ceil_div(step.table.shape[1] * layout.page_size, TILE)
     splits = _splits(sequences * kv_heads, tiles, kernel.warps, q.device)
     outs, weights = empty(splits + (0 if new is None else window_kernel.splits(pages, q)), q)
     heads = 4 if ratio <= 4 else 8
@@ -135,14 +137,14 @@ def _attend(
         outs,
         weights,
         pages.pool.view(torch.int32),
-        batch.table,
-        batch.lengths,
+        step.table,
+        step.lengths,
         scale * math.log2(math.e),
         pages.windows.sink,
         pages.windows.recent,
         q.stride(0),
-        batch.table.stride(0),
-        batch.table.shape[1],
+        step.table.stride(0),
+        step.table.shape[1],
         KEY=kernel.key,
         VALUE=kernel.value,
         DIMS=dims,
@@ -160,8 +162,7 @@ def _attend(
     if kv is not None:
         pack(pages, kv, overlaps=True)
     if new is not None:  # beside decoding, on what that leaves of the SMs
-        flat = (new[0].flatten(0, 1), new[1].flatten(0, 1))
-        window_kernel.attend(pages, q, flat, scale, outs[splits:], weights[splits:], overlaps=True)
+        window_kernel.attend(pages, q, new, scale, outs[splits:], weights[splits:], overlaps=True)
     return merge(outs, weights, pages.value.transform, out, overlaps=True)
 
 

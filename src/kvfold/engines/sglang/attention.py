@@ -11,10 +11,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 from torch import Tensor
 
-from kvfold.engines.serving import Faults, Layer, Plan, decode_step, steps_of, warm_up
-from kvfold.engines.shadow_table import ShadowTable
-from kvfold.ops.pages import Step
-from kvfold.ops.restore import Restore
+from kvfold.engines.serving import Plan, Served, Steps
+from kvfold.ops.pages import HostLengths
 
 logger = getLogger("sglang.kvfold")  # below SGLang's own, so that it is shown
 
@@ -26,7 +24,7 @@ class PackedPool(KVCache):
     def __init__(
         self,
         plan: Plan,
-        shadows: int,
+        shadow_pages: int,
         size: int,
         *,
         page_size: int,
@@ -37,30 +35,19 @@ class PackedPool(KVCache):
         end_layer: int | None,
         **_: Any,
     ) -> None:
-        from kvfold.engines.gauges import Gauges  # prometheus_client has to be imported after SGLang set it up
-
         # no dtype of K and V: kernels that rotate keys would write them here
         super().__init__(size, page_size, torch.uint8, layer_num, device, enable_memory_saver, start_layer, end_layer)
         pages = size // page_size + 1  # the first is SGLang's, for padding
-        self.faults = Faults(pages * page_size, plan.device, logger)
-        self.layers = [
-            Layer(
-                plan,
-                index,
-                layout.allocate(pages, plan.kv_heads, plan.device),
-                plan.allocate_shadows(0 if layout.is_raw else shadows),
-                self.faults.marks,
-            )
-            for index, layout in enumerate(plan.layouts)
-        ]
-        self.shadows = ShadowTable(plan.windows, page_size, pages, shadows, device)
-        self.restore = Restore([layer.pages for layer in self.layers])
-        self.gauges = Gauges(plan, shadows)
+        self.served = Served(plan, shadow_pages, logger)
+        self.served.open(pages)
+        for number, layout in plan.layouts.items():
+            self.served.attach(number, layout.allocate(pages, plan.kv_heads, plan.device))
         self._finalize_allocation_log(size)
-        logger.info(plan.report(pages - 1, shadows))
+        logger.info(plan.report(pages - 1, shadow_pages))
 
     def get_kv_size_bytes(self) -> int:
-        return sum(layer.pages.pool.nbytes + layer.pages.shadows.nbytes for layer in self.layers)
+        layers = self.served.layers.values()
+        return sum(layer.pages.pool.nbytes + layer.pages.shadows.nbytes for layer in layers)
 
     def _packed(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError("keys and values are packed: only kvfold's attention backend reads and writes them")
@@ -78,18 +65,18 @@ class PackedBackend(AttentionBackend):
         for layer in runner.model.modules():
             if isinstance(layer, RadixAttention):
                 refuse(layer)
-        self.pool = runner.token_to_kv_pool
+        self.pool, self.served = runner.token_to_kv_pool, runner.token_to_kv_pool.served
         self.requests = runner.req_to_token_pool
         self.req_to_token = self.requests.req_to_token
         self.lengths = torch.zeros(len(self.req_to_token), dtype=torch.int32, device=runner.device)  # of each request
         # the first token of each page of a request
         self.firsts = torch.arange(0, self.req_to_token.shape[1], self.pool.page_size, device=runner.device)
         # kernels of GPUs are told all in device memory: a step waits for nothing and can be captured in a CUDA graph
-        self.captured = all(layer.ops.decode.implementation in ("triton", "gluon") for layer in self.pool.layers)
+        self.captured = all(ops.decode.implementation in ("triton", "gluon") for ops in self.served.plan.ops.values())
         self.tables = self._table(0)
         self.table = self.tables  # of the step
-        self.steps: list[tuple[slice, Step]] = []
-        warm_up(self.pool.layers)
+        self.steps: Steps = []
+        self.served.warm_up()
 
     def _table(self, requests: int) -> Tensor:
         return torch.zeros(requests, len(self.firsts), dtype=torch.int64, device=self.firsts.device)
@@ -107,67 +94,65 @@ class PackedBackend(AttentionBackend):
         SGLang may already write what it decides for the next step there."""
         if forward_batch.forward_mode.is_idle():
             return
-        self.pool.gauges.step(self.pool.shadows, self.pool.faults)
         requests = forward_batch.req_pool_indices
         self.table = self.tables[: len(requests)] if len(requests) <= len(self.tables) else self._table(len(requests))
         self._read_pages(requests, self.table)
-        if self.pool.shadows.windows:
+        resting = None
+        if self.served.plan.windows:
             if not forward_batch.forward_mode.is_decode():  # requests that are new took the place of former ones
                 self.lengths[requests] = forward_batch.extend_prefix_lens.int()
-            self._rest(forward_batch)
+            resting = self._resting(forward_batch)
+        self.served.before_step(resting)
 
     def _read_pages(self, requests: Tensor, table: Tensor) -> None:
         tokens = self.req_to_token[requests.unsqueeze(1), self.firsts]
         torch.div(tokens, self.pool.page_size, rounding_mode="floor", out=table)
 
-    def _rest(self, forward_batch: ForwardBatch) -> None:
-        """Requests that run without being in the step keep their shadows: those that decode while prompts are read, and
-        a prompt between two chunks while others decode. Nothing is to be done where there are none."""
+    def _resting(self, forward_batch: ForwardBatch) -> tuple[Tensor, Tensor] | None:
+        """Lengths and pages of all requests that run, if some of them are not in the step: those that decode while
+        prompts are read, and a prompt between two chunks while others decode."""
         padding = 0 if isinstance(forward_batch, ForwardBatch) else forward_batch.num_padding  # of a CUDA graph
         free = self.requests.free_slots
         if len(self.lengths) - 1 - len(free) <= forward_batch.batch_size - padding:
-            return
+            return None
         running = sorted(set(range(1, len(self.lengths))) - set(free))  # 0 is for padding
         rows = torch.tensor(running, dtype=torch.int64, pin_memory=self.lengths.is_cuda)
         rows = rows.to(self.lengths.device, non_blocking=True)
         self._read_pages(rows, table := self._table(len(rows)))
-        self.pool.shadows.rest(self.lengths[rows], table)
+        return self.lengths[rows], table
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         """Begin a step."""
-        mode, page_size, shadows, table = forward_batch.forward_mode, self.pool.page_size, self.pool.shadows, self.table
+        mode, table = forward_batch.forward_mode, self.table
         if mode.is_idle():
             return
         if mode.is_decode() and self.captured:
             self._begin_decode(forward_batch)
             return
-        lengths, slots = forward_batch.seq_lens, forward_batch.out_cache_loc
+        lengths, locations = forward_batch.seq_lens, forward_batch.out_cache_loc
         starts = lengths - 1 if mode.is_decode() else forward_batch.extend_prefix_lens
-        slots = torch.where(slots < page_size, -1, slots)  # the first page is for padding
-        if shadows.windows:
-            self.lengths[forward_batch.req_pool_indices] = lengths.int()
-            kept = torch.where(slots < 0, 0, lengths) if mode.is_decode() else lengths  # nothing of padding
-            self.pool.restore(*shadows.update(slots, torch.minimum(starts, kept), kept, table))
+        locations = torch.where(locations < self.pool.page_size, -1, locations)  # the first page is for padding
+        self.lengths[forward_batch.req_pool_indices] = lengths.int()
+        kept = torch.where(locations < 0, 0, lengths) if mode.is_decode() else lengths  # nothing of padding
+        self.served.begin(locations, torch.minimum(starts, kept), kept, table)
         starts, lengths = starts.int(), lengths.int()
         if mode.is_decode():
-            before, after = starts.tolist(), lengths.tolist()
+            host = HostLengths(starts.tolist(), lengths.tolist())
         else:
             before = forward_batch.extend_prefix_lens_cpu
             after = [start + n for start, n in zip(before, forward_batch.extend_seq_lens_cpu, strict=True)]
-        described = (slots, starts, lengths)
-        self.steps = steps_of(before, after, table, page_size, shadows.of, described, ragged=table.is_cuda)
+            host = HostLengths(before, after)
+        self.steps = self.served.steps(host, locations, starts, lengths, table)
 
     def _begin_decode(self, forward_batch: ForwardBatch) -> None:
-        """The same for one token of each request, by few launches: next to those of a layer they would be many."""
+        """The same for one token per request, in few launches: beside the launches of a layer, many would count."""
         from kvfold.engines.sglang.decode_inputs import decode_inputs
 
-        page_size, shadows, table = self.pool.page_size, self.pool.shadows, self.table
-        slots, requests = forward_batch.out_cache_loc, forward_batch.req_pool_indices
-        step = decode_inputs(slots, forward_batch.seq_lens, requests, self.lengths, page_size)
-        if shadows.windows:
-            self.pool.restore(*shadows.update(step.slots, step.kept_starts, step.kept_lengths, table))
-        described = (step.slots, step.query_starts, step.starts, step.lengths)
-        self.steps = [decode_step(*described, table, shadows.of, page_size)]
+        locations, requests = forward_batch.out_cache_loc, forward_batch.req_pool_indices
+        step = decode_inputs(locations, forward_batch.seq_lens, requests, self.lengths, self.pool.page_size)
+        self.served.begin(step.locations, step.kept_starts, step.kept_lengths, self.table)
+        described = (step.locations, step.query_starts, step.starts, step.lengths)
+        self.steps = [self.served.decode(*described, self.table)]
 
     def forward_extend(
         self,
@@ -183,7 +168,7 @@ class PackedBackend(AttentionBackend):
             raise ValueError(f"kvfold: layer {layer.layer_id} wants another attention than can run over packed pages")
         queries = q.view(-1, layer.tp_q_head_num, layer.head_dim)
         out = torch.empty_like(queries)
-        self.pool.layers[layer.layer_id].attend(self.steps, queries, k, v, layer.scaling, out)
+        self.served.layers[layer.layer_id].attend(self.steps, queries, k, v, layer.scaling, out)
         return out.flatten(1)
 
     forward_decode = forward_extend

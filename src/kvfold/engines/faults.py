@@ -1,0 +1,51 @@
+"""Tokens whose keys or values could not be stored: counted on the device, told in the log."""
+
+from logging import Logger
+from time import monotonic
+
+import torch
+from torch import Tensor
+
+QUIET = 60.0  # seconds between two warnings
+
+
+class Late:
+    """A number on the device, as it was when it was last asked for or a little later. Nothing waits for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._seen = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+
+    def read(self, number: Tensor) -> int:
+        seen = int(self._seen)
+        self._seen.copy_(number, non_blocking=True)
+        return seen
+
+
+class Faults:
+    """Counts tokens that could not be stored as they are. `store` marks their locations and stores zeros.
+
+    A token counts once, in however many layers and heads it shows. Counting clears the marks, long before a location
+    gets another token.
+    """
+
+    def __init__(self, locations: int, device: torch.device, logger: Logger) -> None:
+        self.marks = torch.zeros(locations, dtype=torch.uint8, device=device)
+        self.logger = logger
+        self._counted = torch.zeros(1, dtype=torch.int64, device=device)
+        self._seen = Late(device)
+        self._told, self._quiet_until = 0, 0.0
+
+    def count(self) -> int:
+        """All tokens up to the last call of this. Says in the log how many are new, at most once a minute."""
+        self._counted += self.marks.sum()
+        self.marks.zero_()
+        count = self._seen.read(self._counted)
+        if count > self._told and monotonic() >= self._quiet_until:
+            self.logger.warning(
+                "kvfold: keys or values of %d tokens held NaN, Inf or numbers beyond the range of 16-bit floats; zeros "
+                "are stored in their place. Only the requests of these tokens see it. Check the model's weights, and "
+                "its dtype: float16 overflows where bfloat16 does not",
+                count - self._told,
+            )
+            self._told, self._quiet_until = count, monotonic() + QUIET
+        return count

@@ -1,0 +1,22 @@
+"""What a configuration of vLLM asks kvfold for. Imports nothing that can fail: see plugin.py."""
+
+import os
+from typing import TYPE_CHECKING
+
+from kvfold.engines.start import RECIPE
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from kvfold.engines.serving import Config
+
+
+def asked_for(config: "VllmConfig") -> "Config | None":
+    """What a vLLM configuration, or else the environment, asks kvfold for."""
+    extra = config.additional_config
+    given = extra.get("kvfold") if isinstance(extra, dict) else None
+    if given is None and not os.environ.get(RECIPE):
+        return None
+    from kvfold.engines.serving import Config
+
+    return Config.read(given)

@@ -1,0 +1,124 @@
+"""The definitions of the ops, in plain PyTorch. Faster code is tested against them."""
+
+import torch
+from torch import Tensor
+
+from kvfold.ops.pages import LayerPages, require_shadows
+from kvfold.quantizers import channelwise
+
+
+def store(pages: LayerPages, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Pack the step's keys and values [tokens, kv_heads, d] into their slots, and into the shadows of their pages.
+
+    Returns them transformed and in 16 bits, as queries of the same step read them inside their windows. Returns None
+    without windows.
+
+    Tokens with a negative location are not stored.
+
+    NaN, Inf and numbers beyond the range of 16-bit floats cannot be stored. If a key or value of a token and KV head
+    has one, then slot and shadow hold zeros in its place, which is the mean. `pages.faults` becomes 1 at the token's
+    location. The owner of the pages decides what follows from that.
+    """
+    step = pages.step
+    page, shadow, offset = step.places
+    live = torch.nonzero(step.locations >= 0).squeeze(1)
+    y = torch.stack((pages.key.transform.forward(k), pages.value.transform.forward(v)), dim=2)  # [tokens, heads, 2, d]
+    raw = y.to(pages.shadows.dtype) if pages.windows else None
+    lost = _beyond_raw(pages, y, raw)
+    y = y.masked_fill(lost.unsqueeze(-1), 0)
+    for sides, codes, meta in pages.sides:
+        codec = pages.codec(sides)
+        if codec.layout.per_page:
+            filled, tokens = _filled(pages, y[:, :, sides].to(pages.shadows.dtype), sides)
+            index: tuple[Tensor, ...] = (filled,)
+            new_codes, new_meta = codec.quantize(tokens.float())
+        else:
+            new_codes, new_meta, refused = codec.quantize_or_zero(y[:, :, sides])
+            lost[:, :, sides] |= refused
+            index, new_codes, new_meta = (page[live], offset[live]), new_codes[live], new_meta[live]
+        codes[index] = new_codes
+        # as integers: names in metadata may be NaN, whose bits deterministic algorithms change on GPUs
+        meta.view(torch.int16)[index] = new_meta.view(torch.int16)
+    if lost.any():
+        pages.faults[step.locations[live][lost[live].flatten(1).any(dim=1)]] = 1
+    if raw is None:
+        return None
+    raw = raw.masked_fill(lost.unsqueeze(-1), 0)
+    kept = live[shadow[live] >= 0]
+    pages.shadows[shadow[kept], :, :, offset[kept]] = raw[kept]
+    return raw[:, :, 0], raw[:, :, 1]
+
+
+def _beyond_raw(pages: LayerPages, y: Tensor, raw: Tensor | None) -> Tensor:
+    """bool[tokens, kv_heads, 2]: which vectors y [tokens, kv_heads, 2, d] are not finite in 16 bits. Where whole pages
+    are quantized, also those that no page could hold."""
+    if raw is None:
+        return torch.zeros(y.shape[:-1], dtype=torch.bool, device=y.device)
+    lost = ~raw.isfinite().all(dim=-1)
+    for sides, *_ in pages.sides:
+        layout = pages.codec(sides).layout
+        if layout.per_page:
+            lost[:, :, sides] |= ~channelwise.storable(raw[:, :, sides], layout.segments[0].bits)
+    return lost
+
+
+def _filled(pages: LayerPages, new: Tensor, sides: slice) -> tuple[Tensor, Tensor]:
+    """The pages that this step fills, and their tokens [pages, page_size, kv_heads, sides, d] in 16 bits. The step's
+    own come from `new` [tokens, kv_heads, sides, d], older ones from shadows.
+
+    Tokens of the sink are never read packed, and would only widen the ranges of a page. Later tokens of the page take
+    their places.
+    """
+    step = pages.step
+    step.once(require_shadows, pages.windows)
+    row, page, own = step.filled
+    old = pages.shadows[step.shadow_of[step.table[row, page]]][:, :, sides].permute(0, 3, 1, 2, 4)
+    full = torch.where((own >= 0)[..., None, None, None], new[own], old)
+    first = (pages.windows.sink - page * step.page_size).clamp(0, step.page_size - 1).unsqueeze(1)
+    token = first + (torch.arange(step.page_size, device=page.device) - first) % (step.page_size - first)
+    return step.table[row, page], full[torch.arange(len(page), device=page.device).unsqueeze(1), token]
+
+
+def attend(pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scale: float) -> Tensor:
+    """Plain softmax attention of queries [tokens, q_heads, d] over what each of them reads: float32 of the same shape.
+
+    `new` is what `store` returned for the step.
+    """
+    kv_heads = pages.pool.shape[1]
+    out = torch.zeros(q.shape, device=q.device)
+    query_rows = iter(range(len(q)))
+    for row, (start, length) in enumerate(zip(*pages.step.known, strict=True)):
+        for position in range(start, length):
+            i = next(query_rows)
+            k, v = read(pages, row, position, new)
+            query = pages.key.transform.dual(q[i]).double().unflatten(0, (kv_heads, -1))
+            weights = torch.softmax(scale * torch.einsum("hgd,jhd->hgj", query, k.double()), dim=-1)
+            mixed = torch.einsum("hgj,jhd->hgd", weights, v.double())
+            out[i] = pages.value.transform.inverse(mixed.float().flatten(0, 1))
+    return out
+
+
+def read(pages: LayerPages, row: int, position: int, new: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    """The transformed keys and values [position + 1, kv_heads, d] that the query at `position` of a sequence reads.
+
+    They depend on the position alone. These tokens j are read raw:
+    - j < sink;
+    - j > position − recent;
+    - tokens of a page that is quantized as a whole, and not full at `position`.
+    All others are read packed, tokens of the step included.
+    """
+    step, windows = pages.step, pages.windows
+    tokens = torch.arange(position + 1, device=pages.pool.device)
+    page, offset = step.table[row, tokens // step.page_size], tokens % step.page_size
+    x = pages.unpack(page, offset)  # [tokens, kv_heads, 2, d]
+    start, after = step.known.starts[row], int(step.query_starts[row + 1]) - step.known.lengths[row]
+    for j in range(position + 1):
+        unfilled = j >= (position + 1) // windows.group * windows.group
+        if new is not None and (j < windows.sink or j > position - windows.recent or unfilled):
+            if j >= start:
+                x[j] = torch.stack([side[after + j] for side in new], dim=1)
+            else:
+                shadow = int(step.shadow_of[page[j]])
+                assert shadow >= 0, "a window reaches into a page that has no shadow"
+                x[j] = pages.shadows[shadow, :, :, offset[j]]
+    return x[:, :, 0], x[:, :, 1]
