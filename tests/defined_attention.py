@@ -48,7 +48,7 @@ class Record:
     def __init__(self, layer: Layer) -> None:
         pages = layer.pages
         self.codecs, self.windows = (pages.key, pages.value), pages.windows
-        self.page_size, self.wide = pages.layout.page_size, pages.shadows.dtype
+        self.page_size, self.raw_dtype = pages.layout.page_size, pages.shadows.dtype
         self.states: dict[int, Tensor] = {}  # of a page: float64[ways, K and V, tokens, kv_heads, d]
         self.copied: dict[int, Tensor] = {}  # bool[tokens]: whose 16-bit copy is that of when it was stored
         self.shadow: dict[int, int] = {}  # of a page when it was last seen
@@ -67,7 +67,7 @@ class Record:
         """Keys or values [tokens, kv_heads, d] as they are read in each way."""
         y = codec.transform.forward(x)
         packed = codec.dequantize(*codec.quantize(y.unsqueeze(-2))).squeeze(-2)
-        ways = {EXACT: y.to(self.wide), PACKED: packed, RESTORED: packed.to(self.wide)}
+        ways = {EXACT: y.to(self.raw_dtype), PACKED: packed, RESTORED: packed.to(self.raw_dtype)}
         return torch.stack([codec.transform.inverse(ways[way].float()).double() for way in range(3)])
 
     def see(self, shadow_of: Tensor) -> None:

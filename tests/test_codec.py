@@ -42,7 +42,7 @@ def error_bound(y: np.ndarray, bits: int) -> np.ndarray:
 
 
 def decoded_by_hand(
-    slots: torch.Tensor, layout: SlotLayout, wide: torch.dtype, centroids: torch.Tensor | None = None
+    slots: torch.Tensor, layout: SlotLayout, raw_dtype: torch.dtype, centroids: torch.Tensor | None = None
 ) -> np.ndarray:
     """Slots uint8[..., kv_heads, slot_bytes] -> transformed float64[..., kv_heads, d], from the bytes as documented."""
     if layout.heads:  # each with its own codes from the first byte of the slot, and its own metadata behind them all
@@ -50,7 +50,7 @@ def decoded_by_hand(
         for number, head in enumerate(layout.heads):
             slot, behind = slots[..., number, :], layout.code_bytes
             own = torch.cat((slot[..., : head.code_bytes], slot[..., behind : behind + head.meta_bytes]), dim=-1)
-            parts.append(decoded_by_hand(own, head, wide))
+            parts.append(decoded_by_hand(own, head, raw_dtype))
         return np.stack(parts, axis=-2)
     data = slots.numpy()
     entries = np.ascontiguousarray(data[..., layout.code_bytes :])
@@ -60,7 +60,7 @@ def decoded_by_hand(
         n = segment.stop - segment.start
         if segment.rule == "raw":
             raw = np.ascontiguousarray(data[..., byte : byte + 2 * n])
-            if wide == torch.float16:
+            if raw_dtype == torch.float16:
                 parts.append(raw.view("<f2").astype(np.float64))
             else:  # bfloat16: the upper half of a float32
                 parts.append((raw.view("<u2").astype(np.uint32) << 16).view(np.float32).astype(np.float64))
@@ -414,28 +414,28 @@ def test_row_by_row_is_all_at_once_bit_for_bit(text, dims, dtype):
         assert same(codec.decode(batch_slots), codec.decode(slots).unflatten(0, (4, 9)).transpose(0, 1))
 
 
-@pytest.mark.parametrize("wide", [torch.bfloat16, torch.float16])
-def test_sixteen_bit_slots_keep_sixteen_bit_numbers(wide):
-    x = heavy_tailed(50, 2, 80).to(wide)
-    codec = Codec(raw_slot(80), wide=wide)
+@pytest.mark.parametrize("raw_dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bit_slots_keep_sixteen_bit_numbers(raw_dtype):
+    x = heavy_tailed(50, 2, 80).to(raw_dtype)
+    codec = Codec(raw_slot(80), raw_dtype=raw_dtype)
     slots = codec.encode(x)
     assert torch.equal(slots, x.view(torch.uint8))
     assert torch.equal(codec.decode(slots), x.float())
-    assert np.array_equal(decoded_by_hand(slots, codec.layout, wide), x.double().numpy())
+    assert np.array_equal(decoded_by_hand(slots, codec.layout, raw_dtype), x.double().numpy())
 
 
-@pytest.mark.parametrize("wide", [torch.bfloat16, torch.float16])
-def test_slots_of_many_widths(wide):
+@pytest.mark.parametrize("raw_dtype", [torch.bfloat16, torch.float16])
+def test_slots_of_many_widths(raw_dtype):
     """Every width in one slot, a raw segment in the middle: all segments decode from the bytes as documented."""
     bounds = [(0, 8, 1), (8, 24, 2), (24, 32, 3), (32, 40, 4), (56, 64, 5), (64, 72, 6), (72, 80, 7), (80, 96, 8)]
     segments = [Segment(*bound) for bound in bounds]
     segments.insert(4, Segment(40, 56, 16, "raw"))
-    codec = Codec(SlotLayout(tuple(segments)), Transform(heavy_tailed(2, 96, seed=1), Hadamard(32)), wide)
+    codec = Codec(SlotLayout(tuple(segments)), Transform(heavy_tailed(2, 96, seed=1), Hadamard(32)), raw_dtype)
     # codes 1 + 4 + 3 + 4 + 32 + 5 + 6 + 7 + 16, metadata 8·4
     assert codec.layout.slot_bytes == 78 + 32
     x = heavy_tailed(30, 2, 96, seed=2)
     slots = codec.encode(x)
-    by_hand = decoded_by_hand(slots, codec.layout, wide)
+    by_hand = decoded_by_hand(slots, codec.layout, raw_dtype)
     y = (x.double() - codec.transform.mean.double()).numpy() @ rotation_matrix(96, 32)
     for segment in segments:
         part = slice(segment.start, segment.stop)
@@ -541,7 +541,7 @@ def test_sixteen_bit_slots_refuse_what_their_type_cannot_hold():
     x = torch.full((2, 64), 70000.0)
     Codec(raw_slot(64)).encode(x)
     with pytest.raises(ValueError, match="beyond the range of 16-bit floats"):
-        Codec(raw_slot(64), wide=torch.float16).encode(x)
+        Codec(raw_slot(64), raw_dtype=torch.float16).encode(x)
     with pytest.raises(ValueError, match="beyond the range of 16-bit floats"):
         Codec(raw_slot(64)).encode(torch.full((2, 64), 3.4e38))
 

@@ -239,12 +239,12 @@ def test_skipped_layers_are_sixteen_bits_and_untransformed():
         assert codec.layout.slot_bytes == 128
         assert codec.transform.mean is None
         assert codec.transform.rotation is None
-        assert codec.wide == torch.float16
+        assert codec.raw_dtype == torch.float16
     for codec, mean in zip(stored.layer_codecs(0, torch.float16), means, strict=True):
         assert codec.layout.slot_bytes == 36
         assert codec.transform.mean is mean
         assert codec.transform.rotation is not None
-        assert codec.wide == torch.float16
+        assert codec.raw_dtype == torch.float16
 
 
 @pytest.mark.parametrize("name", LEARNING)

@@ -19,11 +19,11 @@ def is_recent(windows: Windows, j: int, t: int) -> bool:
 @pytest.mark.parametrize("windows", CASES, ids=str)
 def test_exact_from(windows):
     positions = torch.arange(100)
-    from_tensor = windows.exact_from(positions).tolist()
+    from_tensor = windows.raw_from(positions).tolist()
     for t in range(100):
         exact = [j for j in range(t + 1) if is_recent(windows, j, t)]
-        assert list(range(max(0, windows.exact_from(t)), t + 1)) == exact
-        assert from_tensor[t] == windows.exact_from(t)
+        assert list(range(max(0, windows.raw_from(t)), t + 1)) == exact
+        assert from_tensor[t] == windows.raw_from(t)
 
 
 @pytest.mark.parametrize("windows", CASES, ids=str)

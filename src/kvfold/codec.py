@@ -30,7 +30,7 @@ class Codec:
 
     layout: SlotLayout
     transform: Transform = field(default_factory=Transform)
-    wide: torch.dtype = torch.bfloat16  # the 16-bit type of raw segments
+    raw_dtype: torch.dtype = torch.bfloat16  # the 16-bit type of raw segments
     clip: float | None = None  # the share of a vector's coordinates, by magnitude, that is not clipped
     centroids: Tensor | None = None  # float32[kv_heads, centroids, d], in transformed coordinates
 
@@ -88,7 +88,7 @@ class Codec:
         finite = meta[..., : self.layout.meta_numbers].isfinite().all(dim=-1)
         for segment, part, _ in self.layout.split(codes, meta) if self.layout.has_raw else ():
             if segment.rule == "raw":
-                finite &= part.contiguous().view(self.wide).isfinite().all(dim=-1)
+                finite &= part.contiguous().view(self.raw_dtype).isfinite().all(dim=-1)
         return finite
 
     def _quantize(self, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,7 +105,7 @@ class Codec:
         for segment in self.layout.segments:
             part = y if segment.dims == y.shape[-1] else y[..., segment.start : segment.stop]
             if segment.rule == "raw":
-                codes.append(part.to(self.wide).contiguous().view(torch.uint8))
+                codes.append(part.to(self.raw_dtype).contiguous().view(torch.uint8))
                 continue
             if segment.rule == "affine":
                 part_codes, part_meta = affine.quantize(part, segment.bits)
@@ -127,7 +127,7 @@ class Codec:
         parts = []
         for segment, part_codes, part_meta in self.layout.split(codes, meta):
             if segment.rule == "raw":
-                parts.append(part_codes.contiguous().view(self.wide).float())
+                parts.append(part_codes.contiguous().view(self.raw_dtype).float())
             elif segment.rule == "affine":
                 parts.append(affine.dequantize(unpack(part_codes, segment.bits), part_meta))
             elif segment.rule == "codebook":

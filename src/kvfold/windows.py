@@ -34,7 +34,7 @@ class Windows:
         """Whether the last tokens of a sequence are read in 16 bits."""
         return self.recent > 0 or self.group > 1
 
-    def exact_from(self, position: Position) -> Position:
+    def raw_from(self, position: Position) -> Position:
         """The first of the recent tokens that a query at `position` reads in 16 bits; position + 1: none."""
         full, recent = (position + 1) // self.group * self.group, position + 1 - self.recent
         return (full + recent - abs(full - recent)) // 2  # the smaller one

@@ -69,7 +69,7 @@ def plan(recipe, model=MODEL, page_size=PAGE, **options):
 def test_bytes_of_a_token():
     # 64 numbers of 4 bits, a scale and an offset; keys and values, 2 KV heads, 2 layers
     assert plan("int4:centre=false").token_bytes == (32 + 4) * 2 * 2 * 2
-    assert plan("int4:centre=false").wide_token_bytes == 64 * 2 * 2 * 2 * 2
+    assert plan("int4:centre=false").raw_token_bytes == 64 * 2 * 2 * 2 * 2
     assert plan("int4:centre=false,skip=1").token_bytes == (32 + 4) * 2 * 2 + 64 * 2 * 2 * 2
 
 

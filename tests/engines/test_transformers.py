@@ -93,7 +93,7 @@ def test_a_16_bit_model_loses_nothing(dtype):
     tokens = random_tokens(50)
     expected = logits_of(model, tokens, DynamicCache(config=model.config))
     packed = kvfold.cache(model, "bf16")
-    assert packed.wide == dtype
+    assert packed.raw_dtype == dtype
     error = (logits_of(model, tokens, packed) - expected).abs().max()
     assert error <= 8 * torch.finfo(dtype).eps * expected.abs().max()
 
@@ -465,7 +465,7 @@ def test_what_kernels_cannot_store_is_refused_before_calibration(monkeypatch):
     monkeypatch.setattr("kvfold.engines.transformers.choose", lambda *_: KERNELS)
     with pytest.raises(ValueError, match=r"the model is in torch.float32: load it with dtype=torch.bfloat16"):
         kvfold.cache(tiny(), "saw-int4")
-    assert kvfold.cache(tiny().half(), "saw-int4:centre=false").wide == torch.float16
+    assert kvfold.cache(tiny().half(), "saw-int4:centre=false").raw_dtype == torch.float16
 
 
 def test_a_step_that_fails_leaves_nothing_behind():

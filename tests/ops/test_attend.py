@@ -50,11 +50,11 @@ pytestmark = pytest.mark.usefixtures("_poisoned_memory")
 
 
 @functools.cache
-def codecs(recipes: str, dims: int, kv_heads: int, wide: torch.dtype = torch.bfloat16) -> tuple[Codec, Codec]:
+def codecs(recipes: str, dims: int, kv_heads: int, raw_dtype: torch.dtype = torch.bfloat16) -> tuple[Codec, Codec]:
     """Of one recipe, or keys as in the first of two and values as in the second: "int8 / bf16"."""
     geometry = Geometry("any", 1, kv_heads, kv_heads, dims)
     both = [
-        Fitted(parse(text), geometry, [fitted(text, dims, kv_heads)]).layer_codecs(LAYER, wide)[side].to(DEVICE)
+        Fitted(parse(text), geometry, [fitted(text, dims, kv_heads)]).layer_codecs(LAYER, raw_dtype)[side].to(DEVICE)
         for side, text in enumerate((recipes.split(" / ") * 2)[:2])
     ]
     return both[0], both[1]
@@ -83,7 +83,7 @@ class World:
         self.generator = torch.Generator().manual_seed(seed)
         self.cache = PagedCache(
             [codecs], kv_heads, sequences,
-            windows=Windows(sink, recent), page_size=page_size, wide=codecs[0].wide, device=DEVICE,
+            windows=Windows(sink, recent), page_size=page_size, raw_dtype=codecs[0].raw_dtype, device=DEVICE,
         )  # fmt: skip
         rng = random.Random(seed)
         self.cache.tables.references, self.cache.tables.free = [0] * pages, rng.sample(range(pages), pages)
@@ -238,10 +238,10 @@ def test_layouts(key, value):
     world.step(2, 1)
 
 
-@pytest.mark.parametrize("wide", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("raw_dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("recipes", ["bf16", "int4 / bf16"])
-def test_types_of_sixteen_bits(recipes, wide):
-    world = World(codecs(recipes, 64, 2, wide), 2, sink=3, recent=5)
+def test_types_of_sixteen_bits(recipes, raw_dtype):
+    world = World(codecs(recipes, 64, 2, raw_dtype), 2, sink=3, recent=5)
     world.fill(21, 3)
     world.step(1, 1)
 
@@ -512,12 +512,12 @@ def test_what_no_query_reads_may_be_anything(recipes, counts, sink, recent):
         for token in range(length):
             page, offset = step.table[row, token // step.page_size], token % step.page_size
             readers = range(max(start, token), length)  # positions
-            if token < sink or not any(token < windows.exact_from(position) for position in readers):
+            if token < sink or not any(token < windows.raw_from(position) for position in readers):
                 for _, codes, meta in pages.sides:
                     codes[page, offset] = 0xFF
                     if len(meta[page]) > 1 or (token % windows.group == 0 and length < token + windows.group):
                         meta[page, offset] = torch.nan
-            in_sixteen_bits = any(token < sink or token >= windows.exact_from(position) for position in readers)
+            in_sixteen_bits = any(token < sink or token >= windows.raw_from(position) for position in readers)
             if step.shadow_of[page] >= 0 and (token >= start or not in_sixteen_bits):
                 pages.shadows[step.shadow_of[page], :, :, offset] = torch.nan
     q = world.queries()

@@ -166,12 +166,12 @@ def test_heads_and_pages(ratio, page_size):
     check(world, 1, 1, 1, 1)
 
 
-@pytest.mark.parametrize("wide", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("raw_dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("recipe", ["int2", "int4 / tq-k3v3", "oscar-int2"])
 @pytest.mark.parametrize(("sink", "recent"), [(1, 0), (70, 0), (0, 1), (0, 70), (3, 7), (64, 64), (600, 600)])
-def test_windows(recipe, sink, recent, wide):
+def test_windows(recipe, sink, recent, raw_dtype):
     """In a page, over several, longer than a tile or than a sequence, whose first token has one, too."""
-    world = World(codecs(recipe, 32, 2, wide), 4, sink=sink, recent=recent, pages=400)
+    world = World(codecs(recipe, 32, 2, raw_dtype), 4, sink=sink, recent=recent, pages=400)
     world.fill(530, 1, 66, 7)
     check(world, 1, 1, 1, 1)
     check(world, 1, 0, 1, 1)

@@ -99,7 +99,7 @@ class Twins:
         key, value = (codec.to(device) for codec in case.codecs)
         cache = PagedCache(
             [(key, value)], case.kv_heads, sequences,
-            windows=case.windows, page_size=case.page_size, wide=case.dtype, device=device,
+            windows=case.windows, page_size=case.page_size, raw_dtype=case.dtype, device=device,
         )  # fmt: skip
         cache.tables.references = [0] * PAGES
         cache.tables.free = rng.sample(range(PAGES), PAGES)

@@ -120,10 +120,12 @@ def test_unpacked_tokens_are_those_of_the_codec(slot, dtype):
     assert (workspace[2 * 2 * 37 * slot.dims :] == 7).all()
 
 
-@pytest.mark.parametrize("wide", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("raw_dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("page_size", [1, 3, 24, 128])
-def test_unpacked_tokens_of_any_page(page_size, wide):
-    world = World((Codec(affine_slot(32, 4), wide=wide), Codec(raw_slot(32), wide=wide)), page_size=page_size)
+def test_unpacked_tokens_of_any_page(page_size, raw_dtype):
+    world = World(
+        (Codec(affine_slot(32, 4), raw_dtype=raw_dtype), Codec(raw_slot(32), raw_dtype=raw_dtype)), page_size=page_size
+    )
     pages, _ = world.fill(67 + page_size)
     for tokens in (range(67), range(66, 67), range(31, 66)):
         k, v = dequantize(pages, 0, tokens, torch.empty(2 * 2 * 67 * 32, device=DEVICE))

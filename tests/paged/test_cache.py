@@ -52,7 +52,7 @@ class Setup:
     dims: int = 16
     centred: bool = True
     dtype: torch.dtype = torch.float32
-    wide: torch.dtype = torch.bfloat16
+    raw_dtype: torch.dtype = torch.bfloat16
     value_bits: int | None = None  # where values are stored in another width than keys
     value_by_channel: bool = False  # where values are quantized over whole pages, as keys may be
 
@@ -92,12 +92,12 @@ class Setup:
         geometry = Geometry("any", LAYERS, self.kv_heads, self.kv_heads, self.dims)
         fits = [self.fit(layer) for layer in range(LAYERS)]
         result = []
-        for key, value in Fitted(self.parsed, geometry, fits).codecs(self.wide, "cpu"):
+        for key, value in Fitted(self.parsed, geometry, fits).codecs(self.raw_dtype, "cpu"):
             if self.value_by_channel:
-                value = Codec(channel_slot(self.dims, 4), value.transform, self.wide)
+                value = Codec(channel_slot(self.dims, 4), value.transform, self.raw_dtype)
             elif self.value_bits is not None:
                 layout = raw_slot(self.dims) if self.value_bits == 16 else affine_slot(self.dims, self.value_bits)
-                value = Codec(layout, value.transform, self.wide)
+                value = Codec(layout, value.transform, self.raw_dtype)
             result.append((key, value))
         return result
 
@@ -110,7 +110,7 @@ def make_cache(setup: Setup, sequences: int = 1, *, shuffled: int | None = None,
         sequences,
         windows=setup.windows,
         page_size=setup.page_size,
-        wide=setup.wide,
+        raw_dtype=setup.raw_dtype,
     )
     if shuffled is not None:
         rng = random.Random(shuffled)
@@ -191,7 +191,7 @@ class Side:
         that depends on the page."""
         centred = x.float().numpy() - self.mean.astype(np.float32)
         y = (by_head(centred.astype(np.float64), self.matrix) * self.order**-0.5).astype(np.float32)
-        wide = torch.from_numpy(y).to(self.codec.wide).double().numpy()
+        wide = torch.from_numpy(y).to(self.codec.raw_dtype).double().numpy()
         if self.codec.layout.segments[0].rule == "raw":
             return np.stack((wide, wide), axis=1)
         if self.codec.layout.per_page:
@@ -474,7 +474,7 @@ HEADS = [(1, 4), (2, 3), (3, 1), (2, 4)]  # KV heads, query heads of each
 BY_PAGE = [
     Setup("kivi-2:recent=0,group=8", 4),
     Setup("kivi-2:recent=7,group=8", 4, dtype=torch.bfloat16),
-    Setup("kivi-4:sink=3,recent=40,group=8,skip=0", 16, wide=torch.float16, dtype=torch.float16),
+    Setup("kivi-4:sink=3,recent=40,group=8,skip=0", 16, raw_dtype=torch.float16, dtype=torch.float16),
     Setup("kivi-2:sink=5,recent=1,group=16", 3, kv_heads=1, ratio=4),
     Setup("kivi-2:recent=6,group=8", 64),
     Setup("kitty-2:sink=0,recent=0,boost=0.5", 4),
@@ -495,9 +495,9 @@ def setups() -> list[Setup]:
         result.append(Setup(joined, page_size, kv_heads, ratio))
     result += [
         Setup("bf16", 3),
-        Setup("bf16", 16, wide=torch.float16, dtype=torch.float16),
+        Setup("bf16", 16, raw_dtype=torch.float16, dtype=torch.float16),
         Setup("saw-int4:sink=2,recent=6", 4, dims=80, dtype=torch.bfloat16),
-        Setup("saw-int4:sink=2,recent=6,values=true", 16, dims=64, dtype=torch.float16, wide=torch.float16),
+        Setup("saw-int4:sink=2,recent=6,values=true", 16, dims=64, dtype=torch.float16, raw_dtype=torch.float16),
         Setup("int4:sink=2,recent=6", 16, dims=128, centred=False),
         Setup("quarot-int2:sink=1,recent=3", 2, dims=96),
         Setup("saw-int4:sink=3,recent=7,values=true", 4, value_bits=2),
@@ -987,7 +987,7 @@ def test_a_failing_step_leaves_nothing_behind(bad, which):
 
 def test_what_only_the_window_cannot_hold_is_refused():
     """70000 packs, as the upper end of a range, but is no float16."""
-    setup = Setup("int4:recent=8", centred=False, wide=torch.float16)
+    setup = Setup("int4:recent=8", centred=False, raw_dtype=torch.float16)
     cache = make_cache(setup)
     kv = torch.rand(2, 1, 5, setup.kv_heads, setup.dims)
     q = torch.rand(1, 5, setup.kv_heads * setup.ratio, setup.dims)

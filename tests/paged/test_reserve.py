@@ -117,7 +117,9 @@ def test_the_definition():
     q = torch.cat(queries, dim=1)
     cache.extend([1, 1])
     out = cache.attend(0, *(x.unsqueeze(1) for x in (q, k, v)), setup.scale).squeeze(1)
-    new = tuple(codec.transform.forward(x).to(setup.wide) for codec, x in zip(cache.codecs[0], (k, v), strict=True))
+    new = tuple(
+        codec.transform.forward(x).to(setup.raw_dtype) for codec, x in zip(cache.codecs[0], (k, v), strict=True)
+    )
     torch.testing.assert_close(out, naive.attend(cache.pages(0), q, new, setup.scale), rtol=1e-4, atol=1e-5)
 
 

@@ -53,7 +53,7 @@ def attend(pages: LayerPages, q: Tensor, new: New, scale: float, row: int, dtype
     seen = token <= position  # [n, tokens]
     read = [(pages.unpack(page, offset), seen)]  # states [tokens, kv_heads, 2, d], and which queries read them
     if new is not None:
-        raw = (token < windows.sink) | (token >= windows.exact_from(position))
+        raw = (token < windows.sink) | (token >= windows.raw_from(position))
         kept = pages.shadows[step.shadow_of[page].clamp_min(0), :, :, offset]
         kept[start:] = torch.stack([side[own] for side in new], dim=2)
         read = [(read[0][0], seen & ~raw), (kept, seen & raw)]

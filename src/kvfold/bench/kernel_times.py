@@ -170,8 +170,8 @@ def moved_bytes(case: Case, layout: PageLayout, windows: Windows) -> int:
         size = case.new * (raw + slot) + (case.new * bool(windows) + shadowed) * raw
     else:
         sink = min(windows.sink, case.context)
-        packed = max(0, windows.exact_from(case.context - 1) - sink)
-        recent = max(0, case.context - max(sink, windows.exact_from(case.history))) if windows.has_recent else 0
+        packed = max(0, windows.raw_from(case.context - 1) - sink)
+        recent = max(0, case.context - max(sink, windows.raw_from(case.history))) if windows.has_recent else 0
         page_meta = sum(slot.meta_bytes for slot in (layout.key, layout.value) if slot.per_page)
         size = packed * slot + -(-packed // case.page) * page_meta + (sink + recent) * raw
     return case.batch * case.kv_heads * size
@@ -197,7 +197,7 @@ def fill(case: Case, recipe: Recipe, device: torch.device) -> Filled:
         case.batch,
         windows=recipe.windows,
         page_size=case.page,
-        wide=case.torch_dtype,
+        raw_dtype=case.torch_dtype,
         device=device,
     )
     pages = case.batch * -(-case.context // case.page)

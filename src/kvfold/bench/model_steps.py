@@ -70,7 +70,9 @@ def packed_cache(
 def fill(cache: PagedCache, recipe: Recipe) -> None:
     """Fill all pages and shadow pages: random tokens of one page are stored, and its bytes are copied to all others."""
     size, dtype, device = cache.tables.page_size, cache.shadows[0].dtype, cache.device
-    one = PagedCache(cache.codecs, cache.kv_heads, 1, windows=recipe.windows, page_size=size, wide=dtype, device=device)
+    one = PagedCache(
+        cache.codecs, cache.kv_heads, 1, windows=recipe.windows, page_size=size, raw_dtype=dtype, device=device
+    )
     one.extend([size])
     generator = torch.Generator(device).manual_seed(0)
     for layer, layout in enumerate(cache.layouts):

@@ -268,7 +268,7 @@ class Layer:
         for keys, new in zip(self.keys, self.cache.counts, strict=True):
             length, keys = len(keys), keys - keys.mean(dim=0)
             for position in range(length - new, length):
-                borders = {0, windows.sink, TILE, self.case.page, windows.exact_from(position), position + 1}
+                borders = {0, windows.sink, TILE, self.case.page, windows.raw_from(position), position + 1}
                 near = sorted({t for border in borders for t in (border - 1, border) if 0 <= t <= position})
                 anywhere = torch.randint(position + 1, (len(near),), generator=self.generator).tolist()
                 sought = [[*near, *anywhere][next(self.turn) % (2 * len(near))] for _ in range(self.case.q_heads)]
@@ -386,7 +386,7 @@ def _poisoned_cache(case: Case, recipe: Recipe, codecs: tuple[Codec, Codec], dev
     size, tokens = case.page, case.tokens
     cache = PagedCache(
         [codecs], case.kv_heads, len(tokens.new),
-        windows=recipe.windows, page_size=size, wide=case.torch_dtype, device=device,
+        windows=recipe.windows, page_size=size, raw_dtype=case.torch_dtype, device=device,
     )  # fmt: skip
     pages = sum(-(-(old + new + 1) // size) for old, new in zip(tokens.history, tokens.new, strict=True))
     generator = torch.Generator().manual_seed(0)

@@ -68,7 +68,7 @@ class Plan:
     ratio: int  # query heads for each of them
     codecs: Mapping[int, tuple[Codec, Codec]]  # keys and values, by the layer's number in the model
     page_size: int
-    wide: torch.dtype  # the 16-bit type
+    raw_dtype: torch.dtype  # the 16-bit type
     device: torch.device
 
     @classmethod
@@ -100,10 +100,10 @@ class Plan:
         parts = min(ranks, geometry.kv_heads)
         if artifact is not None and parts > 1:
             artifact = artifact.shard(rank * parts // ranks, parts)
-        wide = sixteen_bit(dtype)
-        codecs = dict(enumerate(Fitted.of(recipe, geometry, artifact).codecs(wide, device)))
+        raw_dtype = sixteen_bit(dtype)
+        codecs = dict(enumerate(Fitted.of(recipe, geometry, artifact).codecs(raw_dtype, device)))
         heads = geometry.kv_heads // parts, geometry.q_heads // max(ranks, geometry.kv_heads)
-        plan = cls(recipe, geometry, *heads, codecs, page_size, wide, torch.device(device))
+        plan = cls(recipe, geometry, *heads, codecs, page_size, raw_dtype, torch.device(device))
         for ops in plan.ops.values() if plan.device.type == "cuda" else ():
             if ops.store.implementation == "torch":  # which waits for the device
                 raise ValueError(f"{recipe} cannot be served on a GPU: {ops.store.reason}")
@@ -131,7 +131,7 @@ class Plan:
         return self.kv_heads * sum(layout.page_bytes for layout in self.layouts.values()) / self.page_size
 
     @property
-    def wide_token_bytes(self) -> int:
+    def raw_token_bytes(self) -> int:
         """What it would take in 16 bits."""
         return 2 * self.geometry.elements_per_token * self.kv_heads // self.geometry.kv_heads
 
@@ -148,7 +148,7 @@ class Plan:
     def allocate_shadows(self, shadows: int) -> Tensor:
         """So many of one layer. Zeros are resident memory, which is what an engine may measure on a CPU."""
         shape = (shadows, self.kv_heads, 2, self.page_size, self.geometry.head_dim)
-        return torch.zeros(shape, dtype=self.wide, device=self.device)
+        return torch.zeros(shape, dtype=self.raw_dtype, device=self.device)
 
     def report(self, pages: int, shadows: int) -> str:
         """What is served, for the engine's log at start."""
@@ -157,8 +157,8 @@ class Plan:
             f"kvfold {__version__}: {self.recipe}",
             f"layers: {len(self.layouts) - len(kept)} packed"
             + (f", {', '.join(map(str, kept))} in 16 bits as the recipe says" if kept else ""),
-            f"bytes per token: {self.token_bytes:,.0f}, against {self.wide_token_bytes:,} in 16 bits: "
-            f"{self.wide_token_bytes / self.token_bytes:.2f} times smaller",
+            f"bytes per token: {self.token_bytes:,.0f}, against {self.raw_token_bytes:,} in 16 bits: "
+            f"{self.raw_token_bytes / self.token_bytes:.2f} times smaller",
             f"pages: {pages:,} of {self.page_size} tokens, so that {pages * self.page_size:,} tokens fit",
         ]
         if self.windows:
@@ -255,7 +255,7 @@ class Served:
         from kvfold.engines.gauges import Gauges  # not before engines have set up prometheus_client
 
         plan = self.plan
-        return Gauges(plan.token_bytes, plan.wide_token_bytes, self.shadow_pages, plan.device)
+        return Gauges(plan.token_bytes, plan.raw_token_bytes, self.shadow_pages, plan.device)
 
     @property
     def complete(self) -> bool:

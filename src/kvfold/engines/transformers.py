@@ -60,9 +60,9 @@ def cache(
         artifact.metadata.model.check(model)
     elif recipe.centre or recipe.learns:
         artifact = _calibrate_once(model, recipe)
-    wide = sixteen_bit(model.dtype)
-    codecs = Fitted.of(recipe, geometry, artifact).codecs(wide, model.device)
-    return PackedCache(recipe, geometry, codecs, wide, model.device, page_size or recipe.page_size)
+    raw_dtype = sixteen_bit(model.dtype)
+    codecs = Fitted.of(recipe, geometry, artifact).codecs(raw_dtype, model.device)
+    return PackedCache(recipe, geometry, codecs, raw_dtype, model.device, page_size or recipe.page_size)
 
 
 def _calibrate_once(model: PreTrainedModel, recipe: Recipe) -> Artifact:
@@ -123,18 +123,18 @@ class PackedCache(Cache):
         recipe: Recipe,
         geometry: Geometry,
         codecs: list[tuple[Codec, Codec]],  # keys and values of each layer
-        wide: torch.dtype,
+        raw_dtype: torch.dtype,
         device: torch.device,
         page_size: int,
     ) -> None:
         super().__init__(layers=[PackedLayer(self, index) for index in range(geometry.layers)])
         self.recipe, self.geometry, self.codecs = recipe, geometry, codecs
-        self.wide, self.device, self.page_size = wide, device, page_size
+        self.raw_dtype, self.device, self.page_size = raw_dtype, device, page_size
         self.reset()
 
     def empty(self) -> "PackedCache":
         """Another cache like this one, without sequences."""
-        return PackedCache(self.recipe, self.geometry, self.codecs, self.wide, self.device, self.page_size)
+        return PackedCache(self.recipe, self.geometry, self.codecs, self.raw_dtype, self.device, self.page_size)
 
     def reset(self) -> None:
         """Forget every sequence, and free their pages."""
@@ -180,7 +180,7 @@ class PackedCache(Cache):
                 sequences,
                 windows=self.recipe.windows,
                 page_size=self.page_size,
-                wide=self.wide,
+                raw_dtype=self.raw_dtype,
                 device=self.device,
             )
             if reserve:

@@ -127,7 +127,7 @@ def unsupported(layout: PageLayout) -> str | None:
 def described(pages: LayerPages) -> tuple[int, ...]:
     """The pages of a layer as kernels see them, in the order of `PAGES`."""
     sides, segments = _sides(pages.layout, pages.key.kept, pages.value.kept)
-    pool, half = pages.pool, pages.key.wide == torch.float16
+    pool, half = pages.pool, pages.key.raw_dtype == torch.float16
     tables = sides.data_ptr(), segments.data_ptr(), segments.shape[1]
     return pool.data_ptr(), pool.nbytes, *pool.stride()[:2], *tables, half
 

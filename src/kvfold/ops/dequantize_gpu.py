@@ -27,7 +27,7 @@ def dequantize(pages: LayerPages, row: int, tokens: range, workspace: Tensor) ->
         v,
         pages.pool,
         pages.pool.view(torch.float16),
-        pages.pool.view(pages.key.wide),
+        pages.pool.view(pages.key.raw_dtype),
         lloyd_max.level_table(pages.pool.device),
         pages.step.table[row],
         tokens.start,

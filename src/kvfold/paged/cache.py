@@ -32,7 +32,7 @@ class PagedCache:
         *,
         windows: Windows | None = None,
         page_size: int = 16,
-        wide: torch.dtype = torch.bfloat16,
+        raw_dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
     ) -> None:
         self.codecs = list(codecs)
@@ -49,7 +49,7 @@ class PagedCache:
         self.faults = torch.zeros(0, dtype=torch.uint8, device=self.device)
         self.pools = [layout.allocate(0, kv_heads, self.device) for layout in self.layouts]
         self.shadows = [
-            torch.empty(0, kv_heads, 2, page_size, layout.key.dims, dtype=wide, device=self.device)
+            torch.empty(0, kv_heads, 2, page_size, layout.key.dims, dtype=raw_dtype, device=self.device)
             for layout in self.layouts
         ]
         self._layers = self._views()

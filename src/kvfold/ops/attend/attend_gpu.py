@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvfold.ops.attend import window_kernel
-from kvfold.ops.attend.parts import UNSEEN, QueryTiles, empty, exact_from, merge, softmax, tile_rows
+from kvfold.ops.attend.parts import UNSEEN, QueryTiles, empty, merge, raw_from, softmax, tile_rows
 from kvfold.ops.pages import LayerPages
 from kvfold.ops.rotate import dual
 from kvfold.ops.tiles import (
@@ -40,7 +40,7 @@ def attend(
         return q.float()
     rotated = dual(pages.key.transform, q)
     last = pages.step.table.shape[1] * pages.layout.page_size - 1  # position that the page table has room for
-    tokens = pages.windows.exact_from(last) - pages.windows.sink  # that a query reads packed, at most
+    tokens = pages.windows.raw_from(last) - pages.windows.sink  # that a query reads packed, at most
     packed = QueryTiles(pages, rotated).splits(tokens, q.device) if tokens > 0 else 0
     outs, weights = empty(packed + (0 if new is None else window_kernel.splits(pages, rotated)), rotated)
     if packed:
@@ -151,7 +151,7 @@ def _attend(
     query, q_head, live, position, _, last = tile_rows(
         query_starts, lengths, sequence, first, head, Q_HEADS, KV_HEADS, RATIO, QUERIES, ROWS
     )
-    packed_to = exact_from(position, recent, group)
+    packed_to = raw_from(position, recent, group)
     qs, sums, means = (), (), ()
     for i in tl.static_range(len(KEY.parts)):
         qs += (_queries(q + query.to(tl.int64) * q_stride + q_head * q_head_stride, live, scale, KEY, i),)
@@ -161,7 +161,7 @@ def _attend(
     highest = tl.full([ROWS], UNSEEN, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
 
-    packed_from, packed_end = sink // STRIDE * STRIDE, exact_from(last, recent, group)
+    packed_from, packed_end = sink // STRIDE * STRIDE, raw_from(last, recent, group)
     tiles = tl.cdiv(tl.maximum(packed_end - packed_from, 0), STRIDE)
     share = tl.cdiv(tiles, tl.num_programs(2))
     for tile in range(split * share, tl.minimum((split + 1) * share, tiles)):

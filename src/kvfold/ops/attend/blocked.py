@@ -131,7 +131,7 @@ def _packed_blocks(step: Step, windows: Windows, block_tokens: int) -> list[_Pac
     """Every token between the windows, in blocks of whole pages."""
     device, n, lengths = step.table.device, step.max_queries, step.known.lengths
     longest, shortest = max(lengths), min(lengths)
-    end = max(0, windows.exact_from(longest - 1))
+    end = max(0, windows.raw_from(longest - 1))
     block_pages = max(1, block_tokens // step.page_size)
     blocks = []
     for page in range(windows.sink // step.page_size, -(-end // step.page_size), block_pages):
@@ -139,10 +139,10 @@ def _packed_blocks(step: Step, windows: Windows, block_tokens: int) -> list[_Pac
         start, stop = page * step.page_size, min((page + block_pages) * step.page_size, end)
         columns = slice(max(0, windows.packed_from(start) - (longest - n)), n)
         mask = unwritten = None
-        if start < windows.sink or stop > windows.exact_from(shortest - n + columns.start):
+        if start < windows.sink or stop > windows.raw_from(shortest - n + columns.start):
             tokens = torch.arange(start, stop)
             position = _positions(step)[:, columns].unsqueeze(-1)
-            mask = _additive((tokens >= windows.sink) & (tokens < windows.exact_from(position))).to(device)
+            mask = _additive((tokens >= windows.sink) & (tokens < windows.raw_from(position))).to(device)
         written = torch.tensor(lengths) // windows.group * windows.group  # tokens of each sequence
         if stop > written.min():
             first = max(page, int(written.min()) // step.page_size)
@@ -172,7 +172,7 @@ class _WindowBlock:
 def _window_blocks(step: Step, windows: Windows, block_tokens: int) -> list[_WindowBlock]:
     """The tokens that some query of the step reads in 16 bits: of the sink, and of the recent windows."""
     recent = [
-        range(max(windows.sink, windows.exact_from(start)), length if windows.has_recent else 0)
+        range(max(windows.sink, windows.raw_from(start)), length if windows.has_recent else 0)
         for start, length in zip(*step.known, strict=True)
     ]
     sink = [range(min(windows.sink, length)) for length in step.known.lengths]
@@ -197,7 +197,7 @@ def _window_block(step: Step, tokens: Tensor, windows: Windows | None) -> _Windo
     position, token = _positions(step)[:, columns].unsqueeze(-1), tokens.unsqueeze(1)
     mask = (token >= 0) & (token <= position)
     if windows is not None:
-        mask &= token >= windows.exact_from(position)
+        mask &= token >= windows.raw_from(position)
     old = (tokens >= 0) & (tokens < torch.tensor(starts).unsqueeze(1))
     row, place = (index.to(device) for index in torch.nonzero(old, as_tuple=True))
     old_tokens = tokens[old].to(device)

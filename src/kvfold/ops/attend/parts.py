@@ -140,8 +140,8 @@ def tile_rows(
 
 
 @triton.jit
-def exact_from(position, recent, group):
-    """`Windows.exact_from`: the first of the recent tokens that a query at `position` reads in 16 bits."""
+def raw_from(position, recent, group):
+    """`Windows.raw_from`: the first of the recent tokens that a query at `position` reads in 16 bits."""
     return tl.minimum((position + 1) // group * group, position + 1 - recent)
 
 

@@ -86,7 +86,7 @@ class Kind(Enum):
 def _kinds(step: Step, windows: Windows) -> list[Kind]:
     kinds = []
     for row, length in enumerate(step.known.lengths):
-        queries, tokens = length - _first(step, windows, row), windows.exact_from(length - 1) - windows.sink
+        queries, tokens = length - _first(step, windows, row), windows.raw_from(length - 1) - windows.sink
         kind = Kind.LONG if tokens >= MIN_TOKENS else Kind.SHORT_PROMPT
         kinds.append(kind if queries >= MIN_QUERIES else Kind.SHORT_TURN)
     return kinds
@@ -136,8 +136,8 @@ def _attend(
         if more := max(FEWEST_QUERIES, power_of_two(n)) - n:
             queries = pad(queries, (0, 0, 0, 0, 0, more))
         queries = queries.transpose(0, 1).unsqueeze(0)
-        end = windows.exact_from(position + n - 1)
-        chunks = _chunks(windows.sink, windows.exact_from(position) - 1, end, room)
+        end = windows.raw_from(position + n - 1)
+        chunks = _chunks(windows.sink, windows.raw_from(position) - 1, end, room)
         for i, (tokens, causal) in enumerate(chunks):
             k, v = dequantize(pages, row, tokens, workspace)
             usual = len(tokens) == n >= CAUSAL_QUERIES if causal else len(tokens) in _sizes(room)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvfold.ops.attend.parts import UNSEEN, QueryTiles, exact_from, softmax, tile_rows
+from kvfold.ops.attend.parts import UNSEEN, QueryTiles, raw_from, softmax, tile_rows
 from kvfold.ops.pages import LayerPages
 from kvfold.ops.pdl import ALONE, BESIDE_TO_END, release, wait
 from kvfold.ops.sizes import power_of_two
@@ -126,7 +126,7 @@ def _windows(
     query, q_head, live, position, oldest, last = tile_rows(
         query_starts, lengths, sequence, first, head, Q_HEADS, KV_HEADS, RATIO, QUERIES, ROWS
     )
-    packed_to = exact_from(position, recent, group)
+    packed_to = raw_from(position, recent, group)
     coordinate = tl.arange(0, PADDED)
     real = (coordinate < DIMS)[None, :]
     row = q + query.to(tl.int64) * q_stride + q_head * q_head_stride
@@ -137,7 +137,7 @@ def _windows(
     total = tl.zeros([ROWS], tl.float32)
 
     # tiles of the sink, then of recent windows; the first window is that of the oldest query that is no padding
-    recent_from = tl.maximum(sink, exact_from(tl.maximum(oldest, start), recent, group))
+    recent_from = tl.maximum(sink, raw_from(tl.maximum(oldest, start), recent, group))
     sink_tiles = tl.cdiv(tl.minimum(sink, last + 1), TOKENS)
     tiles = sink_tiles + tl.cdiv(tl.maximum(last + 1 - recent_from, 0), TOKENS)
     share = tl.cdiv(tiles, tl.num_programs(2))

@@ -172,7 +172,7 @@ def _clip_rank(codec: Codec) -> int:
 
 
 def _prepared(codec: Codec, transform: Transform, side: Side, x: Tensor) -> tuple[Operands, _Packing]:
-    clipped, bfloat = codec.clip is not None, codec.wide == torch.bfloat16
+    clipped, bfloat = codec.clip is not None, codec.raw_dtype == torch.bfloat16
     return transform.once(_prepare, side, clipped, bfloat, x.dtype, x.device)
 
 
