@@ -23,8 +23,8 @@ import kvfold
 from kvfold.artifact import TEXT, Artifact
 from kvfold.calibration.text_overlap import check_disjoint
 from kvfold.engines.transformers import PackedCache
-from kvfold.evaluate.attention import diagnose
 from kvfold.evaluate.gsm8k import gsm8k, read_problems
+from kvfold.evaluate.layer_attention import diagnose
 from kvfold.evaluate.logits import compare
 from kvfold.evaluate.needle import needle_suite
 from kvfold.files import append_rows

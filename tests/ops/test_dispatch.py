@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvfold.layout import PageLayout, affine_slot, channel_slot
-from kvfold.ops.attend import blocked
+from kvfold.ops.attend import attend_torch
 from kvfold.ops.dispatch import HOPPER, check_dtype, choose
 from kvfold.paged import PagedCache
 from kvfold.recipes import parse
@@ -117,7 +117,7 @@ def test_pytorch_stores_every_type(triton):
 @pytest.mark.parametrize(("windows", "n"), [(Windows(), 1), (Windows(sink=3, recent=5), 1), (Windows(3, 5), 7)])
 def test_pytorch_reads_on_any_device(windows, n, monkeypatch):
     """On that of tensors without numbers; those of other devices are looked at in the same way."""
-    monkeypatch.setattr(blocked, "require_shadows", lambda *_: None)  # reads numbers
+    monkeypatch.setattr(attend_torch, "require_shadows", lambda *_: None)  # reads numbers
     device = torch.device("meta")
     ops = choose(INT4, 2, device)
     assert ops.decode.reason == "there are kernels for GPUs and CPUs, and the cache is on meta"

@@ -14,7 +14,7 @@ from kvfold.codec import Codec
 from kvfold.layout import affine_slot, channel_slot
 from kvfold.ops import naive
 from kvfold.ops.attend import attend_gpu as portable
-from kvfold.ops.attend import blocked
+from kvfold.ops.attend import attend_torch
 from kvfold.ops.attend import unpacked_prefill as unpacked
 from kvfold.ops.attend.hopper import decode_step as gluon
 from kvfold.ops.pages import LayerPages
@@ -46,8 +46,8 @@ def unpacked_attend(*arguments) -> torch.Tensor:
 OPS = {
     "naive-decode": (naive.attend, AssertionError, DECODE),
     "naive-extend": (naive.attend, AssertionError, EXTEND),
-    "torch-decode": (blocked.attend, RuntimeError, DECODE),
-    "torch-extend": (blocked.attend, RuntimeError, EXTEND),
+    "torch-decode": (attend_torch.attend, RuntimeError, DECODE),
+    "torch-extend": (attend_torch.attend, RuntimeError, EXTEND),
     "numba": (numba_attend, RuntimeError, DECODE),
     "portable-decode": (portable.attend, InterpreterError, DECODE),
     "portable-extend": (portable.attend, InterpreterError, EXTEND),

@@ -14,7 +14,7 @@ from kvfold.codec import Codec
 from kvfold.layout import Segment, SlotLayout, affine_slot, channel_slot
 from kvfold.ops import naive
 from kvfold.ops.attend import attend_gpu as portable
-from kvfold.ops.attend import blocked
+from kvfold.ops.attend import attend_torch
 from kvfold.ops.attend import unpacked_prefill as unpacked
 from kvfold.ops.decode_prologue import prologue
 from kvfold.ops.store import store_gpu as triton
@@ -249,8 +249,8 @@ PATHS = {
     "portable-decode": (portable.attend, DECODE),
     "portable-extend": (portable.attend, EXTEND),
     "unpacked": (unpacked.attend, EXTEND),
-    "torch-decode": (blocked.attend, DECODE),
-    "torch-extend": (blocked.attend, EXTEND),
+    "torch-decode": (attend_torch.attend, DECODE),
+    "torch-extend": (attend_torch.attend, EXTEND),
     "numba": (numba_attend, DECODE),
 }
 

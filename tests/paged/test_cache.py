@@ -21,7 +21,7 @@ from kvfold.fitted import Fitted
 from kvfold.geometry import Geometry
 from kvfold.layout import SlotLayout, affine_slot, channel_slot, raw_slot
 from kvfold.ops import naive
-from kvfold.ops.attend import blocked
+from kvfold.ops.attend import attend_torch
 from kvfold.paged import PagedCache
 from kvfold.quantizers.lloyd_max import levels
 from kvfold.recipe import Recipe
@@ -522,7 +522,7 @@ def describe(setup: Setup) -> str:
 @pytest.mark.parametrize("setup", setups(), ids=describe)
 def test_random_histories(setup, monkeypatch):
     rng = random.Random(describe(setup))
-    monkeypatch.setattr(blocked, "BLOCK_TOKENS", rng.choice((3, 20, 1024)))
+    monkeypatch.setattr(attend_torch, "CHUNK_TOKENS", rng.choice((3, 20, 1024)))
     world = World(setup, 3, rng.randrange(2**31))
     world.step([rng.randrange(1, 50), 0, rng.randrange(1, 20)])
     operations = ["decode"] * 4 + ["extend"] * 3 + ["crop"] * 3 + ["select"] * 2 + ["fail"]
@@ -675,9 +675,9 @@ def forked_and_cropped(world: World) -> None:
 @pytest.mark.parametrize("setup", BY_PAGE, ids=describe)
 def test_pages_that_are_quantized_as_a_whole(setup, history, monkeypatch):
     """A query at t reads the sink, the recent window and a page that is not full at t in 16 bits, all else packed from
-    the 16-bit tokens of a full page: `blocked` and `naive` against float64."""
+    the 16-bit tokens of a full page: `attend_torch` and `naive` against float64."""
     rng = random.Random(describe(setup) + history.__name__)
-    monkeypatch.setattr(blocked, "BLOCK_TOKENS", rng.choice((4, 4096)))
+    monkeypatch.setattr(attend_torch, "CHUNK_TOKENS", rng.choice((4, 4096)))
     world = World(setup, 3, rng.randrange(2**31))
     world.poison()
     history(world)
@@ -866,7 +866,7 @@ def test_chunks_change_no_byte_and_no_read(setup, way):
             assert same_bits(mine, theirs)
 
 
-# --- the blocked implementation
+# --- the implementation in PyTorch
 
 
 @pytest.mark.pairs
@@ -898,18 +898,18 @@ def test_blocks_of_any_size_give_the_same(setup, block_tokens, block_logits, par
         cache.extend(counts)
         pages = cache.pages(1)
         new = naive.store(pages, *kv)
-    monkeypatch.setattr(blocked, "BLOCK_TOKENS", block_tokens)
-    monkeypatch.setattr(blocked, "CPU_LOGITS", block_logits)
-    monkeypatch.setattr(blocked, "_flash", getattr(blocked, part))  # on a GPU it is the other
+    monkeypatch.setattr(attend_torch, "CHUNK_TOKENS", block_tokens)
+    monkeypatch.setattr(attend_torch, "CPU_LOGITS", block_logits)
+    monkeypatch.setattr(attend_torch, "_flash", getattr(attend_torch, part))  # on a GPU it is the other
     expected = naive.attend(pages, q, new, setup.scale)
-    assert torch.allclose(blocked.attend(pages, q, new, setup.scale), expected, rtol=0, atol=1e-5)
+    assert torch.allclose(attend_torch.attend(pages, q, new, setup.scale), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("recipe", ["int8", "int8:recent=8", "int8:sink=4,recent=8", "bf16"])
 @pytest.mark.parametrize("block_tokens", [4, 4096])
 def test_tokens_that_a_query_does_not_read_do_not_touch_it(recipe, block_tokens, monkeypatch):
     """Later tokens of the same step have values ten million times as large; not even their rounding errors may show."""
-    monkeypatch.setattr(blocked, "BLOCK_TOKENS", block_tokens)
+    monkeypatch.setattr(attend_torch, "CHUNK_TOKENS", block_tokens)
     setup = Setup(recipe, page_size=4, centred=False)
     generator = torch.Generator().manual_seed(0)
     kv = torch.randn(2, 2, 40, setup.kv_heads, setup.dims, generator=generator)
@@ -935,7 +935,7 @@ def test_large_logits_do_not_overflow():
     cache.extend([30])
     pages = cache.pages(0)
     new = naive.store(pages, *kv)
-    expected, got = (op.attend(pages, q, new, 1.0) for op in (naive, blocked))
+    expected, got = (op.attend(pages, q, new, 1.0) for op in (naive, attend_torch))
     assert got.isfinite().all()
     # logits reach 10^6, so that float32 leaves a tenth of rounding in them: ties apart, the same token wins
     agree = ((got - expected).abs().amax(dim=-1) < 1.0).float().mean()

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from kvfold.evaluate.attention import LayerRow
+    from kvfold.evaluate.layer_attention import LayerRow
     from kvfold.evaluate.needle import NeedleRow
 
 REFERENCE = "bf16"

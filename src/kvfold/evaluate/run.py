@@ -14,8 +14,8 @@ import kvfold
 from kvfold.artifact import TEXT, Artifact
 from kvfold.calibration.text_overlap import check_disjoint
 from kvfold.engines.transformers import cache
-from kvfold.evaluate.attention import diagnose
 from kvfold.evaluate.gsm8k import Problems, gsm8k
+from kvfold.evaluate.layer_attention import diagnose
 from kvfold.evaluate.logits import Scores, compare
 from kvfold.evaluate.needle import hide, needle_suite
 from kvfold.evaluate.report import REFERENCE, Report, Row

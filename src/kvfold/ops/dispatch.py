@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvfold.layout import PageLayout
 from kvfold.ops import naive
-from kvfold.ops.attend import blocked
+from kvfold.ops.attend import attend_torch
 from kvfold.ops.pages import LayerPages
 
 New = tuple[Tensor, Tensor] | None
@@ -138,5 +138,5 @@ def _slow(reason: str) -> Ops:
 
 def _torch(reason: str) -> Ops:
     # decoding on a CPU makes many calls on small vectors, which inference mode makes cheaper
-    store, attend = torch.inference_mode()(naive.store), torch.inference_mode()(blocked.attend)
+    store, attend = torch.inference_mode()(naive.store), torch.inference_mode()(attend_torch.attend)
     return Ops(Choice("torch", reason, store), Choice("torch", reason, attend), Choice("torch", reason, attend))

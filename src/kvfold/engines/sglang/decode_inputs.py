@@ -28,18 +28,18 @@ def decode_inputs(locations: Tensor, lengths: Tensor, requests: Tensor, known: T
     places = torch.empty(rows, dtype=torch.int64, device=lengths.device)
     stride = rows // 4 * 4 + 4  # kernels are compiled anew where numbers begin at another part of 16 bytes
     numbers = torch.empty(5, stride, dtype=torch.int32, device=lengths.device)
-    block = power_of_two(rows + 1)
+    width = power_of_two(rows + 1)
     _decode_inputs[(1,)](
-        locations, lengths, requests, known, places, numbers, rows, stride, PAGE=page_size, BLOCK=block
+        locations, lengths, requests, known, places, numbers, rows, stride, PAGE=page_size, WIDTH=width
     )
     return DecodeInputs(places, numbers[0, : rows + 1], *numbers[1:, :rows])
 
 
 @triton.jit(do_not_specialize=["rows", "stride"])
 def _decode_inputs(
-    locations, lengths, requests, known, places, numbers, rows, stride, PAGE: tl.constexpr, BLOCK: tl.constexpr
+    locations, lengths, requests, known, places, numbers, rows, stride, PAGE: tl.constexpr, WIDTH: tl.constexpr
 ):
-    row = tl.arange(0, BLOCK)
+    row = tl.arange(0, WIDTH)
     live = row < rows
     location = tl.load(locations + row, mask=live, other=0).to(tl.int64)
     length = tl.load(lengths + row, mask=live, other=1).to(tl.int32)

@@ -1,4 +1,4 @@
-"""`attend` as vectorised PyTorch: blocks of pages are unpacked one after the other, flash attention runs on each, and
+"""`attend` as vectorised PyTorch: chunks of pages are unpacked one after the other, flash attention runs on each, and
 the parts are merged by their log-sum-exp. The context is never unpacked at once."""
 
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ from torch.nn.utils.rnn import pad_sequence
 from kvfold.ops.pages import LayerPages, Step, require_shadows
 from kvfold.windows import Windows
 
-BLOCK_TOKENS = 4096  # tokens of a block, at most
-CPU_LOGITS, DEVICE_LOGITS = 2**23, 2**27  # query-token pairs of a block, at most
+CHUNK_TOKENS = 4096  # tokens of a chunk, at most
+CPU_LOGITS, DEVICE_LOGITS = 2**23, 2**27  # query-token pairs of a chunk, at most
 UNSEEN = -1e30  # added to logits of tokens that a query does not read; finite, so that a row without tokens is no NaN
 
 
@@ -43,30 +43,30 @@ def _attend(pages: LayerPages, q: Tensor, new: Sequence[Tensor], scale: float) -
     sequences, n, q_heads, _ = q.shape
     parts = _Parts(pages.key.transform.dual(q).transpose(1, 2), scale)
     logits = CPU_LOGITS if q.device.type == "cpu" else DEVICE_LOGITS
-    tokens = min(BLOCK_TOKENS, max(1, logits // (sequences * q_heads * n)))
-    for block in pages.step.once(_packed_blocks, pages.windows, tokens):
-        parts.add(block.columns, block.mask, *_unpack(pages, block))
+    tokens = min(CHUNK_TOKENS, max(1, logits // (sequences * q_heads * n)))
+    for chunk in pages.step.once(_packed_chunks, pages.windows, tokens):
+        parts.add(chunk.columns, chunk.mask, *_unpack(pages, chunk))
     if new:
-        for window in pages.step.once(_window_blocks, pages.windows, tokens):
+        for window in pages.step.once(_window_chunks, pages.windows, tokens):
             parts.add(window.columns, window.mask, *window.gather(pages.shadows, *new))
     return pages.value.transform.inverse(parts.out.transpose(1, 2))
 
 
-def _unpack(pages: LayerPages, block: "_PackedBlock") -> tuple[Tensor, Tensor]:
-    """The keys and values [sequences, kv_heads, tokens, d] of a block, float32."""
+def _unpack(pages: LayerPages, chunk: "_PackedChunk") -> tuple[Tensor, Tensor]:
+    """The keys and values [sequences, kv_heads, tokens, d] of a chunk, float32."""
     sequences, parts = len(pages.step.table), []
-    tokens = len(block.pages) // sequences * pages.step.page_size
+    tokens = len(chunk.pages) // sequences * pages.step.page_size
     for sides, *views in pages.sides:
         # [pages, page_size, kv_heads, sides, …] -> [kv_heads, sides, pages, page_size, …]
         codec = pages.codec(sides)
-        codes, meta = (view.permute(2, 3, 0, 1, 4).index_select(2, block.pages) for view in views)
-        if block.unwritten is not None:  # where memory may hold NaN
+        codes, meta = (view.permute(2, 3, 0, 1, 4).index_select(2, chunk.pages) for view in views)
+        if chunk.unwritten is not None:  # where memory may hold NaN
             for array in (codes, meta) if codec.layout.has_raw else (meta,):
-                last = array.unflatten(2, (sequences, -1))[:, :, :, -block.unwritten.shape[1] :]
-                last.masked_fill_(block.unwritten[:, :, : array.shape[3]], 0)
+                last = array.unflatten(2, (sequences, -1))[:, :, :, -chunk.unwritten.shape[1] :]
+                last.masked_fill_(chunk.unwritten[:, :, : array.shape[3]], 0)
         parts.append(codec.dequantize(codes, meta, heads=-5))
     x = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-    x = x.view(*x.shape[:2], sequences, tokens, x.shape[-1]).narrow(3, 0, block.tokens)
+    x = x.view(*x.shape[:2], sequences, tokens, x.shape[-1]).narrow(3, 0, chunk.tokens)
     k, v = x.transpose(0, 2).unbind(1)
     return k, v
 
@@ -119,7 +119,7 @@ def _softmax(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float)
 
 
 @dataclass(frozen=True)
-class _PackedBlock:
+class _PackedChunk:
     pages: Tensor  # int64[sequences · pages]
     tokens: int  # of them, from the first: the rest is seen by no query
     columns: slice  # the queries that see anything of it
@@ -127,16 +127,16 @@ class _PackedBlock:
     unwritten: Tensor | None  # bool[sequences, last pages, page_size, 1]: beyond what is packed of a shorter sequence
 
 
-def _packed_blocks(step: Step, windows: Windows, block_tokens: int) -> list[_PackedBlock]:
-    """Every token between the windows, in blocks of whole pages."""
+def _packed_chunks(step: Step, windows: Windows, chunk_tokens: int) -> list[_PackedChunk]:
+    """Every token between the windows, in chunks of whole pages."""
     device, n, lengths = step.table.device, step.max_queries, step.known.lengths
     longest, shortest = max(lengths), min(lengths)
     end = max(0, windows.raw_from(longest - 1))
-    block_pages = max(1, block_tokens // step.page_size)
-    blocks = []
-    for page in range(windows.sink // step.page_size, -(-end // step.page_size), block_pages):
-        table = step.table[:, page : page + block_pages]
-        start, stop = page * step.page_size, min((page + block_pages) * step.page_size, end)
+    chunk_pages = max(1, chunk_tokens // step.page_size)
+    chunks = []
+    for page in range(windows.sink // step.page_size, -(-end // step.page_size), chunk_pages):
+        table = step.table[:, page : page + chunk_pages]
+        start, stop = page * step.page_size, min((page + chunk_pages) * step.page_size, end)
         columns = slice(max(0, windows.packed_from(start) - (longest - n)), n)
         mask = unwritten = None
         if start < windows.sink or stop > windows.raw_from(shortest - n + columns.start):
@@ -148,12 +148,12 @@ def _packed_blocks(step: Step, windows: Windows, block_tokens: int) -> list[_Pac
             first = max(page, int(written.min()) // step.page_size)
             tokens = torch.arange(first * step.page_size, (page + table.shape[1]) * step.page_size)
             unwritten = (tokens >= written.unsqueeze(1)).view(len(written), -1, step.page_size, 1).to(device)
-        blocks.append(_PackedBlock(table.flatten(), stop - start, columns, mask, unwritten))
-    return blocks
+        chunks.append(_PackedChunk(table.flatten(), stop - start, columns, mask, unwritten))
+    return chunks
 
 
 @dataclass(frozen=True)
-class _WindowBlock:
+class _WindowChunk:
     columns: slice  # the queries that see anything of it
     mask: Tensor  # float[sequences, 1, columns, tokens]: 0 or UNSEEN
     column: Tensor  # int64[sequences, tokens]: the column of each token in the step, 0 where it is not of the step
@@ -169,25 +169,25 @@ class _WindowBlock:
         return k.transpose(1, 2).float(), v.transpose(1, 2).float()
 
 
-def _window_blocks(step: Step, windows: Windows, block_tokens: int) -> list[_WindowBlock]:
+def _window_chunks(step: Step, windows: Windows, chunk_tokens: int) -> list[_WindowChunk]:
     """The tokens that some query of the step reads in 16 bits: of the sink, and of the recent windows."""
     recent = [
         range(max(windows.sink, windows.raw_from(start)), length if windows.has_recent else 0)
         for start, length in zip(*step.known, strict=True)
     ]
     sink = [range(min(windows.sink, length)) for length in step.known.lengths]
-    blocks = []
+    chunks = []
     for rows, spell in ((sink, None), (recent, windows)):
         tokens = pad_sequence(
             [torch.tensor(row, dtype=torch.int64) for row in rows], batch_first=True, padding_value=-1
         )
-        for block in tokens.split(block_tokens, dim=1):
-            if (block >= 0).any():
-                blocks.append(_window_block(step, block, spell))
-    return blocks
+        for chunk in tokens.split(chunk_tokens, dim=1):
+            if (chunk >= 0).any():
+                chunks.append(_window_chunk(step, chunk, spell))
+    return chunks
 
 
-def _window_block(step: Step, tokens: Tensor, windows: Windows | None) -> _WindowBlock:
+def _window_chunk(step: Step, tokens: Tensor, windows: Windows | None) -> _WindowChunk:
     """Tokens by position [sequences, width] (-1: none), each seen from its own position on, until it is read packed or,
     without `windows`, for ever."""
     device, n, (starts, lengths) = step.table.device, step.max_queries, step.known
@@ -201,7 +201,7 @@ def _window_block(step: Step, tokens: Tensor, windows: Windows | None) -> _Windo
     old = (tokens >= 0) & (tokens < torch.tensor(starts).unsqueeze(1))
     row, place = (index.to(device) for index in torch.nonzero(old, as_tuple=True))
     old_tokens = tokens[old].to(device)
-    return _WindowBlock(
+    return _WindowChunk(
         columns,
         _additive(mask).to(device),
         (tokens - torch.tensor(lengths).unsqueeze(1) + n).clamp_min(0).to(device),

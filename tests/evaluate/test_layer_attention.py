@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvfold.calibration import calibrate
 from kvfold.engines.transformers import cache
-from kvfold.evaluate.attention import FAR, OFFSETS, PAIRS, _logit_error, diagnose
+from kvfold.evaluate.layer_attention import FAR, OFFSETS, PAIRS, _logit_error, diagnose
 from kvfold.evaluate.run import evaluate
 from kvfold.recipes import parse
 from kvfold.rope import Rope
