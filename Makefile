@@ -57,8 +57,8 @@ demo: install ## Show what packed caches gain and cost on the embedded model (op
 
 # Two at a time, with a core for each, in an order in which both are busy to the end.
 # SGLang's engines are forked, which threads of OpenMP would not outlive.
-test: lint $(VLLM_INSTALLED) $(SGLANG_INSTALLED) ## Run everything that CI runs
-	OMP_NUM_THREADS=1 $(MAKE) --jobs 2 --keep-going test-kernels test-vllm test-others test-sglang
+test: install $(VLLM_INSTALLED) $(SGLANG_INSTALLED) ## Run everything that CI runs
+	OMP_NUM_THREADS=1 $(MAKE) --jobs 2 --keep-going test-kernels test-vllm test-others test-sglang lint
 
 test-all: ## Run all cases of tests of which `make test` runs some
 	$(MAKE) test TEST_ARGS=--whole-product

@@ -76,21 +76,21 @@ def test_tokenize_all_of_a_text(embedded, caplog: pytest.LogCaptureFixture):
     assert tokenizer.decode(tokenize("one two three", tokenizer, None)) == "one two three"
 
 
-# draw: tokens are their own positions here, so that windows show where they come from
+# draw: tokens are their own positions here, so that passages show where they come from
 
 
 @pytest.mark.parametrize(
     ("length", "count", "context"), [(1000, 300, 50), (1000, 1000, 100), (999, 125, 10), (64, 5, 64)]
 )
-def test_windows_are_drawn_from_places_that_do_not_overlap(length: int, count: int, context: int):
+def test_passages_are_drawn_from_places_that_do_not_overlap(length: int, count: int, context: int):
     drawn = draw(torch.arange(length), count, context, seed=3)
     assert len(drawn) == count
     assert len(set(drawn.tolist())) == count, "no token comes twice"
-    for window in drawn.split(context):
-        assert window.tolist() == list(range(int(window[0]), int(window[0]) + len(window)))
+    for passage in drawn.split(context):
+        assert passage.tolist() == list(range(int(passage[0]), int(passage[0]) + len(passage)))
 
 
-def test_windows_come_from_all_over_the_text_and_depend_on_the_seed_alone():
+def test_passages_come_from_all_over_the_text_and_depend_on_the_seed_alone():
     tokens = torch.arange(100_000)
     state = torch.random.get_rng_state()
     starts = draw(tokens, 2000, 100, seed=0)[::100]
@@ -104,6 +104,6 @@ def test_windows_come_from_all_over_the_text_and_depend_on_the_seed_alone():
 
 def test_a_text_that_is_too_short_to_draw_from_is_refused():
     assert len(draw(torch.arange(100), 100, 50, seed=0)) == 100
-    for length, count, windows in ((99, 100, 2), (149, 101, 3), (49, 1, 1)):
-        with pytest.raises(ValueError, match=f"has {length} tokens, too few for {windows} windows of 50"):
+    for length, count, passages in ((99, 100, 2), (149, 101, 3), (49, 1, 1)):
+        with pytest.raises(ValueError, match=f"has {length} tokens, too few for {passages} passages of 50"):
             draw(torch.arange(length), count, 50, seed=0)

@@ -16,7 +16,7 @@ UNSTORABLE = "cannot store NaN, Inf or numbers beyond the range of 16-bit floats
 
 
 def sixteen_bit(dtype: torch.dtype) -> torch.dtype:
-    """The 16-bit type in which numbers of this type are kept."""
+    """The 16-bit type for raw vectors of a model with this dtype."""
     return dtype if dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
 
 
@@ -24,14 +24,14 @@ def sixteen_bit(dtype: torch.dtype) -> torch.dtype:
 class Codec:
     """Vectors [..., kv_heads, d] to slots uint8[..., kv_heads, slot_bytes] and back.
 
-    `encode` and `decode` are the whole way; `quantize` and `dequantize` are its inner half, between transformed
-    coordinates and the two byte arrays of a slot (codes, float16 metadata), which a page keeps apart.
+    `encode` and `decode` go the whole way. `quantize` and `dequantize` are its inner half: from transformed coordinates
+    to codes and float16 metadata, and back. A page keeps codes and metadata apart.
     """
 
     layout: SlotLayout
     transform: Transform = field(default_factory=Transform)
     raw_dtype: torch.dtype = torch.bfloat16  # the 16-bit type of raw segments
-    clip: float | None = None  # the share of a vector's coordinates, by magnitude, that is not clipped
+    clip: float | None = None  # the share of a vector's coordinates, smallest first, that is not clipped
     centroids: Tensor | None = None  # float32[kv_heads, centroids, d], in transformed coordinates
 
     def to(self, device: torch.device | str) -> "Codec":
@@ -62,8 +62,8 @@ class Codec:
     def quantize(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Transformed float32[..., kv_heads, sides, d] -> uint8[..., code_bytes] codes, float16[..., entries] metadata.
 
-        Where metadata belong to pages, y is [pages, page_size, kv_heads, sides, d], and they are [pages, 1, …].
-        What 16-bit metadata or raw floats cannot hold is refused.
+        If metadata belong to pages, y is [pages, page_size, kv_heads, sides, d], and metadata are [pages, 1, …].
+        Raises if 16-bit metadata or raw floats cannot hold a vector.
         """
         codes, meta, lost = self.quantize_or_zero(y)
         if lost.any():
@@ -71,9 +71,9 @@ class Codec:
         return codes, meta
 
     def quantize_or_zero(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`quantize`, with zero for vectors that it would refuse, and which these are, bool[..., kv_heads, sides].
+        """`quantize`, with zeros for vectors that it would refuse. Also returns which: bool[..., kv_heads, sides].
 
-        Where metadata belong to pages, that is a page of a KV head.
+        If metadata belong to pages, it refuses whole pages.
         """
         if y.shape[-1] != self.layout.dims:
             raise ValueError(f"vectors of {y.shape[-1]} dims do not fit a slot of {self.layout.dims}")
@@ -92,7 +92,7 @@ class Codec:
         return finite
 
     def _quantize(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """`quantize`, where metadata and raw floats are not finite if 16 bits cannot hold them."""
+        """`quantize` without checks: what 16 bits cannot hold becomes NaN or Inf in metadata or raw floats."""
         if self.layout.heads:
             return self._quantize_heads(y)
         codes, meta, ids = [], [], []
@@ -121,7 +121,7 @@ class Codec:
         return _joined(codes), _joined(entries) if entries else y.new_empty((*y.shape[:-1], 0), dtype=torch.float16)
 
     def dequantize(self, codes: Tensor, meta: Tensor, heads: int = -3) -> Tensor:
-        """The inverse of `quantize`, for arrays whose dimension `heads` (negative) is that of KV heads."""
+        """The inverse of `quantize`. `heads` (negative) is the dimension of KV heads."""
         if self.layout.heads:
             return self._dequantize_heads(codes, meta, heads)
         parts = []
@@ -142,7 +142,7 @@ class Codec:
         return x.add_(self._centroid(numbers.clamp_(0, self.centroids.shape[1] - 1), heads))  # unwritten slots: any
 
     def _quantize_heads(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """`_quantize` where every KV head has a layout of its own."""
+        """`_quantize` if every KV head has a layout of its own."""
         codes, meta = [], []
         for layout, part in zip(self.layout.heads, y.split(1, dim=-3), strict=True):
             part_codes, part_meta = replace(self, layout=layout)._quantize(part)
@@ -162,7 +162,7 @@ class Codec:
         return torch.cat(parts, dim=heads)
 
     def _nearest(self, y: Tensor) -> Tensor:
-        """The number [..., kv_heads, 1, 1] of the centroid nearest to each token, all its heads taken together."""
+        """The number [..., kv_heads, 1, 1] of the nearest centroid per token, over all KV heads together."""
         assert self.centroids is not None
         numbers = kmeans.nearest(y.reshape(-1, y.shape[-3:].numel()), self.centroids.transpose(0, 1).flatten(1))
         return numbers.view(*y.shape[:-3], 1, 1, 1).expand(*y.shape[:-1], 1)

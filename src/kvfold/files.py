@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, folders that one process writes to, and files of rows that grow."""
+"""Files that are written whole or not at all, folders that one process claims, and CSV files that grow."""
 
 import csv
 import os
@@ -8,13 +8,13 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-CLAIM = ".in-use"  # the file in a claimed folder that is locked, with the number of the process
+CLAIM = ".in-use"  # the locked file in a claimed folder; it holds the process id
 PARTIAL = "partial"
 
 
 def write_whole(folder: Path, contents: Mapping[str, bytes]) -> None:
-    """Write files by name: all or, on a full disk, none. What was there stays whole until all are written."""
-    # names of their own, so that two writers never share one
+    """Write files by name: all, or none if the disk is full. Old files stay until all new ones are written."""
+    # random names, so that two writers never share a file
     partial = {name: folder / f"{name}.{token_hex(4)}.{PARTIAL}" for name in contents}
     try:
         for name, content in contents.items():
@@ -30,10 +30,10 @@ def write_whole(folder: Path, contents: Mapping[str, bytes]) -> None:
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """The folder for this process alone, made where it is missing; where nothing comes into it, it is removed again.
+    """Claim the folder for this process alone. A missing folder is made, and removed again if it stays empty.
 
-    The operating system holds the claim, so it ends with the process, however that ends. File systems without locks
-    hold none.
+    The claim is a lock of the operating system, so it ends with the process, even if that is killed. On a file system
+    without locks, nothing is claimed.
     """
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
@@ -41,27 +41,27 @@ def claimed(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise OSError(f"cannot write {folder}: {error.strerror or error}") from None
     try:
-        for left_over in folder.glob(f"*.{PARTIAL}"):  # by a process that was killed
+        for left_over in folder.glob(f"*.{PARTIAL}"):  # left by a process that was killed
             left_over.unlink()
         yield
     finally:
         with suppress(OSError):
-            (folder / CLAIM).unlink()  # before it is given up, so that nobody else's is removed
+            (folder / CLAIM).unlink()  # before the lock is released: later it may be another process's
         os.close(claim)
-        with suppress(OSError):  # of a folder that is not empty
+        with suppress(OSError):  # if a folder is not empty
             for path in missing:
                 path.rmdir()
 
 
 def _claim(folder: Path) -> int:
-    """A descriptor that holds the lock; refuses a folder whose lock another process holds."""
+    """A descriptor that holds the lock. A folder that another process has claimed is refused."""
     while True:
         if folder.exists() and not folder.is_dir():
             raise NotADirectoryError("it is a file, not a folder")
         folder.mkdir(parents=True, exist_ok=True)
         try:
             claim = os.open(folder / CLAIM, os.O_RDWR | os.O_CREAT, 0o644)
-        except FileNotFoundError:  # whoever had claimed the folder has just removed it
+        except FileNotFoundError:  # the process that had claimed the folder has just removed it
             continue
         if not _lock(claim):
             holder = os.read(claim, 20).decode(errors="replace") or "unknown"
@@ -74,24 +74,24 @@ def _claim(folder: Path) -> int:
                 os.truncate(claim, 0)
                 os.write(claim, str(os.getpid()).encode())
                 return claim
-        os.close(claim)  # the file was removed in the meantime, with the claim of another
+        os.close(claim)  # another process has released its claim, and removed this file
 
 
 def _lock(descriptor: int) -> bool:
-    """False where another process holds the lock."""
+    """Take the lock. False if another process holds it."""
     try:
         import fcntl
 
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except (ImportError, OSError):  # Windows, and file systems that know no locks
+    except (ImportError, OSError):  # Windows, and file systems without locks
         return True
     return True
 
 
 def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Add rows to a CSV file, in the order of its columns; a new one begins with theirs."""
+    """Append rows to a CSV file, in the order of its columns. A new file takes the columns of the rows."""
     new, columns = not path.exists(), list(rows[0])
     if not new:
         with path.open(newline="") as file:

@@ -20,7 +20,7 @@ RAW = RECIPES["bf16"]  # how skipped layers are stored
 class Fitted:
     recipe: Recipe
     geometry: Geometry
-    fits: Sequence[Fit] = ()  # per layer; none before calibration, which is enough for layouts and sizes
+    fits: Sequence[Fit] = ()  # per layer; none before calibration: layouts and sizes do without
 
     @classmethod
     def of(cls, recipe: Recipe, geometry: Geometry, artifact: Artifact | None) -> Self:
@@ -43,8 +43,8 @@ class Fitted:
         return recipe.codecs(self.geometry.head_dim, fit, raw_dtype)
 
     def page_layouts(self, page_size: int | None = None) -> list[PageLayout]:
-        """The page layout per layer. It is exact with fits. Without them it is nominal for a method whose layout
-        depends on calibration. Pages have `page_size` tokens, by default as many as the recipe wants."""
+        """The page layout per layer. If a method's layout depends on calibration, it is nominal without fits. Pages
+        have `page_size` tokens, by default the recipe's number."""
         recipe, layers = self.recipe, self.geometry.layers
         if recipe.skip and max(recipe.skip) >= layers:
             raise ValueError(f"{recipe}: the model has layers 0 to {layers - 1}")
@@ -62,11 +62,11 @@ class Fitted:
         return self.geometry.kv_heads * sum(self._head_bytes(layout, context) for layout in layouts)
 
     def bits_per_element(self, context: int, page_size: int | None = None) -> float:
-        """Allocated bits per number that a sequence of `context` tokens caches."""
+        """Allocated bits per cached number, for a sequence of `context` tokens."""
         return 8 * self.sequence_bytes(context, page_size) / (self.geometry.elements_per_token * context)
 
     def _stored(self, layer: int) -> tuple[Recipe, Fit]:
-        """The recipe and the fit by which a layer is stored."""
+        """The recipe and the fit that a layer is stored with."""
         if layer in self.recipe.skip:
             return RAW, {}
         return self.recipe, self.fits[layer] if self.fits else {}

@@ -1,4 +1,4 @@
-"""Folding the rotation of values into a model's projections, so that nothing is left to rotate when it runs."""
+"""Folding: the rotation of values moves into a model's weights, so that no value is rotated when the model runs."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def check_foldable(recipe: Recipe, config: Mapping[str, Any]) -> None:
-    """Refuse what shows before anything is loaded, by the recipe and the model's config.json."""
+    """Refuse a recipe or a model that cannot be folded. Needs only the model's config.json."""
     if not recipe.folds:
         raise ValueError(f"{recipe} learns no rotation of values that could be folded")
     if config.get("quantization_config"):
@@ -26,11 +26,13 @@ def check_foldable(recipe: Recipe, config: Mapping[str, Any]) -> None:
 
 @torch.no_grad()
 def fold_values(model: "PreTrainedModel", recipe: Recipe, artifact: Artifact) -> Artifact:
-    """Rotate the value and output projections of `model`, in place, by the value rotation of `recipe`.
+    """Rotate the value and output projections of `model`, in place, by the value rotation R of `recipe`.
 
-    With v' = v·R stored instead of v, attention returns o·R, so W_V ← Rᵀ·W_V and W_O ← W_O·R leave the model as it was.
-    Values have no RoPE, which keys have in between. Returns the artifact of the folded model: its values have no
-    rotation left, and their means are rotated too. It is computed in float64 and rounded once to the weights' dtype.
+    With v' = v·R in the cache, attention returns o·R. So W_V ← Rᵀ·W_V and W_O ← W_O·R do not change the model's output.
+    Keys cannot be folded: RoPE stands between their projection and the cache. Products are computed in float64 and
+    rounded once, to the dtype of the weights.
+
+    Returns the artifact of the folded model. It has no value rotation, and its mean values are rotated.
     """
     check_foldable(recipe, model.config.to_dict())
     name = f"{recipe.fitted_as}/value_rotation"
@@ -68,7 +70,7 @@ def _projections(layer: torch.nn.Module, model: str) -> tuple[torch.nn.Linear, t
 
 
 def _rotate_rows(linear: torch.nn.Linear, matrices: Tensor) -> None:
-    """Make a projection's output [kv_heads·d] the rotated one: y·R for each head."""
+    """Make a projection return y·R per KV head instead of y [kv_heads·d]."""
     weight = linear.weight.double().unflatten(0, (len(matrices), -1))  # [kv_heads, d, hidden]
     linear.weight.copy_((matrices.mT @ weight).flatten(0, 1))
     if linear.bias is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any, Self
 
-MOST = 10_000  # layers, heads or coordinates of a head: more than any model has
+MOST = 10_000  # no model has more layers, heads, or coordinates per head
 
 # The fields of a config.json that a geometry is read from.
 FIELDS = {
@@ -15,7 +15,7 @@ FIELDS = {
     "kv_heads": "num_key_value_heads",
     "head_dim": "head_dim",
 }
-# Fields of models whose caches have another shape than FIELDS say: fused heads, hybrids, layers that differ.
+# FIELDS do not describe the cache of a model with one of these fields: fused heads, hybrids, layers that differ.
 UNKNOWN_SHAPES = (
     "multi_query",
     "new_decoder_architecture",
@@ -31,7 +31,7 @@ UNKNOWN_SHAPES = (
     "kv_channels",
     "alibi",
 )
-# Other names of the number of KV heads, in models that have no num_key_value_heads.
+# Other names for the number of KV heads, in models without num_key_value_heads.
 OTHER_KV_HEADS = (
     "num_kv_heads",
     "n_head_kv",
@@ -43,7 +43,7 @@ OTHER_KV_HEADS = (
 
 
 class UnsupportedModel(ValueError):
-    """A model whose cache kvfold cannot pack; the message says why."""
+    """A model whose cache kvfold cannot pack. The message says why."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Geometry:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """From the contents of a config.json; refuses what cannot be packed, by name and with the reason."""
+        """From the contents of a config.json. A model that cannot be packed is refused, with the reason."""
         architecture = _architecture(config)
         try:
             text = text_config(config)
@@ -94,7 +94,7 @@ class Geometry:
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of the language model, which multimodal models nest; null is as good as missing."""
+    """The fields of the language model, which multimodal models nest. A null counts as missing."""
     nested = config.get("text_config")
     if not isinstance(nested, Mapping | None):
         raise ValueError(f"text_config is {nested!r}, not an object")
@@ -125,7 +125,7 @@ def _count(field: str, value: Any, most: int | None = MOST) -> int:
 
 
 def _shared_out(config: Mapping[str, Any], q_heads: int) -> int:
-    """The head dimension where the configuration does not name it."""
+    """The head dimension, if the configuration does not state it."""
     hidden_size = _count("hidden_size", _required(config, "hidden_size"), most=MOST**2)
     if hidden_size % q_heads:
         raise ValueError(
@@ -147,7 +147,7 @@ def _unsupported(config: Mapping[str, Any]) -> str | None:
         return "attention with learned sink logits is not supported"
     if config.get("num_kv_shared_layers"):
         return "layers that share another layer's cache are not supported"
-    # where layers of several kinds are listed, the list decides
+    # if there are `layer_types`, `_unsupported_layers` decides by these
     recurrent = [] if "layer_types" in config else [field for field in config if field.startswith("mamba")]
     for field in (*UNKNOWN_SHAPES, *recurrent):
         if config.get(field):
@@ -174,5 +174,5 @@ def _unsupported_layers(config: Mapping[str, Any], geometry: Geometry) -> str | 
 
 
 def example_configs() -> dict[str, dict[str, Any]]:
-    """Configurations of well-known models, by name: enough for `kvfold plan` without a download."""
+    """Configurations of well-known models, by name. For these, `kvfold plan` needs no download."""
     return json.loads(resources.files("kvfold").joinpath("example_configs.json").read_text())

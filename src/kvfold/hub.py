@@ -1,4 +1,4 @@
-"""The Hugging Face Hub, which is asked only while it answers: its own client retries for half a minute."""
+"""The Hugging Face Hub. It is asked only if it answers quickly, because its own client retries for half a minute."""
 
 import os
 import time
@@ -17,7 +17,7 @@ OFFLINE = "HF_HUB_OFFLINE"
 
 @contextmanager
 def asked() -> Iterator[None]:
-    """Calls of huggingface_hub and transformers: those of a Hub that is silent read the files on this machine alone."""
+    """For calls of huggingface_hub and transformers. If the Hub is silent, they read only files on this machine."""
     from huggingface_hub import constants
 
     before, alone = constants.HF_HUB_OFFLINE, silent()
@@ -32,12 +32,12 @@ def asked() -> Iterator[None]:
 
 @lru_cache(maxsize=1)
 def _say(line: str) -> None:
-    """Once."""
+    """Print a line, but not twice in a row."""
     Console(stderr=True).print(line, soft_wrap=True, highlight=False)
 
 
 def silent() -> bool:
-    """Whether the Hub does not answer now. HF_HUB_OFFLINE in the environment, 0 or 1, spares the question."""
+    """Whether the Hub was asked and did not answer. It is not asked if HF_HUB_OFFLINE is set, to 0 or to 1."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE or OFFLINE in os.environ:
@@ -46,7 +46,7 @@ def silent() -> bool:
 
 
 def tell_engine(model: str) -> None:
-    """Keep an engine that is started next, in this process or others, from asking a silent Hub for a model."""
+    """Called before an engine starts. If the Hub is silent, this process and its children do not ask it for a model."""
     if not Path(model).exists() and silent():
         from huggingface_hub import constants
 
@@ -60,7 +60,7 @@ def unreachable() -> str:
 
 
 def why(error: Exception) -> str:
-    """What to tell the user where the Hub gave nothing."""
+    """What to tell the user if the Hub gave nothing."""
     return f"it is not in the local cache, and {unreachable()}" if silent() else " ".join(str(error).split())
 
 
@@ -71,7 +71,7 @@ def _patience() -> float:
 
 @lru_cache(maxsize=1)
 def _answers(endpoint: str, minute: int) -> bool:
-    """Whether anything answers there; asked once a minute at most."""
+    """Whether anything answers at `endpoint`. As `minute` is part of the cache key, it asks once a minute at most."""
     from huggingface_hub import get_session
 
     answers: list[Any] = []
@@ -79,10 +79,10 @@ def _answers(endpoint: str, minute: int) -> bool:
     def ask() -> None:
         try:
             answers.append(get_session().head(endpoint, timeout=_patience()))
-        except Exception:  # of whichever HTTP library the Hub's client uses
+        except Exception:  # its type depends on the HTTP library of the Hub's client
             return
 
-    # in a thread, as looking up a name cannot be limited in time
+    # in a thread, because a DNS lookup has no timeout
     thread = Thread(target=ask, daemon=True)
     thread.start()
     thread.join(_patience())

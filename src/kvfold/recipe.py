@@ -1,4 +1,4 @@
-"""Recipe: how keys and values are stored, which tokens stay in 16 bits, which layers are left alone."""
+"""Recipe: how keys and values are stored, which tokens are read raw, and which layers are stored raw."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -16,49 +16,51 @@ if TYPE_CHECKING:
     from kvfold.calibration.statistics import LayerStatistics
     from kvfold.rope import Rope
 
-PAGE_SIZE = 16  # tokens of a page, where neither engine nor method decides
+PAGE_SIZE = 16  # tokens per page, unless the engine or the method decides
 
 Fit = Mapping[str, Tensor]  # what calibration found for one layer, by name; first dimension: KV heads, or 1 for all
 
 
 class Recipe(BaseModel):
-    """What every recipe has. A method is a subclass. It adds its own options and says what its layouts and rotations
-    are. Where it learns from calibration, it says how."""
+    """What every recipe has. A method is a subclass: it adds options and defines `layouts`. It may define `rotations`,
+    and `fit` if it learns from calibration."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     options: ClassVar[tuple[str, ...]] = ("sink", "recent", "centre", "skip")
     page_size: ClassVar[int] = PAGE_SIZE
-    folds: ClassVar[bool] = False  # whether calibration finds a `value_rotation`, which can be folded into the model
+    folds: ClassVar[bool] = False  # whether calibration finds a `value_rotation` that can be folded into the weights
 
     name: str
     summary: str = Field(repr=False)
-    sink: NonNegativeInt = 0  # the first tokens, kept in 16 bits
-    recent: NonNegativeInt = 0  # the last tokens, kept in 16 bits
+    sink: NonNegativeInt = 0  # the first tokens, read raw
+    recent: NonNegativeInt = 0  # the last tokens, read raw
     centre: bool = True  # subtract the mean key and value of calibration text
-    skip: tuple[NonNegativeInt, ...] = ()  # layers stored in 16 bits
+    skip: tuple[NonNegativeInt, ...] = ()  # layers stored raw
 
     def layouts(self, head_dim: int, fit: Fit) -> tuple[SlotLayout, SlotLayout]:
-        """The key and value slots of one layer. Without a fit: about as large as they will be."""
+        """The key and value slots of one layer. Without a fit, they have the expected size."""
         raise NotImplementedError
 
     def rotations(self, head_dim: int, fit: Fit) -> tuple[Rotation | None, Rotation | None]:
-        """The maps of centred keys and values of one layer."""
+        """The linear maps of centred keys and of centred values, for one layer."""
         return None, None
 
     def fit(self, layer: "LayerStatistics", rope: "Rope", means: tuple[Tensor | None, Tensor | None]) -> Fit:
-        """What the method learns from a layer's statistics. `means` are those of keys and of values,
-        float64[kv_heads, head_dim], or None where nothing is centred. `key_clip`, `value_clip`, `key_centroids` and
-        `value_centroids` go to the codecs. The method reads every other name itself. `fit_tensors` lists all names."""
+        """What the method learns from a layer's statistics: tensors by name. `fit_tensors` lists all names.
+
+        `means` are the mean key and the mean value, float64[kv_heads, head_dim], or None without centring. `key_clip`,
+        `value_clip`, `key_centroids` and `value_centroids` go to the codecs. The method itself reads every other name.
+        """
         return {}
 
     @property
     def learns(self) -> bool:
-        """Whether calibration has more to find than means."""
+        """Whether calibration learns more than the means."""
         return type(self).fit is not Recipe.fit
 
     @property
     def fitted_as(self) -> str:
-        """The recipe as calibration sees it: windows and skipped layers do not matter."""
+        """The recipe without windows and skipped layers. Fits do not depend on these, and are stored by this name."""
         return str(self.model_copy(update={name: type(self).model_fields[name].default for name in _NOT_FITTED}))
 
     @property
@@ -82,7 +84,7 @@ class Recipe(BaseModel):
         return key, value
 
     def with_options(self, options: dict[str, Any]) -> Self:
-        """This recipe with other options, which may be text: {"order": "64", "centre": "false", "skip": "0+29"}."""
+        """This recipe with other options. Values may be text: {"order": "64", "centre": "false", "skip": "0+29"}."""
         if unknown := [option for option in options if option not in self.options]:
             takes = ", ".join(sorted(self.options)) or "none"
             raise ValueError(f"{self.name} has no option {unknown[0]!r}; it takes {takes}")
@@ -94,7 +96,7 @@ class Recipe(BaseModel):
             raise ValueError(f"{self.name}: {option}={details['input']!r}: {details['msg']}") from None
 
     def __str__(self) -> str:
-        """The name with every option that differs from the method's own default; `recipes.parse` reads it back."""
+        """The name, and every option that differs from the method's default. `recipes.parse` reads it back."""
         changed = {
             option: getattr(self, option)
             for option in self.options

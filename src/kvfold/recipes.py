@@ -16,7 +16,7 @@ from kvfold.methods.sixteen_bit import SixteenBit
 from kvfold.methods.turboquant import TurboQuant
 from kvfold.recipe import Recipe
 
-CODEBOOKS = re.compile(r"(tq|gtq)-k(\d+)v(\d+)")  # any two widths, of which RECIPES lists a few
+CODEBOOKS = re.compile(r"(tq|gtq)-k(\d+)v(\d+)")  # any two bit widths; RECIPES lists a few
 WIDTHS = range(1, 9)
 
 

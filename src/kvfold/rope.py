@@ -13,9 +13,9 @@ class Rope:
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 
     head_dim: int
-    # (i, j), i < j: by an angle a, (x_i, x_j) becomes (x_i cos a − x_j sin a, x_i sin a + x_j cos a). Ordered by i.
+    # (i, j) with i < j, ordered by i. An angle a turns (x_i, x_j) into (x_i cos a − x_j sin a, x_i sin a + x_j cos a).
     pairs: tuple[tuple[int, int], ...]
-    frequencies: tuple[float, ...]  # of each pair, in radians for each position
+    frequencies: tuple[float, ...]  # per pair, in radians per position
 
     def __post_init__(self) -> None:
         turning = [i for pair in self.pairs for i in pair]
@@ -40,13 +40,13 @@ class Rope:
         return "other"
 
     def blocks(self) -> list[tuple[int, int]]:
-        """The pairs, then the coordinates that do not turn, by twos."""
+        """The pairs, then the coordinates that do not turn, two by two."""
         turning = {i for pair in self.pairs for i in pair}
         rest = [i for i in range(self.head_dim) if i not in turning]
         return [*self.pairs, *zip(rest[::2], rest[1::2], strict=True)]
 
     def rotate(self, x: Tensor, offset: Tensor) -> Tensor:
-        """x[..., d] turned by `offset` positions, which broadcasts with x[..., 0]."""
+        """x[..., d] turned by `offset` positions. `offset` broadcasts with x[..., 0]."""
         first, second = torch.tensor(self.pairs, dtype=torch.int64, device=x.device).reshape(-1, 2).T
         frequencies = torch.tensor(self.frequencies, dtype=torch.float64, device=x.device)
         angles = offset.to(x.device).unsqueeze(-1) * frequencies  # [..., pairs]; float64 for far positions

@@ -1,4 +1,4 @@
-"""Text to calibrate and evaluate with: the user's file, or CPython's own documentation, which every machine has."""
+"""Text for calibration and evaluation: the user's file, or CPython's documentation, which every machine has."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ Half = Literal["calibration", "evaluation"]
 
 
 def default_text(half: Half) -> str:
-    """Every second topic of Python's documentation. Topics quote each other; a paragraph stays where it comes first."""
+    """Every second topic of Python's documentation. A paragraph that several topics quote stays in the first only."""
     seen: set[str] = set()
     texts = []
     for _, topic in sorted(topics.items()):
@@ -29,7 +29,7 @@ def default_text(half: Half) -> str:
 
 
 def read_text(path: Path | None, half: Half) -> str:
-    """The whole of the user's file, or without one a half of the default text."""
+    """The whole file of the user. Without a file, one half of the default text."""
     if path is None:
         return default_text(half)
     try:
@@ -44,21 +44,21 @@ def read_text(path: Path | None, half: Half) -> str:
 
 
 def draw(tokens: torch.Tensor, count: int, context: int, seed: int) -> torch.Tensor:
-    """`count` of the tokens, in windows of `context` from random places that do not overlap."""
+    """`count` of the tokens, in passages of `context` tokens from random places. Passages do not overlap."""
     places = len(tokens) // context
-    windows = -(-count // context)
-    if places < windows:
-        raise ValueError(f"the text has {len(tokens)} tokens, too few for {windows} windows of {context}")
+    passages = -(-count // context)
+    if places < passages:
+        raise ValueError(f"the text has {len(tokens)} tokens, too few for {passages} passages of {context}")
     generator = torch.Generator().manual_seed(seed)
-    chosen = torch.randperm(places, generator=generator)[:windows]
+    chosen = torch.randperm(places, generator=generator)[:passages]
     return torch.cat([tokens[place * context : (place + 1) * context] for place in chosen.tolist()])[:count]
 
 
 def tokenize(text: str, tokenizer: "PreTrainedTokenizerBase", tokens: int | None) -> torch.Tensor:
-    """The first `tokens` tokens as int64[tokens], or all of them; without special tokens."""
+    """The first `tokens` tokens as int64[tokens], or all of them. No special tokens are added."""
     if tokens is None:
         return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-    # Text has about four characters a token: a generous head spares the rest, and its cut lies beyond the tokens kept.
+    # A token has about four characters. So a generous head of the text is enough. The tokens at its cut are not kept.
     for part in (text[: 16 * tokens + 1024], text):
         ids = tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
         if len(ids) >= tokens:

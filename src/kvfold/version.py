@@ -1,3 +1,3 @@
-"""The version, apart from the package, so that modules which the package imports can read it."""
+"""The version. Modules that `kvfold/__init__.py` imports read it from here."""
 
 __version__ = "0.2.0.dev0"

@@ -1,4 +1,4 @@
-"""Which tokens a query reads in 16 bits."""
+"""Which tokens a query reads raw."""
 
 from dataclasses import dataclass
 from typing import TypeVar
@@ -6,16 +6,16 @@ from typing import TypeVar
 from torch import Tensor
 
 FIRST_TOKENS = 4  # attention sinks: their keys are unlike all others, so calibration leaves them out
-ROLLBACK = 32  # tokens of a step that can be taken back with their 16-bit copies intact (speculative decoding)
+ROLLBACK = 32  # tokens of a step that can be taken back without losing a shadow page (speculative decoding)
 
 Position = TypeVar("Position", int, Tensor)
 
 
 @dataclass(frozen=True)
 class Windows:
-    """A query at position t reads tokens j < sink and j > t − recent in 16 bits, all others packed.
+    """A query at position t reads tokens j < sink and j > t − recent raw, all others packed.
 
-    Where whole groups of tokens are quantized together, a group that is not full at t is read in 16 bits too.
+    If groups of tokens are quantized as a whole, a group that is not full at t is read raw too.
     """
 
     sink: int = 0
@@ -31,30 +31,30 @@ class Windows:
 
     @property
     def has_recent(self) -> bool:
-        """Whether the last tokens of a sequence are read in 16 bits."""
+        """Whether the last tokens of a sequence are read raw."""
         return self.recent > 0 or self.group > 1
 
     def raw_from(self, position: Position) -> Position:
-        """The first of the recent tokens that a query at `position` reads in 16 bits; position + 1: none."""
+        """The first recent token that a query at `position` reads raw; position + 1: none."""
         full, recent = (position + 1) // self.group * self.group, position + 1 - self.recent
         return (full + recent - abs(full - recent)) // 2  # the smaller one
 
     def packed_from(self, token: int) -> int:
-        """The first position whose query reads `token` packed, if it lies behind the sink."""
+        """The first position whose query reads `token` packed, if the token lies behind the sink."""
         return max(token + self.recent, (token // self.group + 1) * self.group - 1)
 
     def before(self, length: int) -> range:
-        """The recent tokens whose 16-bit copies the next token finds and may need: to read, or to fill its group."""
+        """The recent tokens whose raw vectors the next token may need: to read them, or to fill their group."""
         return range(max(0, min(length + 1 - self.recent, length // self.group * self.group)), length)
 
     def spans(self, start: int, length: int) -> tuple[range, ...]:
-        """The tokens to keep in 16 bits for a step from `start` to `length` tokens, for what may follow it, and for
-        taking back up to `ROLLBACK` tokens of it."""
+        """The tokens to keep raw for a step from `start` to `length` tokens, for the step after it, and for taking back
+        up to `ROLLBACK` of its tokens."""
         after = range(self.before(max(start, length - ROLLBACK)).start, length)
         return range(min(self.sink, length)), self.before(start), after if self.has_recent else range(0)
 
     def pages(self, start: int, length: int, page_size: int) -> set[int]:
-        """Which pages of a sequence `spans` reaches into."""
+        """The pages of a sequence that `spans` reaches into, by index."""
         return {
             page
             for span in self.spans(start, length)

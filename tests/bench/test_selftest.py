@@ -162,8 +162,8 @@ def forgets_a_token(right: Any, pages: LayerPages, k: Tensor, v: Tensor) -> Any:
 
 
 def stores_other_values(right: Any, pages: LayerPages, k: Tensor, v: Tensor) -> Any:
-    """By a part in 50: another code for some coordinates."""
-    return right(pages, k, v * 1.02)
+    """By a part in 50 of another coordinate: another code for some."""
+    return right(pages, k, v + 0.02 * v.roll(1, dims=-1))
 
 
 def returns_other_copies(right: Any, pages: LayerPages, k: Tensor, v: Tensor) -> Any:
@@ -232,7 +232,7 @@ def test_copies_of_other_pages_are_found(monkeypatch: pytest.MonkeyPatch):
     def one_more(self: Restore, pages: Tensor, shadows: Tensor, count: Tensor) -> None:
         right(self, pages, shadows, count + 1)
 
-    for wrong, said in ((rolled, "an error of"), (one_more, "it changes copies of other pages")):
+    for wrong, said in ((rolled, "an error of"), (one_more, "it changes shadows of other pages")):
         monkeypatch.setattr(Restore, "__call__", wrong)
         (row,) = [row for row in selftest.check(WINDOWS) if not row.ok]
         assert row.path == "restore"

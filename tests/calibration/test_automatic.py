@@ -79,7 +79,7 @@ def test_every_command_and_python_find_the_same(model, monkeypatch):
     assert (artifact.metadata.calibration.tokens, artifact.metadata.calibration.context) == (TOKENS, TOKENS)
 
 
-def test_windows_are_no_longer_than_the_model_takes(tmp_path):
+def test_passages_are_no_longer_than_the_model_takes(tmp_path):
     tokenizer = byte_tokenizer()
     network = tiny(vocab_size=len(tokenizer), max_position_embeddings=512)
     made = calibrate_automatically(network, tokenizer, []).metadata.calibration

@@ -81,12 +81,12 @@ def test_latent_attention_keeps_the_shared_rope_key(tiny, text):
     assert scale == pytest.approx(40**-0.5)
 
 
-def test_windows_are_read_alone(tiny, text):
+def test_passages_are_read_alone(tiny, text):
     model, tokens = tiny(), text(103)
     shares = []
     layer = capture(model, tokens, context=50, progress=shares.append).layers[1]
     assert sum(shares) == pytest.approx(1)
-    parts = [collect(model, tokens[:50])[1], collect(model, tokens[50:100])[1]]  # the last 3 tokens are no window
+    parts = [collect(model, tokens[:50])[1], collect(model, tokens[50:100])[1]]  # the last 3 tokens are no passage
     keys = torch.cat([k[:, FIRST_TOKENS:] for _, k, _, _ in parts], dim=1).double()
     assert layer.k.count == 92
     assert torch.allclose(layer.k.mean, keys.mean(1))
@@ -121,30 +121,30 @@ def test_broken_off_and_resumed_is_the_same(tiny, text, tmp_path):
     model, tokens, path = tiny(), text(200), tmp_path / "checkpoint"
     whole = capture(model, tokens, context=50)
 
-    def fail_in_third_window(share, calls=[]):  # noqa: B006, it counts
+    def fail_in_third_passage(share, calls=[]):  # noqa: B006, it counts
         calls.append(share)
         if len(calls) == 3:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        capture(model, tokens, context=50, checkpoint=path, checkpoint_seconds=0, progress=fail_in_third_window)
+        capture(model, tokens, context=50, checkpoint=path, checkpoint_seconds=0, progress=fail_in_third_passage)
     assert path.exists()
     runs = []
     hook = model.model.register_forward_pre_hook(lambda *_: runs.append(1))
     shares = []
     resumed = capture(model, tokens, context=50, checkpoint=path, progress=shares.append)
     hook.remove()
-    assert len(runs) == 1  # one window was left, and RoPE is not measured again
+    assert len(runs) == 1  # one passage was left, and RoPE is not measured again
     assert sum(shares) == pytest.approx(1)
     again = capture(model, tokens, context=50, checkpoint=path)  # it holds the whole run now
     assert all(equal(one, other) for one, other in zip(whole.layers, again.layers, strict=True))
-    assert (resumed.rope, resumed.source, resumed.windows) == (whole.rope, whole.source, whole.windows)
+    assert (resumed.rope, resumed.source, resumed.passages) == (whole.rope, whole.source, whole.passages)
     assert all(equal(one, other) for one, other in zip(whole.layers, resumed.layers, strict=True))
 
 
 def test_checkpoints_are_saved_now_and_then(tiny, text, tmp_path, monkeypatch):
     saves = []
-    monkeypatch.setattr("kvfold.calibration.statistics.Statistics.save", lambda self, path: saves.append(self.windows))
+    monkeypatch.setattr("kvfold.calibration.statistics.Statistics.save", lambda self, path: saves.append(self.passages))
     clock = iter(range(0, 1000, 20))
     monkeypatch.setattr("kvfold.calibration.capture.time.monotonic", lambda: next(clock))
     capture(tiny(), text(60), context=10, checkpoint=tmp_path / "checkpoint")

@@ -19,7 +19,7 @@ from kvfold.recipes import parse
 
 LAYERS, KV_HEADS, D = 2, 2, 32
 CONTEXT = 50
-TOKENS = 180  # three whole windows and part of one
+TOKENS = 180  # three whole passages and part of one
 PANEL = {  # with the shape of every tensor behind [layers]
     "oscar-int2": {
         "key_rotation": (1, D, D),
@@ -65,16 +65,16 @@ def same(one: Artifact, other: Artifact) -> bool:
     )
 
 
-def test_means_are_those_of_all_but_the_first_tokens_of_each_window(model, tokens, artifact):
-    windows = [collect(model, window) for window in tokens.split(CONTEXT)]
+def test_means_are_those_of_all_but_the_first_tokens_of_each_passage(model, tokens, artifact):
+    passages = [collect(model, passage) for passage in tokens.split(CONTEXT)]
     for layer in range(LAYERS):
         for name, side in (("key_mean", 1), ("value_mean", 2)):
-            states = torch.cat([window[layer][side][:, 4:] for window in windows], dim=1).double()
+            states = torch.cat([passage[layer][side][:, 4:] for passage in passages], dim=1).double()
             assert states.shape[1] == TOKENS - 4 * 4
             mean = artifact.tensors[name][layer]
             assert mean.shape == (KV_HEADS, D)
             assert torch.allclose(mean.double(), states.mean(dim=1), atol=1e-5)
-            everything = torch.cat([window[layer][side] for window in windows], dim=1).double().mean(dim=1)
+            everything = torch.cat([passage[layer][side] for passage in passages], dim=1).double().mean(dim=1)
             assert (mean - everything).abs().max() > 1e-4, "the first tokens make a difference"
 
 
@@ -156,11 +156,11 @@ def test_a_run_that_was_broken_off_goes_on(model, tokens, artifact, tmp_path, mo
     with pytest.raises(KeyboardInterrupt):
         calibrate(model, tokens, CONTEXT, panel, checkpoint=checkpoint, progress=stop)
     assert checkpoint.exists()
-    windows = []
-    hook = model.model.register_forward_pre_hook(lambda *_: windows.append(1))
+    passages = []
+    hook = model.model.register_forward_pre_hook(lambda *_: passages.append(1))
     resumed = calibrate(model, tokens, CONTEXT, panel, checkpoint=checkpoint)
     hook.remove()
-    assert len(windows) == 1, "only the last window was left"
+    assert len(passages) == 1, "only the last passage was left"
     assert checkpoint.exists()  # until the artifact is saved
     assert same(resumed, artifact)
 

@@ -67,7 +67,7 @@ def test_file_and_back(tmp_path):
     before.save(tmp_path / "statistics")
     assert [path.name for path in tmp_path.iterdir()] == ["statistics"]
     after = Statistics.load(tmp_path / "statistics")
-    assert (after.rope, after.source, after.windows) == (before.rope, "abc", 1)
+    assert (after.rope, after.source, after.passages) == (before.rope, "abc", 1)
     assert len(after.layers) == 2
     for one, other in zip(before.layers, after.layers, strict=True):
         assert one.scale == other.scale

@@ -46,7 +46,7 @@ def test_calibrate_fits_recipes(small: Path, fits: Path, tmp_path: Path):
     assert tensors["oscar-int2/key_rotation"].shape == (LAYERS, 1, HEAD_DIM, HEAD_DIM)
 
 
-def test_calibrate_draws_windows_with_a_seed(small: Path, tmp_path: Path):
+def test_calibrate_draws_passages_with_a_seed(small: Path, tmp_path: Path):
     hashes = {}
     for name, seed in (("first", 1), ("again", 1), ("other", 2)):
         run("calibrate", small, "--out", tmp_path / name, "--tokens", 100, "--context", 64, "--seed", seed)
@@ -63,7 +63,7 @@ def test_calibrate_refuses_what_does_not_fit_before_it_begins(error_of, small: P
     text = tmp_path / "text.txt"
     text.write_text("few words " * 10)
     line = error_of("calibrate", small, "--text", text, "--out", folder, "--seed", 1, "--tokens", 99, "--context", 64)
-    assert "the text has 100 tokens, too few for 2 windows of 64" in line
+    assert "the text has 100 tokens, too few for 2 passages of 64" in line
     assert not folder.exists()
 
 
@@ -112,14 +112,14 @@ import signal, time
 from kvfold.calibration import capture
 from kvfold.cli import main
 
-def stuck(*arguments, add=capture._add_window, windows=[]):
-    windows.append(None)
-    if len(windows) == 2:
+def stuck(*arguments, add=capture._add_passage, passages=[]):
+    passages.append(None)
+    if len(passages) == 2:
         time.sleep(600)
     add(*arguments)
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell ignores it
-capture._add_window = stuck
+capture._add_passage = stuck
 capture.capture.__wrapped__.__kwdefaults__["checkpoint_seconds"] = 0
 main()
 """
@@ -127,7 +127,7 @@ main()
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=lambda how: how.name)
 def test_calibrate_goes_on_after_it_was_broken_off(error_of, small: Path, fits: Path, tmp_path: Path, how):
-    """In a process of its own, which saves a checkpoint after the first of its four windows and is stuck then."""
+    """In a process of its own, which saves a checkpoint after the first of its four passages and is stuck then."""
     folder = tmp_path / "fits"
     command = ("calibrate", small, "--out", folder, *FITTED, "--tokens", 200, "--context", 64)
     process = subprocess.Popen([sys.executable, "-c", STUCK, *map(str, command)], stderr=subprocess.PIPE, text=True)
@@ -143,14 +143,14 @@ def test_calibrate_goes_on_after_it_was_broken_off(error_of, small: Path, fits: 
         assert [path.name for path in folder.iterdir()] == ["unfinished.safetensors"]
         kept = f"{folder}/unfinished.safetensors keeps 64 of 200 tokens: the same command goes on from there."
         assert plain(said).strip() == f"Stopped. {kept}"
-    windows: list[int] = []
+    passages: list[int] = []
     with pytest.MonkeyPatch.context() as patched:
         from kvfold.calibration import capture
 
-        add = capture._add_window
-        patched.setattr(capture, "_add_window", lambda *arguments: (windows.append(arguments[-1]), add(*arguments)))
+        add = capture._add_passage
+        patched.setattr(capture, "_add_passage", lambda *arguments: (passages.append(arguments[-1]), add(*arguments)))
         run(*command)
-    assert windows == [64, 128, 192], "where the windows begin that were left"
+    assert passages == [64, 128, 192], "where the passages begin that were left"
     assert sorted(path.name for path in folder.iterdir()) == ["kvfold.json", "tensors.safetensors"]
     assert (folder / "tensors.safetensors").read_bytes() == (fits / "tensors.safetensors").read_bytes()
 

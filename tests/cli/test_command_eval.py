@@ -127,7 +127,7 @@ def test_eval_compares_recipes(embedded_means: Path, tmp_path: Path):
     assert all(needed <= row.keys() for row in rows)
     assert [row["bits_per_element_2k"] for row in rows] == [16, 4.625]  # the sink takes one page of 16 in 16 bits
     assert [row["bits_per_element_128k"] for row in rows] == [16, 4.501953125]
-    assert {row["tokens"] for row in rows} == {2 * 255}  # the last token of a window has no follower in it
+    assert {row["tokens"] for row in rows} == {2 * 255}  # the last token of a passage has no follower in it
     reference, packed = rows
     assert (reference["kl"], reference["top1"]) == (0, 1)
     assert reference["noise_floor"] < packed["kl"] < 0.1

@@ -17,7 +17,7 @@ def test_inspect_as_tables(fits: Path):
     for text in (
         "llama: 2 layers, 4 query and 2 KV heads of 16",
         "RoPE on 16 of them (half)",
-        "calibrated on 200 tokens in windows of 64",
+        "calibrated on 200 tokens in passages of 64",
         f"kvfold {kvfold.__version__}",
     ):
         assert text in " ".join(shown.split())
@@ -52,12 +52,12 @@ def test_inspect_draws(error_of, fits: Path, means: Path, tmp_path: Path):
 
 def test_inspect_means_alone_or_nothing(error_of, means: Path, tmp_path: Path):
     shown = plain(run("inspect", means).stdout)
-    assert "calibrated on 100 tokens in windows of 64" in " ".join(shown.split())
+    assert "calibrated on 100 tokens in passages of 64" in " ".join(shown.split())
     assert json.loads(run("inspect", means, "--json", "-").stdout) == []
     assert "is no artifact" in error_of("inspect", tmp_path)
 
 
-def test_inspect_says_where_windows_were_drawn(small: Path, tmp_path: Path):
+def test_inspect_says_where_passages_were_drawn(small: Path, tmp_path: Path):
     run("calibrate", small, "--out", tmp_path, "--tokens", 100, "--context", 64, "--seed", 5)
     assert "drawn with seed 5" in " ".join(plain(run("inspect", tmp_path).stdout).split())
 

@@ -24,7 +24,7 @@ def test_padding_is_kept_apart(dtype, running, padding):
     known = torch.full((REQUESTS,), -1, dtype=torch.int32, device=DEVICE)
     step = decode_inputs(slots, lengths.to(dtype), requests.to(dtype), known, PAGE)
     real = [slot >= PAGE for _, _, slot in rows]
-    assert step.slots.tolist() == [slot if own else -1 for (_, _, slot), own in zip(rows, real, strict=True)]
+    assert step.locations.tolist() == [slot if own else -1 for (_, _, slot), own in zip(rows, real, strict=True)]
     assert step.query_starts.tolist() == list(range(len(rows) + 1))
     assert step.starts.tolist() == [length - 1 for _, length, _ in rows]
     assert step.lengths.tolist() == [length for _, length, _ in rows]

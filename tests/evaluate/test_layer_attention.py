@@ -219,13 +219,13 @@ def test_an_evaluation_looks_into_layers_where_asked(embedded):
     assert exact.softmax_kl < packed.softmax_kl
     with torch.no_grad():
         direct = diagnose(small, random_tokens(64)[:48], {"it": cache(small, "int2:centre=false")})["it"]
-    assert [packed] == direct, "one window of the text"
+    assert [packed] == direct, "one passage of the text"
 
 
 def test_too_few_tokens_to_have_ten_are_refused_early(model, embedded):
     """The first query of the second half sees ten."""
     packed = {"it": cache(model, "int2:centre=false")}
-    with pytest.raises(ValueError, match="with 20 tokens of a window at least, not 19"):
+    with pytest.raises(ValueError, match="takes at least 20 tokens, not 19"):
         diagnose(model, random_tokens(19), packed)
     assert 0 < diagnose(model, random_tokens(20), packed)["it"][0].top10 <= 1
     with pytest.raises(ValueError, match="at least, not 12"):

@@ -30,25 +30,25 @@ def model():
 
 
 def test_compare_sums_what_it_says(model):
-    """Windows that begin with an empty cache, every token but the last of a window scored, KL from the reference."""
+    """Passages that begin with an empty cache, every token but the last of a passage scored, KL from the reference."""
     tokens = torch.randint(0, 61, (1500,), generator=torch.Generator().manual_seed(1))
     make = partial(kvfold.cache, model, "int2:centre=false")
     shares = []
     own, scores = compare(model, tokens, 700, partial(DynamicCache, config=model.config), {"int2": make}, shares.append)
     nll, kl, agreed, count = [0.0, 0.0], 0.0, 0, 0
     for begin, end in ((0, 700), (700, 1400), (1400, 1500)):
-        window = tokens[begin:end]
+        passage = tokens[begin:end]
         with torch.no_grad():
             logits = [
-                model(window[None], past_key_values=c).logits[0, :-1]
+                model(passage[None], past_key_values=c).logits[0, :-1]
                 for c in (DynamicCache(config=model.config), make())
             ]
         p, q = (torch.log_softmax(x.double(), dim=-1) for x in logits)
         for i, log_probs in enumerate((p, q)):
-            nll[i] -= log_probs[torch.arange(len(window) - 1), window[1:]].sum().item()
+            nll[i] -= log_probs[torch.arange(len(passage) - 1), passage[1:]].sum().item()
         kl += (p.exp() * (p - q)).sum().item()
         agreed += int((p.argmax(-1) == q.argmax(-1)).sum())
-        count += len(window) - 1
+        count += len(passage) - 1
     assert own.tokens == scores["int2"].tokens == count
     assert own.perplexity == pytest.approx(math.exp(nll[0] / count), rel=1e-4)
     assert scores["int2"].perplexity == pytest.approx(math.exp(nll[1] / count), rel=1e-3)

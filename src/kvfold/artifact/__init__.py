@@ -1,4 +1,4 @@
-"""Artifacts: what calibration found, for which model; a folder with kvfold.json and tensors.safetensors."""
+"""Artifacts: what calibration found for one model, as a folder with kvfold.json and tensors.safetensors."""
 
 from kvfold.artifact.artifact import TEXT, Artifact, push
 from kvfold.artifact.fingerprint import Fingerprint, digest_model

@@ -1,4 +1,4 @@
-"""Artifact: what calibration found, with the model it belongs to, in memory, in a folder and on the Hub."""
+"""Artifact: what calibration found for one model. In memory, in a folder and on the Hub."""
 
 import hashlib
 import json
@@ -26,10 +26,10 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass(frozen=True)
 class Artifact:
-    """Means for any recipe that centres, and what was fitted for the recipes that learn more.
+    """Means, for any recipe that centres, and the fits of recipes that learn more.
 
-    Tensors are [layers, kv_heads or 1, …]: `key_mean` and `value_mean`, and `RECIPE/NAME` per name of a recipe's fit.
-    `text` holds hashes, by which evaluation recognises text that was calibrated on.
+    Tensors are [layers, kv_heads or 1, …]: `key_mean`, `value_mean`, and `RECIPE/NAME` per tensor of a recipe's fit.
+    `text` holds hashes of the calibration text, so that evaluation recognises it.
     """
 
     metadata: Metadata
@@ -62,7 +62,7 @@ class Artifact:
                 raise ValueError(f"there is no tensor of {recipe}")
 
     def _try_recipes(self) -> None:
-        """Refuse tensors that a recipe cannot work with, before it does."""
+        """Refuse tensors that a recipe cannot work with, before it is used."""
         kv_heads, head_dim = self.tensors["key_mean"].shape[1:]
         for name in self.metadata.recipes:
             try:
@@ -72,7 +72,7 @@ class Artifact:
                 raise ValueError(f"the tensors of {name} are not what it needs: {error}") from None
 
     def fit(self, recipe: Recipe, layer: int) -> dict[str, Tensor]:
-        """The tensors of one layer that a recipe asks for, by name."""
+        """The means of one layer and what the recipe learned for it, by name."""
         if recipe.learns and recipe.fitted_as not in self.metadata.recipes:
             has = ", ".join(self.metadata.recipes) or "means alone"
             raise ValueError(
@@ -84,8 +84,8 @@ class Artifact:
         return {"key_mean": self.tensors["key_mean"][layer], "value_mean": self.tensors["value_mean"][layer], **fit}
 
     def shard(self, rank: int, ranks: int) -> "Artifact":
-        """The part of one of `ranks` ranks: an equal share of the KV heads, in order. Several ranks cannot share the
-        centroids of k-means, so that recipes with centroids are left out."""
+        """The part of one rank: an equal share of the KV heads, in order. Several ranks cannot have centroids: recipes
+        with centroids are left out."""
         kv_heads = self.metadata.model.kv_heads
         if self.metadata.shard or not 0 <= rank < ranks or kv_heads % ranks:
             raise ValueError(f"{kv_heads} KV heads have no part {rank} of {ranks} equal ones")
@@ -111,7 +111,7 @@ class Artifact:
 
     @classmethod
     def load(cls, where: str | Path) -> Self:
-        """From a folder, or by its id from the Hub."""
+        """From a folder, or from the Hub by its id."""
         folder = Path(where)
         if not folder.exists() and HUB_ID.fullmatch(str(where)):
             folder = _download(str(where))
@@ -149,10 +149,10 @@ def _download(hub_id: str) -> Path:
 
 
 def push(folder: Path, hub_id: str, private: bool = False) -> str:
-    """Upload a saved artifact to the Hub; returns its address there."""
+    """Upload a saved artifact to the Hub. Returns its address there."""
     from huggingface_hub import HfApi
 
-    Artifact.load(folder)  # what is not valid here would not be there
+    Artifact.load(folder)  # refuses an artifact that is not valid
     if hub.silent():
         raise OSError(f"cannot push to {hub_id}: {hub.unreachable()}")
     api = HfApi()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 DIGESTED = 256  # numbers per parameter that are hashed
 PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # not quantized
 
-Digests = Mapping[str, str]  # of parameters by name: see `_digest`
+Digests = Mapping[str, str]  # the `_digest` of parameters, by name
 
 
 class Strict(BaseModel):
@@ -30,7 +30,7 @@ class Strict(BaseModel):
 
 
 class Fingerprint(Strict):
-    """What tells one model from another. Only its language model counts: all that is cached comes from there."""
+    """What tells one model from another. Only its language model counts: the KV cache comes from there."""
 
     model_type: str
     layers: int
@@ -38,7 +38,7 @@ class Fingerprint(Strict):
     kv_heads: int
     head_dim: int
     rope: dict[str, Any]
-    weights: Digests  # of the decoder's parameters, by their names in it
+    weights: Digests  # of the decoder's parameters, by their names in the decoder
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -64,16 +64,16 @@ class Fingerprint(Strict):
             "kv_heads": geometry.kv_heads,
             "head_dim": geometry.head_dim,
             "model_type": text.get("model_type", ""),
-            # without the older name of rope_type, which some engines add
+            # some engines add `type`, the older name of rope_type
             "rope": {name: value for name, value in text.get("rope_parameters", {}).items() if name != "type"},
         }
 
     def check(self, model: "PreTrainedModel") -> None:
-        """Refuse another model, naming what differs."""
+        """Refuse another model. The error names what differs."""
         self._compare(Fingerprint.of(model).model_dump())
 
     def check_files(self, config: Mapping[str, Any], weights: Digests | None) -> None:
-        """The same for a model that is not loaded: its configuration, as transformers has it, and `digest_model`."""
+        """The same for a model that is not loaded: `config` as transformers has it, `weights` from `digest_model`."""
         self._compare({**self.shape(config), "weights": weights or {}})
 
     def _compare(self, other: Mapping[str, Any]) -> None:
@@ -91,8 +91,8 @@ class Fingerprint(Strict):
     def _changed(self, theirs: Digests) -> str | None:
         """The name of a parameter that both have and that differs.
 
-        Theirs may have more tensors. Their names may have a prefix, such as `model.` or `language_model.model.`: it is
-        the one with which most of our names are found.
+        `theirs` may have more tensors. Its names may have a prefix, such as `model.` or `language_model.model.`. The
+        prefix is the one with which most of our names are found.
         """
         fronts = Counter[str]()
         for name in theirs:
@@ -108,13 +108,13 @@ class Fingerprint(Strict):
 
 
 def _digest(shape: Sequence[int], numbers: Tensor) -> str:
-    """Of a parameter's shape and first numbers, in bfloat16: a model that is converted to 16 bits keeps it."""
+    """A hash of a parameter's shape and first numbers, in bfloat16: conversion to 16 bits does not change it."""
     first = numbers.detach().to("cpu", torch.bfloat16).view(torch.uint8).numpy().tobytes()
     return hashlib.sha256(f"{tuple(shape)} ".encode() + first).hexdigest()[:16]
 
 
 def digest_model(name: str) -> Digests | None:
-    """The tensors in the files of a model on this machine, by their names there; None where there are none.
+    """Digests of the tensors in the files of a model on this machine, by their names there. None if there are none.
 
     Quantized tensors are left out. So are stacks of experts, which transformers transposes when it loads them.
     """

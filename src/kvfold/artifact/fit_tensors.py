@@ -1,4 +1,4 @@
-"""What the tensors of a fit must be: their type, their shape, and the numbers in them."""
+"""What the tensors of a fit must be: their dtype, their shape, and the numbers in them."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -6,14 +6,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-NEARLY = 1e-4  # how far products of an orthogonal float32 matrix may be from 0 and 1; rounding leaves 1e-6
+NEARLY = 1e-4  # largest |A·Aᵀ − 1| of an orthogonal float32 matrix A; rounding gives 1e-6
 
 
 class Kind(NamedTuple):
     dtype: torch.dtype
-    shape: tuple[str, ...]  # behind [layers, kv_heads or 1]: "d" is the head dimension, any other name any size
-    right: Callable[[Tensor], Tensor]  # whether the numbers are
-    must: str
+    shape: tuple[str, ...]  # after [layers, kv_heads or 1]; "d" is the head dimension, any other name has any size
+    right: Callable[[Tensor], Tensor]  # whether the numbers are right
+    must: str  # the same in words, for the error
 
 
 def _orthogonal(x: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ KINDS = {
 
 
 def check_fit(name: str, tensor: Tensor, layers: int, kv_heads: int, head_dim: int) -> None:
-    """Refuse a tensor, by its name in an artifact (RECIPE/key_rotation, …), that no calibration finds."""
+    """Refuse a tensor that no calibration finds. `name` is its name in an artifact (RECIPE/key_rotation, …)."""
     side, _, of = name.rpartition("/")[2].partition("_")
     if side not in ("key", "value") or of not in KINDS:
         raise ValueError(f"unknown tensor {name}")

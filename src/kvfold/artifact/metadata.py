@@ -1,4 +1,4 @@
-"""Metadata: what kvfold.json says of an artifact, and how it is read."""
+"""Metadata: the contents of kvfold.json, and how it is read."""
 
 import json
 from pathlib import Path
@@ -16,12 +16,12 @@ Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 
 class Provenance(Strict):
-    """The text that was calibrated on, and with what."""
+    """The calibration text, and the versions of the packages that read it."""
 
     tokens_sha256: Sha256
     tokens: PositiveInt
     context: PositiveInt
-    seed: NonNegativeInt | None  # of the places in the text; None: from its beginning
+    seed: NonNegativeInt | None  # the passages were drawn with it; None: the text was read from its beginning
     versions: dict[str, str]
 
 
@@ -36,7 +36,7 @@ class Metadata(Strict):
     model: Fingerprint
     rope: Rope
     calibration: Provenance
-    recipes: tuple[str, ...]  # those with tensors of their own
+    recipes: tuple[str, ...]  # recipes with fits, as `Recipe.fitted_as` names them
     shard: Shard | None = None
 
     @model_validator(mode="after")
@@ -61,7 +61,7 @@ class Saved(Metadata):
 
 
 def read(file: Path, text: bytes) -> Saved:
-    """What a kvfold.json holds; refuses one that is not valid, naming each fault."""
+    """The contents of a kvfold.json. If it is not valid, the error names each fault."""
     try:
         return Saved.model_validate_json(text)
     except ValidationError as error:

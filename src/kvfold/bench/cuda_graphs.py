@@ -10,18 +10,18 @@ from typing import TypeVar
 
 import torch
 
-CAPACITIES = 4  # all copies of a call's data together, in sizes of the L2 cache
+CAPACITIES = 4  # all copies of a call's data together are this many times as large as the L2 cache
 MAX_COPIES = 256
-GRAPH_MS = 10  # the least time of a graph, beside which its launch does not count
+GRAPH_MS = 10  # a graph takes at least this long, so that its launch does not count
 REPLAYS = 20
-WARM_UP = 2  # calls before the captured one: they compile, and allocate what stays
+WARM_UP = 2  # calls before the captured one: they compile kernels, and allocate lasting memory
 
 Calls = list[Callable[[], object]]
 T = TypeVar("T")
 
 
 def copies(size: int, device: torch.device) -> int:
-    """How many copies of `size` bytes the calls should take turns on; at least 2."""
+    """How many copies of `size` bytes the calls should take turns on, at least 2."""
     cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
     return min(MAX_COPIES, max(2, math.ceil(CAPACITIES * cache / size)))
 
@@ -71,7 +71,7 @@ def _capture(calls: Calls) -> tuple[torch.cuda.CUDAGraph, int]:
 
 
 def milliseconds(run: Callable[[], object]) -> float:
-    """The time of what `run` puts on the current stream."""
+    """The time of the work that `run` puts on the current stream."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     run()

@@ -18,11 +18,11 @@ BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention": SDPBackend.FL
 
 
 def dense_calls(case: Case, device: torch.device) -> dict[str, Calls]:
-    """Calls of attention over dense keys and values of the shape of a case, by name of the backend.
+    """Calls of attention over dense keys and values in the shape of a case, per backend.
 
     - `decode`: cuDNN, or FlashAttention if cuDNN has no kernel.
-    - `extend`: both, as far as they have a kernel. FlashAttention masks what a query must not see. cuDNN has no such
-      mask: all its queries see as many tokens as queries see on average.
+    - `extend`: both, as far as they have a kernel. FlashAttention masks what a query must not see. cuDNN has no mask
+      for this: each of its queries sees the average number of tokens.
     """
     shape = (case.batch, case.kv_heads, case.context, case.head_dim)
     q = torch.randn(case.batch, case.q_heads, case.new, case.head_dim, dtype=case.torch_dtype, device=device)

@@ -19,7 +19,7 @@ from kvfold.ops.dispatch import New
 from kvfold.ops.pages import LayerPages
 from kvfold.transforms import Transform
 
-NAIVE_QUERIES = 256  # above it `naive.attend` is too slow, and `attend` computes the same
+NAIVE_QUERIES = 256  # with more, `naive.attend` is too slow; `attend` computes the same
 TIE_ERROR = 2**-7  # always allowed for stored numbers: a tie may round to the next code
 EPSILON = torch.finfo(torch.float32).eps
 
@@ -35,15 +35,15 @@ def attend_error(pages: LayerPages, q: Tensor, new: New, scale: float, outputs: 
 
 
 def queries(pages: LayerPages, row: int) -> slice:
-    """The queries of a sequence, in those of the step."""
+    """Where the queries of a sequence lie in the queries of the step."""
     return slice(*pages.step.query_starts[row : row + 2].tolist())
 
 
 def attend(pages: LayerPages, q: Tensor, new: New, scale: float, row: int, dtype: torch.dtype | None = None) -> Tensor:
     """What `naive.attend` returns for one sequence, float32[n, q_heads, d].
 
-    All queries are computed at once. With a `dtype`, transformed queries, keys, values, weights and outputs are rounded
-    to it.
+    All queries are computed at once. Transformed queries, keys, values, weights and outputs are rounded to `dtype`, if
+    it is given.
     """
     step, windows, own = pages.step, pages.windows, queries(pages, row)
     start, length = step.known.starts[row], step.known.lengths[row]
@@ -164,7 +164,7 @@ def _packed(pages: LayerPages) -> Tensor:
 
 
 def differing_share(before: Tensor, expected: Tensor, got: Tensor) -> float:
-    """The number of integers that differ from the expected ones, as a share of those that had to change."""
+    """How many integers differ from the expected ones, relative to how many had to change."""
     return float((got != expected).sum() / (before != expected).sum().clamp_min(1))
 
 
@@ -177,5 +177,5 @@ def relative_error(x: Tensor, exact: Tensor) -> float:
 
 
 def allowed_error(rounded: Tensor, exact: Tensor) -> float:
-    """Twice the error of the same maths in 16 bits. The epsilon is for errors of 0, as of a single stored token."""
+    """Twice the error of the same maths in 16 bits. Epsilon is for errors of 0, as with a single stored token."""
     return 2 * (relative_error(rounded, exact) + EPSILON)

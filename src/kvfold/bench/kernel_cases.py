@@ -1,4 +1,4 @@
-"""What `kvfold bench kernels` times: an op, and the shape of a batch and of a layer."""
+"""What `kvfold bench kernels` times: an op, with the shapes of a batch and a layer."""
 
 import re
 from dataclasses import dataclass
@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-CASES = {  # per op, the default
+CASES = {  # the default per op
     "decode": ("32x8192", "32x16384", "8x16384", "1x32768", "1x131072"),
     "extend": ("1x32768+512",),
     "store": ("32x1", "1x8192"),
 }
-EXTENDED = 512  # new tokens of `extend`, unless a case names them
+EXTENDED = 512  # new tokens of `extend`, unless a case says how many
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Case:
         if min(self.batch, self.new, self.page, self.head_dim, self.q_heads, self.kv_heads) < 1:
             raise ValueError(f"{self}: all sizes are at least 1")
         if self.new > self.context or (self.op == "decode" and self.new > 1):
-            raise ValueError(f"{self}: decode has 1 new token, and others as many as there are tokens at most")
+            raise ValueError(f"{self}: decode has 1 new token, other ops at most as many as the context")
         if self.q_heads % self.kv_heads:
             raise ValueError(f"{self}: query heads are no multiple of KV heads")
 
@@ -59,7 +59,7 @@ class Case:
 
     @property
     def scale(self) -> float:
-        """What logits are multiplied with."""
+        """The factor of logits."""
         return self.head_dim**-0.5
 
     @property

@@ -28,7 +28,7 @@ from kvfold.recipes import parse
 from kvfold.windows import Windows
 
 PLAIN_STORE = "int4:centre=false"
-COPIED = 2**30  # bytes of the device copy that measures the bandwidth
+COPIED = 2**30  # bytes of the device copy that measures bandwidth
 FILL_TOKENS = 2**16  # tokens that one call stores while pages are filled
 
 
@@ -161,7 +161,7 @@ def moved_bytes(case: Case, layout: PageLayout, windows: Windows) -> int:
 
     - `decode`, `extend`: every cached token once. It is packed, or raw where a window holds it. It counts as both if
       one query reads it packed and another reads it raw.
-    - `store`: keys, values and their slots. With windows also the raw vectors that are returned, and those of shadows.
+    - `store`: keys, values and their slots. With windows, also the raw vectors that it returns and writes to shadows.
     """
     slot, raw = layout.key.slot_bytes + layout.value.slot_bytes, 2 * (layout.key.dims + layout.value.dims)
     if case.op == "store":
@@ -225,7 +225,7 @@ def ops_of(case: Case, recipe: Recipe, device: torch.device, capability: tuple[i
 
 
 def _copy_calls(k: Tensor, v: Tensor) -> Calls:
-    """A device copy of keys and values, per call over other memory."""
+    """A device copy of keys and values. Each call copies other memory."""
     both = torch.stack((k, v))
     sources = [both.clone() for _ in range(copies(2 * both.nbytes, both.device))]
     return [partial(torch.empty_like(source).copy_, source) for source in sources]

@@ -109,7 +109,7 @@ class Decoder:
 def packed_error(model: PreTrainedModel, recipe: Recipe, page: int, batch: int = 2, steps: int = STEPS) -> float:
     """How far replayed steps are from eager steps over another cache: the largest relative error of logits.
 
-    Lengths grow between replays. The first step is the one at which tokens begin to leave the window.
+    Lengths grow between replays. At the first step, tokens begin to leave the recent window.
     """
     start = recipe.sink + recipe.recent + 3
     replayed, eager = (

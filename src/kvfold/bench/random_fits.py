@@ -30,7 +30,7 @@ def random_codecs(
 def random_artifact(config: Mapping[str, Any], recipes: Sequence[Recipe], folded: bool = False) -> Artifact:
     """An artifact for a model with random weights, from its configuration alone. All layers get the same fits.
 
-    `folded`: the model's weights count as those of `kvfold fold`, and values have no rotation.
+    `folded`: as if `kvfold fold` had made the model. Values then have no rotation.
     """
     geometry = Geometry.from_config(config)
     shape = (geometry.layers, geometry.kv_heads, geometry.head_dim)
@@ -78,6 +78,6 @@ def _rope(head_dim: int) -> Rope:
 
 
 def random_states(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Random vectors with a mean of 1. Coordinates differ in size as those of keys do, so Block-GTQ allots widths."""
+    """Random vectors with a mean of 1. Coordinates differ in size, as in keys. So Block-GTQ allots widths."""
     sizes = torch.linspace(1.5, -1.5, shape[-1], device=generator.device).exp()
     return torch.randn(shape, generator=generator, device=generator.device) * sizes / sizes.square().mean().sqrt() + 1

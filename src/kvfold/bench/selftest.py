@@ -74,7 +74,7 @@ SHORT = Tokens((374, 120, 0, 200), (9, 10, 16, 2))
 PROMPT = Tokens((1100, 20), (70, 3))
 # Enough queries for cuDNN's causal mask
 PREFILL = Tokens((0, 20), (2300, 3))
-# Each program of a decode kernel reads several tiles; `store` takes its larger tiles
+# Each CTA of a decode kernel reads several tiles; `store` takes its larger tiles
 LONG = Tokens((29_000, 60), (4_200, 8))
 
 
@@ -194,7 +194,7 @@ def _advancing(checked: Iterable[list[Row]], progress: Callable[[float], None]) 
 def check(case: Case) -> list[Row]:
     """The rows of one case, one per path."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the column `reason` has what `choose` warns of
+        warnings.simplefilter("ignore")  # the column `reason` says what `choose` warns of
         layer = Layer(case, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     rows = [layer.store()]
     if case.tokens.pairs <= MOST_PAIRS:
@@ -345,7 +345,7 @@ class Layer:
             got = on_cpu(self.pages).shadows
             untouched = torch.equal(_bits(got[3:]), _bits(before[3:]))
             error = relative_error(got[kept[:3]], unpacked), allowed_error(unpacked.to(got.dtype), unpacked)
-            return Found(*error, "" if untouched else "it changes copies of other pages")
+            return Found(*error, "" if untouched else "it changes shadows of other pages")
 
         on_gpu = self.pages.pool.is_cuda
         reason = "all layers in one launch" if on_gpu else "there is no kernel for CPUs"
@@ -354,7 +354,7 @@ class Layer:
     def _row(self, path: str, choice: Choice, find: Callable[[], Found]) -> Row:
         try:
             found = find()
-        except Exception as error:  # of the compiler, the driver or the kernel's checks: all belong in the table
+        except Exception as error:  # errors of compiler, driver and the kernel's checks all belong in the table
             lines = str(error).strip().splitlines()
             found = Found(math.nan, math.nan, f"{type(error).__name__}: {lines[0] if lines else ''}")
         case, on_gpu = self.case, self.pages.pool.is_cuda

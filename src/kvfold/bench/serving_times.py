@@ -1,4 +1,4 @@
-"""`kvfold bench serving`: a server under load. It may be any OpenAI endpoint.
+"""`kvfold bench serving`: a server under load. Any OpenAI endpoint will do.
 
 Prompts and answers have fixed lengths. Each user sends its next request when the last is answered. Prompts are random
 token ids. A given share of every prompt is the same for all users, and is in the server's prefix cache before timing
@@ -25,8 +25,8 @@ import numpy as np
 import torch
 
 TOKENS = range(1000, 30000)  # ids that every vocabulary has and that are not special
-# Requests before timing come in two parts. First one short request per user, all at once, since servers compile for
-# numbers of requests. Then some requests like the timed ones, which leave the shared prefix in the cache.
+# Requests before timing come in two parts. First one short request per user, all at once: servers compile kernels per
+# number of requests. Then some requests like the timed ones, which leave the shared prefix in the cache.
 WARM_UP_INPUT = 16  # tokens of a short prompt
 WARM_UP = 2  # requests of the second part
 WARM_UP_OUTPUT = 4  # tokens per answer, in both parts
@@ -62,7 +62,7 @@ class Server:
 
     @classmethod
     def find(cls, url: str, model: str | None) -> "Server":
-        """The server at `url`, and its model of that name. None is its only model."""
+        """The server at `url`, with its model of that name. With None, it must serve a single model."""
         url = url.rstrip("/").removesuffix("/v1")
         try:
             served = [entry["id"] for entry in json.loads(_get(f"{url}/v1/models"))["data"]]

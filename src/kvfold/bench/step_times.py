@@ -42,7 +42,7 @@ BASELINE = "dense"
 TURNS = 2
 BEGINS = 8  # steps whose `begin` is timed
 VERIFIED_LAYERS = 2
-ALLOWED = 2**-6  # the relative error of logits that a few roundings to bfloat16 explain
+ALLOWED = 2**-6  # relative error of logits; a few roundings to bfloat16 explain as much
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Case:
 
     @property
     def start(self) -> int:
-        """Tokens per sequence before the first step of a packed cache. After the captured step there are `context`."""
+        """Tokens per sequence before the first step of a packed cache. The captured step makes them `context`."""
         return self.context - WARM_UP - 1
 
 
@@ -80,7 +80,7 @@ class Row:
     baseline: str  # the backend of attention over the dense cache
     baseline_us: float | None
     speedup: float | None
-    begin_us: float | None  # the host's bookkeeping before a replay
+    begin_us: float | None  # the host's bookkeeping before a replay, not part of `us`
     tokens_per_s: float | None  # of replays alone
     cache_bytes: int | None
     peak_bytes: int | None  # the most that was allocated, weights included
@@ -233,6 +233,6 @@ def _median(numbers: Iterator[float | None] | Sequence[float]) -> float | None:
 
 
 def _free() -> None:
-    """Free caches. They and their layers refer to each other, so only the garbage collector does."""
+    """Free caches. A cache and its layers refer to each other, so only the garbage collector frees them."""
     gc.collect()
     torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Calibration where no artifact is given: the same text and number of tokens for every command and for Python."""
+"""Calibration if the user gives no artifact. Every command and the Python API use the same text and token count."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ from kvfold.models import cache_folder
 from kvfold.recipe import Recipe
 from kvfold.text import default_text, tokenize
 
-TOKENS = 2048  # one window; on the embedded model 1,024 to 8,192 tokens do equally well, means and fits alike
+TOKENS = 2048  # one passage; on the embedded model, 1,024 to 8,192 tokens do equally well, for means and for fits
 
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
@@ -27,7 +27,8 @@ def calibrate_automatically(
     recipes: Sequence[Recipe],
     progress: Callable[[float], None] = lambda share: None,
 ) -> Artifact:
-    """On the first `TOKENS` of Python's own documentation, in one window or in windows as long as the model takes."""
+    """Calibrate on the first `TOKENS` tokens of Python's documentation: one passage, or more if the model takes fewer
+    tokens at a time."""
     longest = Geometry.from_config(model.config.to_dict()).max_context or TOKENS
     tokens = tokenize(default_text("calibration"), tokenizer, TOKENS)
     return calibrate(model, tokens, min(TOKENS, longest), recipes, progress=progress)
@@ -36,13 +37,14 @@ def calibrate_automatically(
 def kept(
     name: str, recipe: Recipe, load: Callable[[str], Loaded], run: Callable[[Loaded, Sequence[Recipe]], Artifact]
 ) -> Path:
-    """The folder, in the user's cache, of what one recipe has to know about a model. Where it is missing, `load` gets
-    the model and `run` calibrates it, automatically.
+    """The folder of an artifact for one recipe, in the user's cache. If there is none, `load` loads the model and `run`
+    calibrates it.
 
-    It is kept for the model's weights, and made anew with other versions of what made it.
+    The folder's name has a hash of the model's weights and of the versions. With other versions, the artifact is made
+    anew.
     """
     weights, loaded = digest_model(name), None
-    if weights is None:  # they are not on this machine yet, or in other files than can be read here
+    if weights is None:  # the model is not on this machine yet, or not in safetensors files
         loaded = load(name)
         weights = digest_model(name) or Fingerprint.of(loaded[0]).weights
     made_with = [weights, SCHEMA, versions(), platform.python_version(), TOKENS]
@@ -56,6 +58,6 @@ def kept(
             try:
                 (Path(scratch) / folder.name).rename(folder)
             except OSError:
-                if not folder.is_dir():  # otherwise another process was faster, with the same result
+                if not folder.is_dir():  # else another process was faster, with the same result
                     raise
     return folder

@@ -1,4 +1,4 @@
-"""Capture: run a text through a model once, and keep statistics of what its attention layers see."""
+"""Capture: run a text through a model once, and keep statistics of its attention layers."""
 
 import hashlib
 import time
@@ -15,7 +15,7 @@ from kvfold.calibration.tap import Seen, tapped
 from kvfold.geometry import UnsupportedModel
 from kvfold.windows import FIRST_TOKENS
 
-SAMPLES = 4096  # tokens at most whose keys and values are kept
+SAMPLES = 4096  # tokens whose keys and values are kept, at most
 
 
 @torch.no_grad()
@@ -28,24 +28,24 @@ def capture(
     checkpoint_seconds: float = 30,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Statistics:
-    """Run `tokens` (1-D) through the model in windows of `context`, each alone. `progress` gets shares of 1.
+    """Run `tokens` (1-D) through the model in passages of `context` tokens, each alone. `progress` gets shares of 1.
 
-    With a `checkpoint`, what is known is saved there after a window if the last save is `checkpoint_seconds` old, and
-    at the end; a run that was broken off goes on from there, to exactly the same result.
+    With a `checkpoint`, statistics are saved there at the end, and after a passage if the last save is
+    `checkpoint_seconds` old. An interrupted run continues from there, with exactly the same result.
     """
     if len(tokens) <= FIRST_TOKENS:
         raise ValueError(f"calibration needs more than {FIRST_TOKENS} tokens")
     statistics = _begin(model, tokens, context, checkpoint)
     sampled = _spread(len(tokens), context)
     saved = time.monotonic()
-    for index, window in enumerate(tokens.split(context)):
-        if index >= statistics.windows and len(window) > FIRST_TOKENS:
-            _add_window(statistics.layers, model, window, sampled, index * context)
-            statistics.windows = index + 1
+    for index, passage in enumerate(tokens.split(context)):
+        if index >= statistics.passages and len(passage) > FIRST_TOKENS:
+            _add_passage(statistics.layers, model, passage, sampled, index * context)
+            statistics.passages = index + 1
             if checkpoint and time.monotonic() - saved >= checkpoint_seconds:
                 statistics.save(checkpoint)
                 saved = time.monotonic()
-        progress(len(window) / len(tokens))
+        progress(len(passage) / len(tokens))
     for layer in statistics.layers:
         layer.to_host()
     if checkpoint:
@@ -54,17 +54,19 @@ def capture(
 
 
 def left_by(checkpoint: Path, tokens: int, context: int) -> str:
-    """What a run that was broken off has left, and how to go on."""
+    """What an interrupted run has left, and how to continue."""
     if not checkpoint.exists():
         return "Nothing is kept: the run had not come to its first checkpoint."
-    done = min(tokens, context * Statistics.windows_in(checkpoint))
+    done = min(tokens, context * Statistics.passages_in(checkpoint))
     return f"{checkpoint} keeps {done:,} of {tokens:,} tokens: the same command goes on from there."
 
 
 @torch.no_grad()
 def collect(model: PreTrainedModel, tokens: Tensor) -> list[tuple[Tensor, Tensor, Tensor, float]]:
-    """For each layer q [q_heads, n, d], k and v [kv_heads, n, d] (float32, in host memory) and the scale of its logits,
-    for `tokens` (1-D) as one window."""
+    """Per layer: q [q_heads, n, d], k and v [kv_heads, n, d] (float32, in host memory), and the scale of its logits.
+
+    `tokens` (1-D) are one passage.
+    """
     layers: list[tuple[Tensor, Tensor, Tensor, float]] = []
 
     def keep(seen: Seen) -> None:
@@ -90,29 +92,29 @@ def _begin(model: PreTrainedModel, tokens: Tensor, context: int, checkpoint: Pat
 
 
 def _spread(tokens: int, context: int) -> Tensor:
-    """int64[m]: indices of the sampled tokens, ascending, none of them among the first of a window."""
+    """int64[m]: indices of the sampled tokens, ascending. The first tokens of a passage are not sampled."""
     index = torch.arange(tokens)
     index = index[index % context >= FIRST_TOKENS]
     m = min(SAMPLES, len(index))
     return index[torch.arange(m) * len(index) // m]
 
 
-def _add_window(
-    layers: list[LayerStatistics], model: PreTrainedModel, window: Tensor, sampled: Tensor, start: int
+def _add_passage(
+    layers: list[LayerStatistics], model: PreTrainedModel, passage: Tensor, sampled: Tensor, start: int
 ) -> None:
-    """Run the window that begins at token `start` of the text, and add it to the statistics of every layer."""
-    first, end = torch.searchsorted(sampled, torch.tensor([start, start + len(window)])).tolist()
+    """Run the passage that begins at token `start` of the text, and add it to the statistics of every layer."""
+    first, end = torch.searchsorted(sampled, torch.tensor([start, start + len(passage)])).tolist()
 
     def add(seen: Seen) -> None:
         if seen.layer == len(layers):
             layers.append(LayerStatistics.begin(seen, len(sampled)))
         layers[seen.layer].add(seen, sampled[first:end] - start, first)
 
-    _run(model, window, add)
+    _run(model, passage, add)
 
 
-def _run(model: PreTrainedModel, window: Tensor, tap: Callable[[Seen], None]) -> None:
-    """One forward pass of the decoder; `tap` sees layers 0, 1, 2, … in order."""
+def _run(model: PreTrainedModel, passage: Tensor, tap: Callable[[Seen], None]) -> None:
+    """One forward pass of the decoder. `tap` sees layers 0, 1, 2, … in order."""
     expected = iter(range(model.get_decoder().config.num_hidden_layers))
 
     def check(seen: Seen) -> None:
@@ -124,6 +126,6 @@ def _run(model: PreTrainedModel, window: Tensor, tap: Callable[[Seen], None]) ->
         tap(seen)
 
     with tapped(model, check) as decoder:
-        decoder(window.unsqueeze(0).to(model.device), use_cache=False)
+        decoder(passage.unsqueeze(0).to(model.device), use_cache=False)
     if (missing := next(expected, None)) is not None:
         raise UnsupportedModel(f"{type(model).__name__}: its layer {missing} did not call the attention function")

@@ -10,12 +10,12 @@ from kvfold.artifact import Artifact
 from kvfold.layout import SlotLayout
 from kvfold.recipes import parse
 
-SPECTRUM_HEAD = 8  # eigenvalues whose share of the whole is shown
+SPECTRUM_HEAD = 8  # the largest eigenvalues; their share of the sum is shown
 SIDES = ("key", "value")
 
 
 def describe(artifact: Artifact) -> list[dict[str, Any]]:
-    """A row for each recipe and layer: widths as dims×bits, clip ratios, the share of the top eigenvalues."""
+    """A row per recipe and layer: widths as dims×bits, clip ratios, the share of the largest eigenvalues."""
     rows = []
     for name in artifact.metadata.recipes:
         recipe = parse(name)
@@ -37,7 +37,7 @@ def describe(artifact: Artifact) -> list[dict[str, Any]]:
 
 
 def _widths(layout: SlotLayout) -> Counter[int]:
-    """How many coordinates have which width; where every KV head has a layout of its own, those of all of them."""
+    """The number of coordinates per bit width. If every KV head has a layout of its own, all of them are counted."""
     widths = Counter[int]()
     for head in layout.heads or (layout,):
         for segment in head.segments:
@@ -46,7 +46,7 @@ def _widths(layout: SlotLayout) -> Counter[int]:
 
 
 def draw(artifact: Artifact, png: Path) -> None:
-    """One row of pictures for each recipe: how many coordinates of each layer have which width, spectra, clips."""
+    """A row of plots per recipe: key coordinates per layer by bit width, spectra, clip ratios."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from kvfold.artifact import TEXT, Artifact, Fingerprint, Metadata, Provenance
 from kvfold.calibration.capture import capture
 from kvfold.calibration.statistics import Statistics
-from kvfold.calibration.text_overlap import passages
+from kvfold.calibration.text_overlap import text_hashes
 from kvfold.fitted import Fitted
 from kvfold.geometry import Geometry
 from kvfold.recipe import Recipe
@@ -25,15 +25,15 @@ def calibrate(
     context: int = 2048,
     recipes: Sequence[Recipe] = (),
     *,
-    seed: int | None = None,  # where the tokens were drawn from, for the record
+    seed: int | None = None,  # the tokens were drawn with it, for the record
     into: Artifact | None = None,
     checkpoint: Path | None = None,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Artifact:
-    """Run `tokens` (1-D) through the model in windows of `context`; keep the means, and fit `recipes`.
+    """Run `tokens` (1-D) through the model in passages of `context` tokens. Keep the means, and fit `recipes`.
 
-    The fits come beside those of `into`, which must be of the same model and text. `progress` gets shares of 1. With a
-    `checkpoint`, a run that was broken off goes on where it was; whoever saves the artifact deletes it.
+    The new fits are added to the fits of `into`, which must be of the same model and text. `progress` gets shares of 1.
+    With a `checkpoint`, an interrupted run continues from there. The caller deletes it after saving the artifact.
     """
     geometry = Geometry.from_config(model.config.to_dict())
     for recipe in recipes:
@@ -46,7 +46,7 @@ def calibrate(
     tensors = {
         "key_mean": torch.stack([layer.k.mean for layer in statistics.layers]).float(),
         "value_mean": torch.stack([layer.v.mean for layer in statistics.layers]).float(),
-        TEXT: passages(tokens),
+        TEXT: text_hashes(tokens),
         **(into.tensors if into else {}),
     }
     for name, recipe in learning.items():
@@ -68,12 +68,12 @@ def _provenance(tokens: Tensor, context: int, seed: int | None) -> Provenance:
 
 
 def versions() -> dict[str, str]:
-    """Of what decides the numbers."""
+    """The versions of the packages that decide the numbers."""
     return {"kvfold": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
 
 
 def fit_layers(recipe: Recipe, statistics: Statistics) -> dict[str, Tensor]:
-    """What a recipe learns, with all layers in the first dimension."""
+    """The fits of a recipe for all layers, [layers, …]."""
     fits = [
         recipe.fit(layer, statistics.rope, (layer.k.mean, layer.v.mean) if recipe.centre else (None, None))
         for layer in statistics.layers

@@ -11,16 +11,16 @@ from kvfold.calibration.tap import Seen, tapped
 from kvfold.geometry import UnsupportedModel
 from kvfold.rope import Rope
 
-PROBES = 64  # random vectors sent to each position
-RUNG = 4  # each position of the ladder is that many times the one before
-STILL = 1e-12  # share of a coordinate's energy; what changes by less does not turn
+PROBES = 64  # random vectors per position
+RUNG = 4  # ratio of successive positions
+STILL = 1e-12  # a coordinate that changes by less than this share of its energy does not turn
 
 
 @torch.no_grad()
 def probe(model: PreTrainedModel) -> Rope:
-    """The RoPE of the first attention layer, from its keys of the same random vectors at several positions.
+    """The RoPE of the first attention layer, from its keys for the same random vectors at several positions.
 
-    The input of that layer does not depend on position, so whatever changes its keys is RoPE. A factor on cos and sin
+    The input of that layer does not depend on the position, so only RoPE changes its keys. A factor on cos and sin
     (YaRN) is in the keys at position 0 too, and cancels.
     """
     limit = _position_limit(model)
@@ -36,7 +36,7 @@ def probe(model: PreTrainedModel) -> Rope:
     angles, misfits = zip(*(_turn(start[:, turning], key[:, turning]) for key in keys[1:]), strict=True)
     first, second = _pair(model, torch.stack(misfits).amax(0))  # a pair must fit at every position
     frequency = torch.zeros(len(first), dtype=torch.float64)
-    for position, angle in zip(positions, angles, strict=True):  # whole turns as the positions before foretell
+    for position, angle in zip(positions, angles, strict=True):  # earlier positions tell the whole turns
         turns = ((frequency * position - angle[first, second]) / math.tau).round()
         frequency = (angle[first, second] + math.tau * turns) / position
     names = turning.nonzero().flatten()  # back to coordinates of the head
@@ -45,16 +45,16 @@ def probe(model: PreTrainedModel) -> Rope:
 
 
 def _position_limit(model: PreTrainedModel) -> int:
-    """How many positions have the same frequencies."""
+    """The number of positions, from 0 on, that have the same frequencies."""
     config = model.get_decoder().config
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":  # beyond, it changes to other frequencies
+    if rope.get("rope_type") == "longrope":  # longer sequences have other frequencies
         return rope["original_max_position_embeddings"]
     return config.max_position_embeddings
 
 
 class _Enough(Exception):
-    """Leaves the model after its first attention layer."""
+    """Raised to leave the model after its first attention layer."""
 
 
 def _first_keys(model: PreTrainedModel, position: int) -> Tensor:
@@ -75,11 +75,13 @@ def _first_keys(model: PreTrainedModel, position: int) -> Tensor:
 
 
 def _turn(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
-    """For any two coordinates i and j, the angle that best turns (before_i, before_j) into (after_i, after_j), and the
-    share of a coordinate's energy that this misses: float64[n, d] twice -> float64[d, d] twice.
+    """float64[n, d] twice -> float64[d, d] twice. For any two coordinates i and j:
 
-    A least-squares fit of a whole d × d matrix would need keys of full rank, and would magnify the rounding of bfloat16
-    where they hardly vary. Two coordinates have one unknown.
+    - the angle that best turns (before_i, before_j) into (after_i, after_j),
+    - the misfit: the share of a coordinate's energy that this rotation misses.
+
+    A least-squares fit of a whole d × d matrix would need keys of full rank. Where keys hardly vary, it would magnify
+    the rounding of bfloat16. Two coordinates have one unknown.
     """
     gram, cross = before.T @ before, before.T @ after
     cosine, sine = cross.diag()[:, None] + cross.diag(), cross - cross.T
@@ -93,14 +95,15 @@ def _turn(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pair(model: PreTrainedModel, misfit: Tensor) -> tuple[Tensor, Tensor]:
-    """Pairs that fit, i < j: the usual ones where they do, else each coordinate with the one that fits it best.
+    """The pairs that RoPE turns, i < j. The usual pairings are tried first. Else a coordinate is paired with the one
+    that fits it best.
 
-    The order matters in bfloat16 only: slow pairs with large biases may fit others as well, within rounding.
+    The order matters in bfloat16 only. There, the coordinates of slow pairs with large biases may fit others too.
     """
     misfit = misfit.fill_diagonal_(torch.inf)
     n = len(misfit)
     i = torch.arange(n)
-    # Rounding of keys, cos and sin; transformers computes the latter two in float32.
+    # Rounding of keys, cos and sin. transformers computes cos and sin in float32.
     tolerance = (4 * max(torch.finfo(dtype).eps for dtype in (model.dtype, torch.float32))) ** 2
     for partner in ((i + n // 2) % n, (i ^ 1).clamp(max=n - 1), misfit.argmin(1)):
         if torch.equal(partner[partner], i) and misfit[i, partner].max() < tolerance:

@@ -1,4 +1,4 @@
-"""Statistics of the queries, keys, values and outputs of every layer, of a size that does not grow with the text."""
+"""Statistics of the queries, keys, values and outputs per layer. Their size does not grow with the text."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +15,14 @@ from kvfold.files import write_whole
 from kvfold.rope import Rope
 from kvfold.windows import FIRST_TOKENS
 
-PROMPT = 512  # tokens of the first window that are kept whole
+PROMPT = 512  # tokens of the first passage whose queries, keys and values are kept
 
 
 @dataclass
 class Moments:
-    """Sums over vectors, for each KV head. The query heads of a KV head count as more vectors of it."""
+    """Sums over vectors, per KV head. The vectors of all query heads of a KV head go into its sums."""
 
-    count: int  # vectors of each KV head
+    count: int  # vectors per KV head
     total: Tensor  # float64[kv_heads, d]
     outer: Tensor  # float64[kv_heads, d, d], sum of x xᵀ
 
@@ -31,7 +31,7 @@ class Moments:
         return cls(0, torch.zeros(kv_heads, d, dtype=torch.float64), torch.zeros(kv_heads, d, d, dtype=torch.float64))
 
     def add(self, x: Tensor) -> None:
-        """Add vectors [tokens, heads, d], heads a multiple of kv_heads; the sums move to the device of x."""
+        """Add vectors [tokens, heads, d]. Heads are a multiple of kv_heads. The sums move to the device of x."""
         x = x.double().unflatten(1, (len(self.total), -1)).transpose(0, 1).flatten(1, 2)  # [kv_heads, vectors, d]
         self.count += x.shape[1]
         self.total = self.total.to(x.device) + x.sum(1)
@@ -43,33 +43,33 @@ class Moments:
         return self.total / self.count
 
     def second(self, centre: Tensor | None = None) -> Tensor:
-        """E[(x − c)(x − c)ᵀ], float64[kv_heads, d, d]; c is `centre` [kv_heads, d], or 0."""
-        raw = self.outer / self.count
+        """E[(x − c)(x − c)ᵀ], float64[kv_heads, d, d]. c is `centre` [kv_heads, d], or 0."""
+        uncentred = self.outer / self.count
         if centre is None:
-            return raw
-        c = centre.to(raw)
+            return uncentred
+        c = centre.to(uncentred)
         cross = self.mean.unsqueeze(-1) * c.unsqueeze(-2)
-        return raw - cross - cross.mT + c.unsqueeze(-1) * c.unsqueeze(-2)
+        return uncentred - cross - cross.mT + c.unsqueeze(-1) * c.unsqueeze(-2)
 
 
 @dataclass
 class LayerStatistics:
-    """What is kept of one attention layer, of `Seen`. Moments and samples leave out the first tokens of each window.
+    """What is kept of one attention layer. Moments and samples leave out the first tokens of each passage.
 
-    The second moment of `out` is (SV)ᵀ(SV) / N, S the causal softmax: S itself is never held.
+    The second moment of `out` is (SV)ᵀ(SV) / N with S the causal softmax. S itself is never held.
     """
 
     q: Moments
     k: Moments
     v: Moments
     out: Moments
-    prompt: tuple[Tensor, Tensor, Tensor]  # float32: q [q_heads, n, d], k and v [kv_heads, n, d] of the first window
+    prompt: tuple[Tensor, Tensor, Tensor]  # float32: q [q_heads, n, d], k and v [kv_heads, n, d] of the first passage
     samples: tuple[Tensor, Tensor]  # float32: k and v [m, kv_heads, d] of tokens spread evenly over the text
     scale: float  # of the logits
 
     @classmethod
     def begin(cls, first: Seen, samples: int) -> Self:
-        """Nothing counted yet, room for `samples` tokens, and the prompt from the first window."""
+        """Empty moments, room for `samples` tokens, and the prompt from the first passage."""
         prompt = [states[:PROMPT].transpose(0, 1).float().cpu().contiguous() for states in (first.q, first.k, first.v)]
         room = [torch.zeros(samples, *states.shape[1:]) for states in (first.k, first.v)]
         return cls(
@@ -83,7 +83,7 @@ class LayerStatistics:
         )
 
     def add(self, seen: Seen, sampled: Tensor, row: int) -> None:
-        """Count one window, and keep its tokens `sampled` (indices) from `row` of the samples on."""
+        """Add one passage to the moments. Its tokens `sampled` (indices) go to the samples, from `row` on."""
         for name, moments in self.moments.items():
             moments.add(getattr(seen, name)[FIRST_TOKENS:])
         for kept, states in zip(self.samples, (seen.k, seen.v), strict=True):
@@ -98,7 +98,7 @@ class LayerStatistics:
             moments.total, moments.outer = moments.total.cpu(), moments.outer.cpu()
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of it, by name."""
+        """Everything as tensors, by name."""
         named = {"scale": torch.tensor(self.scale, dtype=torch.float64)}
         for name, moments in self.moments.items():
             named |= {f"{name}.count": torch.tensor(moments.count)}
@@ -121,10 +121,10 @@ class Statistics:
     layers: list[LayerStatistics]
     rope: Rope
     source: str = ""  # sha256 of the model's configuration, the tokens and the context
-    windows: int = 0  # how many windows of the text are in it
+    passages: int = 0  # how many passages of the text were added
 
     def save(self, path: Path) -> None:
-        """One safetensors file; an older one stays whole until the new one is."""
+        """Write one safetensors file. An older file stays until the new one is complete."""
         tensors = {
             f"{i}.{name}": tensor for i, layer in enumerate(self.layers) for name, tensor in layer.tensors().items()
         }
@@ -132,13 +132,13 @@ class Statistics:
             "layers": str(len(self.layers)),
             "rope": TypeAdapter(Rope).dump_json(self.rope).decode(),
             "source": self.source,
-            "windows": str(self.windows),
+            "windows": str(self.passages),  # the name in older checkpoints
         }
         write_whole(path.parent, {path.name: save(tensors, header)})
 
     @staticmethod
-    def windows_in(path: Path) -> int:
-        """Of a saved one, without reading the rest."""
+    def passages_in(path: Path) -> int:
+        """The number of passages in a saved file. Reads only its header."""
         with safe_open(path, "pt") as file:
             return int(file.metadata()["windows"])
 

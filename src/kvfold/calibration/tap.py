@@ -1,4 +1,4 @@
-"""Taps: what each attention layer of a model takes in and gives back, seen on its way."""
+"""Taps: the inputs and the output of each attention layer, seen while the model runs."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,10 +18,10 @@ IMPLEMENTATION = "kvfold-capture"
 
 @dataclass(frozen=True)
 class Seen:
-    """One call of one attention layer; the tokens of all sequences of the batch after each other.
+    """One call of one attention layer. The tokens of all sequences of the batch follow each other.
 
-    Of multi-head latent attention (MLA), q and k are the part with RoPE alone: k one head that all queries share. v and
-    out are as attention has them, a value head for each query head.
+    In multi-head latent attention (MLA), q and k are only the coordinates with RoPE. k has one head, which all query
+    heads share. v and out are as attention has them, with a value head per query head.
     """
 
     layer: int
@@ -37,7 +37,7 @@ _tap: ContextVar[Callable[[Seen], None]] = ContextVar("kvfold-capture")
 
 @contextmanager
 def tapped(model: PreTrainedModel, tap: Callable[[Seen], None]) -> Iterator[PreTrainedModel]:
-    """The decoder of `model`, calling `tap` at every attention layer; it computes what it does with SDPA."""
+    """The decoder of `model`, which calls `tap` at every attention layer. It computes the same as with SDPA."""
     decoder = model.get_decoder()
     previous = decoder.config._attn_implementation
     token = _tap.set(tap)
@@ -60,7 +60,7 @@ def _attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    for unsupported in ("softcap", "s_aux"):  # SDPA refuses the first and overlooks the second
+    for unsupported in ("softcap", "s_aux"):  # SDPA refuses softcap and ignores s_aux
         if kwargs.get(unsupported) is not None:
             raise UnsupportedModel(f"{type(module).__name__}: attention with {unsupported} cannot be captured")
     out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)

@@ -1,30 +1,30 @@
-"""A guard against scoring on the text that was calibrated on."""
+"""A guard against evaluation on the calibration text, by hashes of 32 successive tokens (n-grams)."""
 
 import numpy as np
 import torch
 from torch import Tensor
 
-PASSAGE = 32  # tokens: long enough that no two texts share a passage by chance
+NGRAM = 32  # tokens: long enough that no two texts share an n-gram by chance
 MULTIPLIER = 0x9E3779B97F4A7C15  # any odd number; artifacts hold hashes made with it, so it stays
 
 
-def passages(tokens: Tensor) -> Tensor:
-    """Hashes, int64[n // 32], of the calibration's `tokens` (1-D), cut into passages that do not overlap."""
-    return torch.from_numpy(_hashes(tokens)[::PASSAGE].view(np.int64).copy())
+def text_hashes(tokens: Tensor) -> Tensor:
+    """int64[n // 32]: hashes of the n-grams of the calibration's `tokens` (1-D) that begin at tokens 0, 32, 64, …"""
+    return torch.from_numpy(_hashes(tokens)[::NGRAM].view(np.int64).copy())
 
 
-def overlap(tokens: Tensor, passages: Tensor) -> float:
-    """The share of `tokens` (1-D) that lie in one of the calibration's `passages`, wherever it begins."""
-    if len(tokens) < PASSAGE:
+def overlap(tokens: Tensor, calibrated: Tensor) -> float:
+    """The share of `tokens` (1-D) that lie in an n-gram of the calibration. `calibrated` are its `text_hashes`."""
+    if len(tokens) < NGRAM:
         return 0.0
-    known = np.isin(_hashes(tokens), passages.cpu().numpy().view(np.uint64))
-    covered = np.convolve(known, np.ones(PASSAGE, dtype=np.int64)) > 0  # a known passage covers its 32 tokens
+    known = np.isin(_hashes(tokens), calibrated.cpu().numpy().view(np.uint64))
+    covered = np.convolve(known, np.ones(NGRAM, dtype=np.int64)) > 0  # a known n-gram covers its 32 tokens
     return float(covered.mean())
 
 
-def check_disjoint(tokens: Tensor, passages: Tensor) -> None:
-    """Refuse evaluation `tokens` that share text with the calibration."""
-    share = overlap(tokens, passages)
+def check_disjoint(tokens: Tensor, calibrated: Tensor) -> None:
+    """Refuse evaluation `tokens` that share text with the calibration. `calibrated` are its `text_hashes`."""
+    share = overlap(tokens, calibrated)
     if share:
         raise ValueError(
             f"{round(share * len(tokens)):,} of the {len(tokens):,} evaluation tokens were calibrated on, which "
@@ -33,10 +33,10 @@ def check_disjoint(tokens: Tensor, passages: Tensor) -> None:
 
 
 def _hashes(tokens: Tensor) -> np.ndarray:
-    """A hash, uint64, of every window of 32 tokens: Σ token[i + j]·MULTIPLIER^(j + 1) modulo 2⁶⁴."""
+    """uint64[n − 31]: the hashes of all n-grams, Σ token[i + j]·MULTIPLIER^(j + 1) modulo 2⁶⁴."""
     ids = tokens.cpu().numpy().astype(np.uint64)
-    windows = max(0, len(ids) - PASSAGE + 1)
-    result = np.zeros(windows, dtype=np.uint64)
-    for j in range(PASSAGE):
-        result += ids[j : j + windows] * np.uint64(pow(MULTIPLIER, j + 1, 2**64))
+    count = max(0, len(ids) - NGRAM + 1)
+    result = np.zeros(count, dtype=np.uint64)
+    for j in range(NGRAM):
+        result += ids[j : j + count] * np.uint64(pow(MULTIPLIER, j + 1, 2**64))
     return result

@@ -25,7 +25,7 @@ def kernels(
     case: Annotated[
         list[str] | None,
         typer.Option(
-            "--case", help="Sequences and tokens of each, `32x8192`, or with new ones `1x32768+512`; repeatable."
+            "--case", help="Sequences and tokens per sequence, `32x8192`, or with new tokens `1x32768+512`; repeatable."
         ),
     ] = None,
     page: Annotated[int, typer.Option(help="Tokens of a page.", min=1)] = 64,

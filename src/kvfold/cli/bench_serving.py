@@ -26,12 +26,12 @@ def serving(
     ] = None,
     rounds: Annotated[int, typer.Option(help="Requests of each user, one after the other.", min=1)] = 4,
     model: Annotated[str | None, typer.Option(help="The model's name there. Default: the only one.")] = None,
-    recipe: Annotated[str, typer.Option("--recipe", "-r", help="What the server stores in, for the rows.")] = "bf16",
-    gpu: Annotated[str | None, typer.Option(help="What it runs on, for the rows. Default: as this machine.")] = None,
+    recipe: Annotated[str, typer.Option("--recipe", "-r", help="The server's recipe, for the rows.")] = "bf16",
+    gpu: Annotated[str | None, typer.Option(help="The server's GPU, for the rows. Default: this machine's.")] = None,
     json_file: JsonFile = None,
     csv_file: CsvFile = None,
 ) -> None:
-    """Put a server under load: throughput of all and of each user, time to the first token and to the last.
+    """Put a server under load: throughput in total and per user, time to the first token and to the last.
 
     Example: `kvfold bench serving http://localhost:8000 -r saw-int4 --input 8192 --output 1024 -c 8 -c 32 -c 128`
     """

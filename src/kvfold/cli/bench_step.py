@@ -27,7 +27,8 @@ def step(
     case: Annotated[
         list[str] | None,
         typer.Option(
-            "--case", help="Sequences and tokens of each, `32x16384`; repeatable. Default: 1, 8, 32 of 8k, 32k, 100k."
+            "--case",
+            help="Sequences and tokens per sequence, `32x16384`; repeatable. Default: 1, 8, 32 of 8k, 32k, 100k.",
         ),
     ] = None,
     layers: Annotated[int | None, typer.Option(help="Layers of the model. Default: all.", min=1)] = None,

@@ -25,7 +25,7 @@ def calibrate(
     context: Annotated[int, typer.Option(help="Tokens the model sees at a time.", min=8)] = 2048,
     text: TextFile = None,
     seed: Annotated[
-        int | None, typer.Option(help="Draw windows from random places of the text instead of its beginning.", min=0)
+        int | None, typer.Option(help="Draw passages from random places of the text instead of its beginning.", min=0)
     ] = None,
 ) -> None:
     """Run a text through a model once and write what recipes learn from it as an artifact.

@@ -17,7 +17,7 @@ def eval_(
         list[str] | None,
         typer.Option("--recipe", "-r", help="A recipe with options; repeatable. Default: those of the artifact."),
     ] = None,
-    context: Annotated[int, typer.Option(help="Tokens of a window; each begins with an empty cache.", min=2)] = 2048,
+    context: Annotated[int, typer.Option(help="Tokens of a passage; each begins with an empty cache.", min=2)] = 2048,
     tokens: Annotated[int, typer.Option(help="Tokens to score.", min=2)] = 8192,
     text: TextFile = None,
     artifact: ArtifactFolder = None,
@@ -25,7 +25,7 @@ def eval_(
     csv_file: CsvFile = None,
     html: Annotated[Path | None, typer.Option(help="Write a self-contained HTML page to this file.")] = None,
     layers: Annotated[
-        bool, typer.Option("--layers", help="Also what quantized keys do to the attention of every layer.")
+        bool, typer.Option("--layers", help="Also measure what quantized keys do to the attention of every layer.")
     ] = False,
     needle: Annotated[
         list[int] | None,
@@ -34,7 +34,7 @@ def eval_(
     gsm8k: Annotated[
         Path | None, typer.Option("--gsm8k", help="A local GSM8K file (jsonl with question and answer).")
     ] = None,
-    problems: Annotated[int, typer.Option(help="Problems of it to ask.", min=1)] = 200,
+    problems: Annotated[int, typer.Option(help="How many problems of the GSM8K file to ask.", min=1)] = 200,
     tasks: Annotated[
         list[str] | None,
         typer.Option("--tasks", help="A task of lm-eval whose data is on this machine, or its YAML file; repeatable."),

@@ -24,7 +24,7 @@ def fold(
 ) -> None:
     """Fold a recipe's rotation of values into the weights, which leaves less to do for every token.
 
-    Writes a model that computes the same, in the same dtype, with its artifact in the subfolder `kvfold`, where other
+    Writes a model that computes the same, in the same dtype. Its artifact is in the subfolder `kvfold`, where other
     commands find it. Without an artifact, the recipe is calibrated first, as `serve` does.
 
     Example: `kvfold fold embedded -r oscar-int2 --out folded`, then `kvfold serve folded -r oscar-int2`

@@ -16,7 +16,7 @@ def inspect(
     png: Annotated[Path | None, typer.Option(help="Draw widths, spectra and clip ratios of all layers.")] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Show what an artifact holds: its model, its text, and for each recipe and layer what was found.
+    """Show what an artifact holds: its model, its text, and what was found per recipe and layer.
 
     Example: `kvfold inspect fits --png fits.png`
     """
@@ -32,7 +32,7 @@ def inspect(
     out.print(
         f"{model.model_type}: {model.layers} layers, {model.q_heads} query and {model.kv_heads} KV heads of "
         f"{model.head_dim}; RoPE on {artifact.metadata.rope.rotary_dim} of them ({artifact.metadata.rope.layout})\n"
-        f"calibrated on {made.tokens:,} tokens in windows of {made.context:,}"
+        f"calibrated on {made.tokens:,} tokens in passages of {made.context:,}"
         + (f", drawn with seed {made.seed}" if made.seed is not None else "")
         + f" ({', '.join(f'{name} {version}' for name, version in made.versions.items())})",
         highlight=False,
@@ -40,7 +40,7 @@ def inspect(
     for name in artifact.metadata.recipes:
         own = [row for row in rows if row["recipe"] == name]
         columns = [column for column in own[0] if column != "recipe"]
-        table = new_table(name, *(textwrap.fill(column, 13) for column in columns))  # so that 80 columns are enough
+        table = new_table(name, *(textwrap.fill(column, 13) for column in columns))  # to fit in 80 columns
         for row in own:
             table.add_row(*(str(row[column]) for column in columns))
         out.print(table)

@@ -23,7 +23,7 @@ def serve(
 ) -> None:
     """Serve a model over the OpenAI API with a packed cache. Every other flag goes to the engine as it is.
 
-    Without an artifact, a recipe that needs one is calibrated first, once for each model.
+    Without an artifact, a recipe that needs one is calibrated first, once per model.
 
     Example: `kvfold serve embedded -r saw-int4 --port 8000 --max-model-len 4096`
     """
@@ -32,7 +32,7 @@ def serve(
     parsed = parse(recipe)
     check(model, [parsed])
     with TemporaryDirectory(prefix="kvfold-metrics-") as metrics:
-        # With it /metrics adds up the counts of all processes. prometheus_client reads it once, when it is imported.
+        # Every process writes its counts here. /metrics adds them up. prometheus_client reads the variable on import.
         os.environ.setdefault("PROMETHEUS_MULTIPROC_DIR", metrics)
         try:
             server = import_module(f"kvfold.engines.{engine}.server")

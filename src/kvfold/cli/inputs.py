@@ -1,6 +1,6 @@
-"""What commands are given: models, recipes, artifacts. Mistakes in them are found before the long work.
+"""The inputs of commands: models, recipes, artifacts. Mistakes in them are found before the long work.
 
-Modules that need transformers are imported late: where it is missing, `load` says how to install it.
+Modules that need transformers are imported late. If it is missing, `load` says how to install it.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from kvfold.models import EMBEDDED, load_config, load_model
 from kvfold.recipe import Recipe
 from kvfold.recipes import RECIPES, parse
 
-CARRIED = "kvfold"  # an artifact's folder inside its model's folder: engines do not look for weights in subfolders
+CARRIED = "kvfold"  # the artifact's folder inside a model's folder; engines do not look for weights there
 
 
 def check(model: str, panel: list[Recipe], *files: str | Path | None) -> None:
@@ -44,7 +44,7 @@ def config_of(name: str) -> dict[str, Any]:
 
 
 def fitting_recipes(geometry: Geometry) -> tuple[dict[str, Recipe], list[str]]:
-    """The named recipes that fit a model, and for every other a line that says why it does not."""
+    """The named recipes that fit a model, and a line per other recipe that says why it does not fit."""
     fitting, others = {}, []
     for name, recipe in RECIPES.items():
         try:
@@ -58,7 +58,7 @@ def fitting_recipes(geometry: Geometry) -> tuple[dict[str, Recipe], list[str]]:
 def choose_recipes(
     names: list[str] | None, artifact: "kvfold.Artifact | None", default: str | None = None
 ) -> list[Recipe]:
-    """The recipes that were named, else those that the artifact was calibrated for, else the default."""
+    """The recipes that were named, else the recipes of the artifact, else the default."""
     fitted = artifact.metadata.recipes if artifact is not None else ()
     chosen = names or fitted or ([default] if default else [])
     if not chosen:
@@ -73,13 +73,13 @@ def load(model: str) -> tuple[Any, Any]:
 
 
 def find_artifact(folder: str | None, model: str, names: list[str] | None) -> "kvfold.Artifact | None":
-    """The artifact that was named, else the one in the model's folder, if it has what these recipes learn."""
+    """The artifact that was named, else the one in `carried_folder`, if any."""
     folder = folder or carried_folder(model, names)
     return kvfold.Artifact.load(folder) if folder else None
 
 
 def carried_folder(model: str, names: list[str] | None) -> str | None:
-    """Where in the model's folder `kvfold fold` put an artifact, if that has what these recipes learn."""
+    """The artifact's folder inside the model's folder, if it has the fits of these recipes. `kvfold fold` writes it."""
     folder = Path(model).expanduser() / CARRIED
     if model == EMBEDDED or not (folder / "kvfold.json").exists():
         return None
@@ -89,14 +89,14 @@ def carried_folder(model: str, names: list[str] | None) -> str | None:
 
 
 def calibrated_folder(model: str, recipe: Recipe) -> str:
-    """The folder, in the user's cache, of an artifact for one recipe. A missing one is made."""
+    """The folder of an artifact for one recipe, in the user's cache. A missing artifact is made."""
     from kvfold.calibration.automatic import kept
 
     return str(kept(model, recipe, load, calibrate_now))
 
 
 def calibrate_now(loaded: tuple[Any, Any], recipes: Sequence[Recipe]) -> "kvfold.Artifact":
-    """An artifact for these recipes, where the user gave none."""
+    """An artifact for these recipes, if the user gave none."""
     from kvfold.calibration.automatic import calibrate_automatically
 
     with progress("Calibrating") as advance:

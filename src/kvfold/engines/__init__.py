@@ -1,1 +1,1 @@
-"""Adapters to the engines that hold models: each shows the way from its hooks to the paged cache."""
+"""Adapters: each connects the hooks of one engine to packed pages."""

@@ -1,4 +1,4 @@
-"""Tokens whose keys or values could not be stored: counted on the device, told in the log."""
+"""Tokens whose keys or values could not be stored: counted on the device, reported in the log."""
 
 from logging import Logger
 from time import monotonic
@@ -10,7 +10,7 @@ QUIET = 60.0  # seconds between two warnings
 
 
 class Late:
-    """A number on the device, as it was when it was last asked for or a little later. Nothing waits for the device."""
+    """Reads a number from the device without waiting. A read starts a copy and returns what an earlier copy brought."""
 
     def __init__(self, device: torch.device) -> None:
         self._seen = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
@@ -22,10 +22,10 @@ class Late:
 
 
 class Faults:
-    """Counts tokens that could not be stored as they are. `store` marks their locations and stores zeros.
+    """Counts tokens that could not be stored. `store` marks their locations and stores zeros.
 
-    A token counts once, in however many layers and heads it shows. Counting clears the marks, long before a location
-    gets another token.
+    A token counts once, even if several layers or KV heads mark it. Counting clears the marks. It happens every few
+    steps, long before a location gets another token.
     """
 
     def __init__(self, locations: int, device: torch.device, logger: Logger) -> None:
@@ -36,7 +36,7 @@ class Faults:
         self._told, self._quiet_until = 0, 0.0
 
     def count(self) -> int:
-        """All tokens up to the last call of this. Says in the log how many are new, at most once a minute."""
+        """The count as of an earlier call. Logs how many tokens are new, at most once a minute."""
         self._counted += self.marks.sum()
         self.marks.zero_()
         count = self._seen.read(self._counted)

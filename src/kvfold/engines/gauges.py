@@ -1,6 +1,7 @@
-"""kvfold's own gauges in Prometheus, beside those of the engine.
+"""kvfold's gauges in Prometheus, beside the engine's.
 
-Engines pack in other processes than answer /metrics. With PROMETHEUS_MULTIPROC_DIR set, the latter sees the former's.
+/metrics is answered by a process that does not pack. With PROMETHEUS_MULTIPROC_DIR set, it sees the gauges of the
+processes that pack.
 """
 
 import torch
@@ -9,22 +10,22 @@ from prometheus_client import Gauge
 from kvfold.engines.faults import Faults, Late
 from kvfold.engines.shadow_table import ShadowTable
 
-EVERY = 16  # steps
+EVERY = 16  # steps between two updates
 
 _token_bytes, _compression, _shadows, _shadows_used = (
     Gauge(f"kvfold:{name}", text, multiprocess_mode="mostrecent")
     for name, text in (
-        ("bytes_per_token", "Bytes that a token takes in the packed pages of a rank."),
+        ("bytes_per_token", "Bytes per token in the packed pages of a rank."),
         ("compression", "How many times smaller that is than in 16 bits."),
-        ("shadow_pages", "16-bit copies of pages that there is room for."),
-        ("shadow_pages_used", "16-bit copies that belong to a page."),
+        ("shadow_pages", "Shadow pages that there is room for: 16-bit keys and values of windows."),
+        ("shadow_pages_used", "Shadow pages that belong to a page."),
     )
 )
-# A token shows in several ranks of one model: a sum over processes would count it several times.
+# Several ranks may count the same token, so a sum over processes would be too large.
 _non_finite = Gauge(
     "kvfold:non_finite_tokens",
-    "Tokens whose keys or values held NaN, Inf or numbers beyond the range of 16-bit floats, stored as zeros: of the "
-    "rank that saw most.",
+    "Tokens stored as zeros, because keys or values held NaN, Inf or numbers beyond the range of 16-bit floats. The "
+    "largest count of all ranks.",
     multiprocess_mode="max",
 )
 
@@ -38,7 +39,7 @@ class Gauges:
         self.used = Late(device)
 
     def step(self, table: ShadowTable, faults: Faults) -> None:
-        """Show how many shadows were in use a few steps ago, and what could not be stored up to then."""
+        """Show how many shadows are in use and how many tokens could not be stored, as of a few steps ago."""
         if self.steps % EVERY == 0:
             if table.windows:
                 _shadows_used.set(self.used.read(table.used))

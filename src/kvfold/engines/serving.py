@@ -1,4 +1,4 @@
-"""What all serving engines need: the configuration, the plan made from it, layers that pack and attend, the report."""
+"""What vLLM and SGLang share: the configuration, the plan made from it, layers that pack and attend, the report."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -30,23 +30,23 @@ from kvfold.windows import Windows
 if TYPE_CHECKING:
     from kvfold.engines.gauges import Gauges
 
-WARM_UP = (1, 2, 4, 8, 16, 32, 64, 128, 8192)  # tokens of a request for which steps run different kernels
-MANY_SHORT = [0] * 64, 128  # and a step of many requests, from where on and how many tokens each, that runs others
+WARM_UP = (1, 2, 4, 8, 16, 32, 64, 128, 8192)  # new tokens of a request: these numbers run different kernels
+MANY_SHORT = [0] * 64, 128  # starts and new tokens per request: this step runs yet other kernels
 
-Steps = Sequence[tuple[slice, Step]]  # of one call of the model, each with the rows of its tokens
+Steps = Sequence[tuple[slice, Step]]  # the parts of one call of the model, each with the rows of its tokens
 
 
 @dataclass(frozen=True)
 class Config:
-    """What to serve with."""
+    """The recipe and the artifact to serve with."""
 
     recipe: Recipe
     artifact: str | None = None  # a folder or a Hub id
 
     @classmethod
     def read(cls, given: Mapping[str, Any] | None = None) -> Self | None:
-        """From {"recipe": …, "artifact": …} of an engine's own configuration, else from the environment; None where
-        neither asks for kvfold."""
+        """From an engine's own configuration {"recipe": …, "artifact": …}, else from the environment. None: neither
+        asks for kvfold."""
         if given is None:
             if not (name := os.environ.get(RECIPE)):
                 return None
@@ -60,13 +60,13 @@ class Config:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """How one rank of an engine packs the layers that share a block table: all that is the same for every step."""
+    """How one rank of an engine packs the layers that share a block table: what stays the same in every step."""
 
     recipe: Recipe
     geometry: Geometry  # of the whole model
     kv_heads: int  # of this rank
-    ratio: int  # query heads for each of them
-    codecs: Mapping[int, tuple[Codec, Codec]]  # keys and values, by the layer's number in the model
+    ratio: int  # query heads per KV head
+    codecs: Mapping[int, tuple[Codec, Codec]]  # of keys and of values, by the layer's number in the model
     page_size: int
     raw_dtype: torch.dtype  # the 16-bit type
     device: torch.device
@@ -83,8 +83,8 @@ class Plan:
         ranks: int = 1,
         weights: Mapping[str, str] | None = None,
     ) -> Self:
-        """For one of several tensor-parallel ranks of a model with this configuration (its config.json) and, if they
-        are known, weights (`digest_model`). Ranks beyond the KV heads hold copies, as many of each."""
+        """The plan of one tensor-parallel rank. `model` is the model's config.json. `weights` is its `digest_model`, if
+        known. With more ranks than KV heads, every KV head is on the same number of ranks."""
         recipe, geometry = config.recipe, Geometry.from_config(model)
         artifact = None if config.artifact is None else Artifact.load(config.artifact)
         if artifact is not None:
@@ -105,7 +105,7 @@ class Plan:
         heads = geometry.kv_heads // parts, geometry.q_heads // max(ranks, geometry.kv_heads)
         plan = cls(recipe, geometry, *heads, codecs, page_size, raw_dtype, torch.device(device))
         for ops in plan.ops.values() if plan.device.type == "cuda" else ():
-            if ops.store.implementation == "torch":  # which waits for the device
+            if ops.store.implementation == "torch":  # PyTorch's operators wait for the device
                 raise ValueError(f"{recipe} cannot be served on a GPU: {ops.store.reason}")
         check_dtype(plan.ops.values(), dtype)
         return plan
@@ -122,31 +122,31 @@ class Plan:
 
     @property
     def windows(self) -> Windows:
-        """Those of the layers that are not in 16 bits anyway."""
+        """The windows of packed layers. Raw layers have none."""
         return self.recipe.windows
 
     @property
     def token_bytes(self) -> float:
-        """What a token takes in the pages of this rank."""
+        """Bytes per token in the pages of this rank, over all layers."""
         return self.kv_heads * sum(layout.page_bytes for layout in self.layouts.values()) / self.page_size
 
     @property
     def raw_token_bytes(self) -> int:
-        """What it would take in 16 bits."""
+        """The same if all layers were raw."""
         return 2 * self.geometry.elements_per_token * self.kv_heads // self.geometry.kv_heads
 
     def shadows(self, requests: int, tokens: int) -> int:
-        """Shadow pages that steps of so many requests and tokens need, so that none of a running request is lost."""
+        """Shadow pages for steps of `tokens` tokens, enough that none of `requests` running requests loses one."""
         return shadows_needed(self.windows, self.page_size, requests, tokens)
 
     def shadow_bytes(self, shadows: int) -> int:
-        """What so many take, over all layers."""
+        """Bytes of `shadows` shadow pages, over all layers."""
         packed = sum(not layout.is_raw for layout in self.layouts.values())
         page = PageLayout(raw_slot(self.geometry.head_dim), raw_slot(self.geometry.head_dim), self.page_size).page_bytes
         return shadows * packed * self.kv_heads * page
 
     def allocate_shadows(self, shadows: int) -> Tensor:
-        """So many of one layer. Zeros are resident memory, which is what an engine may measure on a CPU."""
+        """The shadow pages of one layer. Zeros make them resident: on a CPU, an engine may measure resident memory."""
         shape = (shadows, self.kv_heads, 2, self.page_size, self.geometry.head_dim)
         return torch.zeros(shape, dtype=self.raw_dtype, device=self.device)
 
@@ -173,17 +173,17 @@ class Plan:
 
 
 class Layer:
-    """One layer in an engine: packs the tokens of a step into the engine's pages and lets its queries read."""
+    """One layer in an engine. It packs new tokens into the engine's pages and lets the queries read."""
 
     def __init__(self, plan: Plan, number: int, pool: Tensor, shadows: Tensor, faults: Tensor) -> None:
         self.ops, self.ratio = plan.ops[number], plan.ratio
         self.pages = LayerPages.of(plan.codecs[number], plan.layouts[number], plan.windows, pool, shadows, faults)
 
     def attend(self, steps: Steps, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor) -> None:
-        """Pack k and v [tokens, kv_heads, d], then let queries [tokens, q_heads, d] read, into `out`.
+        """Pack k and v [tokens, kv_heads, d], then attend the queries [tokens, q_heads, d]. Outputs go to `out`.
 
-        Requests of one batch may share pages. So all tokens are packed before the first query reads, except for those
-        of the first step: `store_and_attend` packs them as its queries need them.
+        Requests of one batch may share pages. So the tokens of all other steps are packed before the first step runs.
+        `store_and_attend` packs the tokens of the first step itself.
         """
         (tokens, first), *others = ((rows, replace(self.pages, step=step)) for rows, step in steps)
         stored = [self.ops.store.run(pages, k[rows], v[rows]) for rows, pages in others]
@@ -192,7 +192,7 @@ class Layer:
             self.ops.attend(pages, q[rows], new, scale, out[rows])
 
     def warm_up(self) -> None:
-        """Let kernels be compiled, by steps of which nothing is stored."""
+        """Compile the kernels, by steps that store nothing."""
         from kvfold.ops.attend import parts
 
         pool, layout = self.pages.pool, self.pages.layout
@@ -213,12 +213,12 @@ class Layer:
 class Served:
     """The layers of one rank that share a block table. They have one plan and begin each step together.
 
-    It owns the shadow pages, the marks of tokens that could not be stored, and what users see of both. An engine makes
-    it before it counts how many pages fit, calls `open` when it knows, and `attach` for every layer.
+    It owns the shadow pages, the marks of tokens that could not be stored, and the gauges that show both. An engine
+    makes it before it knows how many pages fit, calls `open` when it knows, and then `attach` per layer.
     """
 
-    shadow_table: ShadowTable  # once it is open
-    faults: Faults
+    shadow_table: ShadowTable  # set by `open`
+    faults: Faults  # set by `open`
 
     def __init__(self, plan: Plan, shadow_pages: int, logger: Logger) -> None:
         self.plan, self.shadow_pages, self.logger = plan, shadow_pages, logger
@@ -229,30 +229,30 @@ class Served:
         self.close()
 
     def close(self) -> None:
-        """Let go of all pages, if there are any."""
+        """Release all pages, if there are any."""
         self.pages = 0  # per layer
         self.layers: dict[int, Layer] = {}
         self.restore: Restore | None = None
 
     def open(self, pages: int) -> None:
-        """Serve from so many pages per layer."""
+        """Serve from `pages` pages per layer."""
         plan, self.pages = self.plan, pages
         self.shadow_table = ShadowTable(plan.windows, plan.page_size, pages, self.shadow_pages, plan.device)
         self.faults = Faults(pages * plan.page_size, plan.device, self.logger)
 
     def attach(self, number: int, pool: Tensor) -> Layer:
-        """A layer whose pages uint8[pages, kv_heads, page_bytes] are known now."""
+        """Add a layer with its pages uint8[pages, kv_heads, page_bytes]."""
         if len(pool) != self.pages:
             raise ValueError(f"kvfold: layer {number} has {len(pool)} pages, and the engine said {self.pages}")
         layer = Layer(self.plan, number, pool, self.shadows[number], self.faults.marks)
         self.layers[number] = layer
-        if self.complete:  # before that, no page has lost its shadow
+        if self.complete:  # no page loses its shadow before that
             self.restore = Restore([layer.pages for layer in self.layers.values()])
         return layer
 
     @cached_property
     def gauges(self) -> "Gauges":
-        from kvfold.engines.gauges import Gauges  # not before engines have set up prometheus_client
+        from kvfold.engines.gauges import Gauges  # only after the engine has set up prometheus_client
 
         plan = self.plan
         return Gauges(plan.token_bytes, plan.raw_token_bytes, self.shadow_pages, plan.device)
@@ -263,15 +263,15 @@ class Served:
         return len(self.layers) == len(self.plan.codecs)
 
     def before_step(self, resting: tuple[Tensor, Tensor] | None = None) -> None:
-        """Before each step, outside of CUDA graphs: show in the gauges what earlier steps left on the device, and keep
-        the shadows of requests that run without being in the step, given by their lengths and pages."""
+        """Before each step, outside of CUDA graphs: update the gauges, and keep the shadows of running requests that
+        sit the step out. `resting`: their lengths and pages."""
         self.gauges.step(self.shadow_table, self.faults)
         if resting is not None and self.plan.windows:
             self.shadow_table.rest(*resting)
 
     def begin(self, locations: Tensor, starts: Tensor, lengths: Tensor, table: Tensor) -> None:
-        """Begin a step, on the device: every page that a window reaches into has a shadow after this. See
-        `ShadowTable.update` for what is given."""
+        """Begin a step, on the device. After this, every page that a window reaches into has a shadow. The arguments
+        are those of `ShadowTable.update`."""
         if self.plan.windows:
             lost = self.shadow_table.update(locations, starts, lengths, table)
             if self.restore is not None:
@@ -280,13 +280,13 @@ class Served:
     def decode(
         self, locations: Tensor, query_starts: Tensor, starts: Tensor, lengths: Tensor, table: Tensor
     ) -> tuple[slice, Step]:
-        """The step of requests with one token each, whose lengths only the device knows."""
+        """The step of requests with one new token each. Only the device knows their lengths."""
         step = Step(locations, query_starts, starts, lengths, table, self.shadow_table.of, self.plan.page_size, 1)
         return slice(len(lengths)), step
 
     def steps(self, host: HostLengths, locations: Tensor, starts: Tensor, lengths: Tensor, table: Tensor) -> Steps:
-        """Steps of neighbouring requests that decode, and of those that bring more tokens, with the rows of their
-        tokens. What `host` says, the tensors say in device memory."""
+        """Split a batch into steps of neighbouring requests: either all of them decode, or none. `starts` and `lengths`
+        repeat `host` on the device."""
         counts = host.counts
         query_starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device="cpu", pin_memory=table.is_cuda)
         described = locations, query_starts.to(table.device, non_blocking=True), starts, lengths, table.long()
@@ -294,11 +294,11 @@ class Served:
         return [(rows, part) for _, rows, part in step.split(count == 1 for count in counts)]
 
     def warm_up(self) -> None:
-        """Compile the kernels of all layers, and let cuDNN build its graphs, for which the first requests would wait,
-        for seconds each. Nothing happens without a GPU, or while a CUDA graph is captured."""
+        """Compile the kernels of all layers, and let cuDNN build its graphs. Otherwise the first requests would wait,
+        for seconds each. Does nothing without a GPU, or while a CUDA graph is captured."""
         if not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
             return
-        for layer in {layer.pages.layout: layer for layer in self.layers.values()}.values():  # others run the same
+        for layer in {layer.pages.layout: layer for layer in self.layers.values()}.values():  # one per layout
             if layer.ops.store.implementation != "torch":
                 layer.warm_up()
             if layer.ops.extend.implementation == "unpacked":

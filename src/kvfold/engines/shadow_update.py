@@ -1,7 +1,7 @@
-"""`ShadowTable.update` in one launch: PyTorch's operators would take dozens of small ones in every decode step.
+"""`ShadowTable.update` in one launch. PyTorch's operators would take dozens of small launches in every decode step.
 
-One program does all of it, since every part needs the one before. Pages that need a shadow, of which a decode step has
-few, get theirs one after the other.
+One CTA does all of it, since every part needs the one before. Pages get new shadows one after the other: in a decode
+step, few pages need one.
 """
 
 import torch
@@ -11,12 +11,12 @@ from torch import Tensor
 
 from kvfold.ops.sizes import power_of_two
 
-BLOCK = 1024  # slots or pages at a time
+TILE = 1024  # locations or pages at a time
 
 
 def update(
     state: tuple[Tensor, ...],  # step, of, owner, needed, first, written: see ShadowTable
-    slots: Tensor,
+    locations: Tensor,
     starts: Tensor,
     lengths: Tensor,
     table: Tensor,
@@ -31,7 +31,7 @@ def update(
     room = len(state[2]) - 1
     _update[(1,)](
         *state,
-        slots,
+        locations,
         starts,
         lengths,
         table,
@@ -39,7 +39,7 @@ def update(
         pages,
         shadows,
         count,
-        len(slots),
+        len(locations),
         reached,
         table.shape[1],
         table.stride(0),
@@ -50,7 +50,7 @@ def update(
         RECENT_PAGES=columns[1],
         PAGE=page_size,
         ROOM=power_of_two(max(1, room)),
-        BLOCK=BLOCK,
+        TILE=TILE,
         num_warps=8,
     )
     return pages, shadows, count
@@ -59,16 +59,16 @@ def update(
 @triton.jit(do_not_specialize=["tokens", "reached", "table_pages", "table_stride", "room", "sink", "recent"])
 def _update(
     step, of, owner, needed, first, written,
-    slots, starts, lengths, table, given, restored_pages, restored_shadows, restored,
+    locations, starts, lengths, table, given, restored_pages, restored_shadows, restored,
     tokens, reached, table_pages, table_stride, room, sink, recent,
-    SINK_PAGES: tl.constexpr, RECENT_PAGES: tl.constexpr, PAGE: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr,
+    SINK_PAGES: tl.constexpr, RECENT_PAGES: tl.constexpr, PAGE: tl.constexpr, ROOM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     now = tl.load(step) + 1
-    for begin in range(0, tokens, BLOCK):  # a page that is written anew loses its shadow
-        token = begin + tl.arange(0, BLOCK)
-        slot = tl.load(slots + token, mask=token < tokens, other=-1)
-        fresh = (slot >= 0) & (slot % PAGE == 0)
-        page = slot // PAGE
+    for begin in range(0, tokens, TILE):  # a page that is written anew loses its shadow
+        token = begin + tl.arange(0, TILE)
+        location = tl.load(locations + token, mask=token < tokens, other=-1)
+        fresh = (location >= 0) & (location % PAGE == 0)
+        page = location // PAGE
         former = tl.load(of + page, mask=fresh, other=-1)
         tl.store(owner + former, -1, mask=former >= 0)
         tl.store(needed + former, 0, mask=former >= 0)
@@ -76,10 +76,10 @@ def _update(
         tl.store(written + page, now, mask=fresh)
     tl.debug_barrier()
 
-    for begin in range(0, reached, BLOCK):  # shadows that are needed, and where each page first comes
+    for begin in range(0, reached, TILE):  # shadows that are needed, and where the list first names a page
         number, page = _reached(
             begin, starts, lengths, table, reached, table_pages, table_stride, sink, recent,
-            SINK_PAGES, RECENT_PAGES, PAGE, BLOCK,
+            SINK_PAGES, RECENT_PAGES, PAGE, TILE,
         )  # fmt: skip
         shadow = tl.load(of + page, mask=page >= 0, other=-1)
         tl.store(needed + shadow, now, mask=shadow >= 0)
@@ -87,10 +87,10 @@ def _update(
     tl.debug_barrier()
 
     count = 0
-    for begin in range(0, reached, BLOCK):  # pages that need one, each once
+    for begin in range(0, reached, TILE):  # pages that need a shadow, each once
         number, page = _reached(
             begin, starts, lengths, table, reached, table_pages, table_stride, sink, recent,
-            SINK_PAGES, RECENT_PAGES, PAGE, BLOCK,
+            SINK_PAGES, RECENT_PAGES, PAGE, TILE,
         )  # fmt: skip
         shadow = tl.load(of + page, mask=page >= 0, other=0)
         rank = tl.load(first + page, mask=page >= 0, other=-1, volatile=True)
@@ -100,7 +100,7 @@ def _update(
     tl.debug_barrier()
 
     index = tl.arange(0, ROOM)
-    age = tl.load(needed + index, mask=index < room, other=now)  # a shadow of this step is none to take
+    age = tl.load(needed + index, mask=index < room, other=now)  # a shadow that this step needs is not taken
     age = age * ROOM + index
     lost = 0
     for i in range(count):
@@ -125,12 +125,12 @@ def _update(
 @triton.jit
 def _reached(
     begin, starts, lengths, table, reached, table_pages, table_stride, sink, recent,
-    SINK_PAGES: tl.constexpr, RECENT_PAGES: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    SINK_PAGES: tl.constexpr, RECENT_PAGES: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Pages that windows reach into, in order, -1 for none: of each request those of the sink, then those of the recent
-    window before the step and after it."""
+    """A tile of the list of pages that windows reach into, -1: none. Per request: the pages of the sink, of the recent
+    window before the step, and of the recent window after it."""
     COLUMNS: tl.constexpr = SINK_PAGES + 2 * RECENT_PAGES
-    number = begin + tl.arange(0, BLOCK)
+    number = begin + tl.arange(0, TILE)
     request, column = number // COLUMNS, number % COLUMNS
     start = tl.load(starts + request, mask=number < reached, other=0).to(tl.int64)
     length = tl.load(lengths + request, mask=number < reached, other=0).to(tl.int64)
@@ -147,5 +147,5 @@ def _reached(
 
 @triton.jit
 def _rank(now, number):
-    """Greater in later steps, and in a step for what comes first."""
+    """Greater in later steps. Within a step, greater for what comes first."""
     return (now + 1) * (1 << 24) - number

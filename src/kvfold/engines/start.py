@@ -1,7 +1,7 @@
-"""What the plugins need before they know whether kvfold is wanted.
+"""What plugins need before they know whether kvfold is wanted.
 
-Engines log it when a plugin cannot be imported, and serve in 16 bits. So the plugins and this module import nothing
-beside the standard library.
+If a plugin cannot be imported, an engine only logs it and serves in 16 bits. So plugins and this module import nothing
+but the standard library.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ RECIPE, ARTIFACT = "KVFOLD_RECIPE", "KVFOLD_ARTIFACT"  # environment variables
 
 
 def aborting(function: Callable[..., Any]) -> Callable[..., Any]:
-    """End the process with one line where `function` raises."""
+    """If `function` raises, end the process with one line."""
 
     @wraps(function)
     def wrapped(*arguments: Any, **options: Any) -> Any:

@@ -1,7 +1,7 @@
 """transformers: `model.generate(..., past_key_values=kvfold.cache(model, "saw-int4"))`.
 
 The cache's `update` hands the new keys and values on as they are, marked `Incoming`. The attention function registered
-here recognises them, packs them into pages and attends over the pages. Without such a cache it calls SDPA.
+here recognises them, packs them into pages and attends over the pages. With any other cache it calls SDPA.
 """
 
 from collections.abc import Callable
@@ -37,9 +37,9 @@ def cache(
 ) -> "PackedCache":
     """An empty cache for `model.generate(past_key_values=...)` or plain forward calls, for one batch of sequences.
 
-    The model's attention implementation is set to kvfold's, which is SDPA for calls without such a cache.
-    What a recipe has to know about the model comes from `artifact`; without one it is calibrated from a short text,
-    once for each model and recipe. Pages have `page_size` tokens, by default as many as the recipe wants.
+    The model's attention implementation is set to kvfold's. With any other cache, that calls SDPA.
+    Means and fits come from `artifact`. Without one, a recipe that needs them is calibrated on a short text, once per
+    model and recipe. Pages have `page_size` tokens, by default the recipe's number.
     """
     recipe = parse(recipe) if isinstance(recipe, str) else recipe
     geometry = Geometry.from_config(model.config.to_dict())
@@ -89,7 +89,7 @@ class Incoming:
 
 
 class PackedLayer(CacheLayerMixin):
-    """A layer of a PackedCache as transformers sees it: sizes only, the bytes are in the pages."""
+    """A layer of a PackedCache as transformers sees it. It has sizes only: the bytes are in the pages."""
 
     is_sliding = False
     is_croppable = True
@@ -116,13 +116,13 @@ class PackedLayer(CacheLayerMixin):
 
 
 class PackedCache(Cache):
-    """A transformers cache over packed pages. Left padding is not stored: a padded batch is a ragged one."""
+    """A transformers cache over packed pages. Left padding is not stored: sequences have their own lengths."""
 
     def __init__(
         self,
         recipe: Recipe,
         geometry: Geometry,
-        codecs: list[tuple[Codec, Codec]],  # keys and values of each layer
+        codecs: list[tuple[Codec, Codec]],  # keys and values, per layer
         raw_dtype: torch.dtype,
         device: torch.device,
         page_size: int,
@@ -140,7 +140,7 @@ class PackedCache(Cache):
         """Forget every sequence, and free their pages."""
         self.paged: PagedCache | None = None
         self.tokens = 0  # columns of the batch so far, padding included
-        self.begun = 0  # of them, those of a step that no forward call has taken up yet
+        self.begun = 0  # columns of a step that `begin` has made and no forward call has used yet
 
     @property
     def is_initialized(self) -> bool:
@@ -167,11 +167,11 @@ class PackedCache(Cache):
             raise
 
     def begin(self, sequences: int, n: int, mask: Tensor | None = None, reserve: int = 0) -> None:
-        """Make room for a step of n tokens for each sequence, in the first step with pages for `reserve` tokens.
+        """Make room for a step of n tokens per sequence. The first step also makes pages for `reserve` tokens.
 
-        The model's forward call does this by itself. After `begin` it does no bookkeeping, so that a CUDA graph can be
-        captured of it and replayed, each time after another `begin`. Until a forward call takes a step up, the length
-        that transformers sees is that before it; replays are no forward calls.
+        The model's forward call does this by itself. After `begin`, the call does no bookkeeping. So it can be captured
+        in a CUDA graph and replayed, with another `begin` before each replay. Until a forward call uses the step,
+        transformers sees the length before the step. A replay is not a forward call.
         """
         if self.paged is None:
             self.paged = PagedCache(
@@ -214,8 +214,8 @@ class PackedCache(Cache):
 
 
 def _left_padded(mask: Tensor, n: int, lengths: list[int]) -> list[int]:
-    """How many of the n new columns are tokens, in each row of a mask [sequences, columns so far]; whatever the mask
-    hides must be padding before the first token of its row."""
+    """New tokens per row of a mask [sequences, columns so far], whose last n columns are new. The mask may only hide
+    padding before the first token of a row."""
     seen = mask.bool().cpu()
     if (
         not torch.equal(seen, seen.cummax(dim=1).values)
@@ -256,7 +256,7 @@ def _attention(
 
 
 def _mask(mask_function: Callable = causal_mask_function, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
-    """Plain causal masks stay [batch, tokens], or None where nothing is padded; any other is built as for sdpa."""
+    """A plain causal mask stays [batch, tokens], or is None without padding. Any other mask is built as for SDPA."""
     if mask_function is not causal_mask_function:
         return sdpa_mask(mask_function=mask_function, attention_mask=attention_mask, **kwargs)
     return None if attention_mask is None or attention_mask.all() else attention_mask

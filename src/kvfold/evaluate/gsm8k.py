@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvfold.evaluate.retrieval import Make
 
 SHOTS = 5
-STOP = "\n\nQuestion"  # where a model without a chat template goes on to a problem of its own
+STOP = "\n\nQuestion"  # without a chat template, a model goes on to a problem of its own here
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Problems:
-    """The problems that are asked, and solved ones that stand before them. No problem is both."""
+    """The problems that are asked, and the solved ones that stand before them in the prompt. No problem is both."""
 
     asked: list[Problem]
     shots: list[Problem]

@@ -16,13 +16,13 @@ from kvfold.rope import Rope
 TOP = 10
 PAIRS = 256  # pairs of a query and a key, per layer
 OFFSETS = 50  # relative positions at which the logits of a pair are compared
-FAR = 1024  # the largest of them
+FAR = 1024  # the largest relative position
 
 
 @dataclass(frozen=True)
 class LayerRow:
     layer: int
-    softmax_kl: float  # KL of the attention weights from those of raw keys; mean over heads and queries
+    softmax_kl: float  # KL(p ‖ p̂) of attention weights, p̂ with quantized keys; mean over heads and queries
     top10: float  # share of the ten most attended tokens that stay among the ten
     logit_mae: float  # mean |error| of q·k before scaling, over relative positions in [−1024, 1024]
 
@@ -31,13 +31,16 @@ class LayerRow:
 def diagnose(
     model: PreTrainedModel, tokens: Tensor, caches: Mapping[str, PackedCache], rope: Rope | None = None
 ) -> dict[str, list[LayerRow]]:
-    """Quantize the keys of `tokens` (1-D, one window) as each cache does. The second half of the queries looks back."""
+    """Rows per cache: what its quantized keys do to the attention of `tokens` (1-D, one passage).
+
+    Only queries of the second half count.
+    """
     if len(tokens) < 2 * TOP:
-        raise ValueError(f"attention is looked into with {2 * TOP} tokens of a window at least, not {len(tokens)}")
+        raise ValueError(f"diagnosing attention takes at least {2 * TOP} tokens, not {len(tokens)}")
     rope = rope or probe(model)
     rows: dict[str, list[LayerRow]] = {name: [] for name in caches}
     for layer, states in enumerate(collect(model, tokens)):
-        q, k = (side.to(model.device) for side in states[:2])  # [q_heads, n, d], [kv_heads, n, d]
+        q, k = (vectors.to(model.device) for vectors in states[:2])  # [q_heads, n, d], [kv_heads, n, d]
         queries = q.unflatten(0, (len(k), -1))  # [kv_heads, group, n, d]
         for name, cache in caches.items():
             decoded = _decoded(cache.codecs[layer][0], k, cache.page_size)
@@ -47,7 +50,7 @@ def diagnose(
 
 
 def _decoded(codec: Codec, k: Tensor, page_size: int) -> Tensor:
-    """Keys [kv_heads, n, d], quantized and decoded. A codec of whole pages leaves the tokens of the last page raw."""
+    """Keys [kv_heads, n, d], quantized and decoded. A codec of whole pages quantizes only full pages."""
     tokens = k.transpose(0, 1)
     if not codec.layout.per_page:
         return codec.decode(codec.encode(tokens)).transpose(0, 1)
@@ -62,10 +65,10 @@ def _weights(queries: Tensor, k: Tensor, decoded: Tensor, scale: float) -> tuple
     n = k.shape[1]
     future = torch.ones(n, n, device=k.device).triu(1).bool()[n // 2 :]
     kl, common = [], []
-    for head, exact, rounded in zip(queries[:, :, n // 2 :], k, decoded, strict=True):
+    for head, original, rounded in zip(queries[:, :, n // 2 :], k, decoded, strict=True):
         p, other = (
             torch.log_softmax((scale * head @ keys.T).masked_fill(future, -torch.inf), dim=-1)
-            for keys in (exact, rounded)
+            for keys in (original, rounded)
         )
         kl.append((p.exp() * (p - other).masked_fill(future, 0)).sum(dim=-1).double().mean())
         best, others = (weights.topk(TOP, dim=-1).indices for weights in (p, other))

@@ -49,19 +49,19 @@ def compare(
     caches: dict[str, Callable[[], Cache]],
     advance: Callable[[float], None] = lambda share: None,
 ) -> tuple[Scores, dict[str, Scores]]:
-    """Score every cache on `tokens` (1-D), in windows of `context` tokens. Each window begins with an empty cache.
+    """Score every cache on `tokens` (1-D), in passages of `context` tokens. Each passage begins with an empty cache.
 
     The caches take turns per chunk. So the logits of the reference are computed once and kept for one chunk only.
     """
     own, others = Scores(), {name: Scores() for name in caches}
-    for window in tokens.to(model.device).split(context):
-        if len(window) < 2:
+    for passage in tokens.to(model.device).split(context):
+        if len(passage) < 2:
             continue
         reference_cache = reference()
         filled = {name: make() for name, make in caches.items()}
-        for start in range(0, len(window) - 1, CHUNK):
-            chunk = window[start : min(start + CHUNK, len(window) - 1)]
-            targets = window[start + 1 : start + 1 + len(chunk)]
+        for start in range(0, len(passage) - 1, CHUNK):
+            chunk = passage[start : min(start + CHUNK, len(passage) - 1)]
+            targets = passage[start + 1 : start + 1 + len(chunk)]
             expected = _log_probs(model, chunk, reference_cache)
             own.add(expected, expected, targets)
             advance(len(chunk) / len(tokens) / (1 + len(caches)))

@@ -10,9 +10,9 @@ has a sentence of its own, and no word of a key occurs in two tasks. So needles 
 - m-value: the three values of one key, in one sentence.
 - m-query: each of the needles of `multi`.
 
-The depth is that of the needle asked for. Needles all over the haystack begin at this depth and go on at equal
-distances, past the end to the beginning. The first three tasks score 0 or 1. The others score the share of values
-found. A value is found if greedy decoding gives every token of it after the question and the right tokens before it.
+The needle asked for stands at the depth. Needles all over the haystack stand at equal distances, the first one at the
+depth. Behind the end they go on at the beginning. The first three tasks score 0 or 1. The others score the share of
+values found. A value is found if greedy decoding gives all its tokens, after the question and the values before it.
 """
 
 import random
@@ -57,7 +57,7 @@ class Needle:
     tasks: tuple[str, ...]
 
     def encode(self, tokenizer: PreTrainedTokenizerBase) -> list[Tensor]:
-        """The tokens of question, values and full stop, piece by piece: haystack and question have the same tokens."""
+        """The tokens of question, values and full stop. Pieces are encoded alone, so a question has the same tokens."""
         return [encode(tokenizer, piece) for piece in (self.question, *self.values, ".\n")]
 
 
@@ -88,7 +88,7 @@ def needle_suite(
 
 
 def needles(depth: float, rng: random.Random) -> list[Needle]:
-    """The needles of all tasks. Those that are spread begin at `depth`; all others stand there."""
+    """The needles of all tasks. Needles all over the haystack begin at `depth`. All others stand at `depth`."""
     adjectives, nouns = rng.sample(ADJECTIVES, len(ADJECTIVES)), rng.sample(NOUNS, len(NOUNS))
     single, target, *several, one = (f"{adjective} {noun}" for adjective, noun in zip(adjectives, nouns, strict=False))
     lookalikes = [f"{adjectives[1]} {noun}" for noun in nouns[len(adjectives) :]]

@@ -51,7 +51,7 @@ class Report:
     text: str
     context: int
     tokens: int
-    noise_floor: float  # KL of the model with transformers' own cache, against the 16-bit pages
+    noise_floor: float  # KL of the model with transformers' own cache from the model with 16-bit pages
     plain_perplexity: float  # of the model with transformers' own cache
     versions: dict[str, str]
     rows: list[Row]
@@ -262,8 +262,8 @@ def _kl_plot(report: Report) -> str:
     from matplotlib.ticker import LogLocator
 
     measured = [row.kl for row in report.rows if 0 < row.kl < math.inf]
-    # A log scale has no 0, so rows without a KL above 0 stand on the baseline. The baseline is the noise floor. If that
-    # lies far below all recipes, it would squeeze them together, and the baseline is higher.
+    # A log scale has no 0, so rows without a KL above 0 stand on the baseline. The baseline is the noise floor. A floor
+    # far below all recipes would squeeze them together. Then the baseline is higher.
     baseline = max(report.noise_floor, min(measured, default=1.0) / 1000)
     where = "" if baseline == report.noise_floor else ", off the scale"
     axes = _axes(report, "kl", "KL divergence from the 16-bit cache")

@@ -27,7 +27,7 @@ from kvfold.recipe import Recipe
 from kvfold.recipes import parse
 
 PLAIN = "transformers' own cache"
-DIAGNOSED = 2048  # at most so many tokens are diagnosed
+DIAGNOSED = 2048  # the attention of at most this many tokens is diagnosed
 
 
 def evaluate(
@@ -64,15 +64,15 @@ def evaluate(
     others = {name: make for name, make in makes.items() if name != REFERENCE}
     others[PLAIN] = partial(DynamicCache, config=model.config)
     own, scores = compare(model, tokens, context, makes[REFERENCE], others, lambda share: advance(0.6 * share))
-    step = 0.4 / len(panel) / (1 + bool(lengths) + bool(problems) + bool(tasks))
+    part = 0.4 / len(panel) / (1 + bool(lengths) + bool(problems) + bool(tasks))
     rows = []
     for name, recipe in panel.items():
         copied = copy_accuracy(model, makes[name], tokens)
         needles = needle_accuracy(model, tokenizer, makes[name], tokens)
         row = _row(recipe, geometry, artifact, own if name == REFERENCE else scores[name], copied, needles)
-        advance(step)
+        advance(part)
         asked_for = _asked_for(
-            model, tokenizer, makes[name], text, lengths, problems, tasks, lambda share: advance(step * share)
+            model, tokenizer, makes[name], text, lengths, problems, tasks, lambda share: advance(part * share)
         )
         rows.append(replace(row, layers=by_layer.get(name), **asked_for))
     versions = {module.__name__: module.__version__ for module in (kvfold, torch, transformers)}
@@ -118,7 +118,7 @@ def _row(
     copied: float,
     needles: dict[str, float],
 ) -> Row:
-    # without an artifact, the layouts of a short calibration are not known here
+    # without an artifact, `cache` calibrates by itself, and its layouts are not known here
     fitted = Fitted.of(recipe, geometry, artifact if recipe.learns else None)
     layout = fitted.page_layouts()[0]
     return Row(

@@ -51,7 +51,7 @@ def lm_eval_tasks(
 
 
 def _require_lm_eval() -> None:
-    # `datasets` reads it at its first import. HF_DATASETS_OFFLINE=0 in the environment allows downloads.
+    # `datasets` reads the variable at its first import. HF_DATASETS_OFFLINE=0 in the environment allows downloads.
     os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
     try:
         import lm_eval  # noqa: F401

@@ -1,4 +1,4 @@
-"""Bit widths under a budget: more for the blocks that matter more (Block-GTQ's greedy)."""
+"""Bit widths under a budget: blocks that matter more get more bits (the greedy algorithm of Block-GTQ)."""
 
 import heapq
 import math
@@ -9,12 +9,13 @@ from torch import Tensor
 
 
 def allocate(scores: Sequence[float] | Tensor, budget_bits: int, widths: Sequence[int] = range(1, 9)) -> list[int]:
-    """The width b_i of each block such that Σ s_i·4^(−b_i) is small and Σ b_i is at most `budget_bits`.
+    """A width b_i per block, with Σ b_i at most `budget_bits` and a small Σ s_i·4^(−b_i).
 
     Every block starts at the least width. Then, again and again, the block that gains most per bit goes to its next
-    width b'. The gain is s_i·(4^(−b) − 4^(−b'))/(b' − b); ties go to the lowest index. For widths one apart the gain is
-    ¾·s_i·4^(−b): the budget is spent in full, and the sum is the least possible. For widths further apart, a block
-    whose next width no longer fits keeps its width, and a few bits may be left over.
+    width b'. The gain is s_i·(4^(−b) − 4^(−b'))/(b' − b). Ties go to the lowest index.
+
+    - Widths one apart: the gain is ¾·s_i·4^(−b). The budget is spent in full, and the sum is the least possible.
+    - Widths further apart: a block keeps its width if the next one does not fit. A few bits may be left over.
     """
     weights = [float(score) for score in scores]
     if not all(0 <= weight < math.inf for weight in weights):

@@ -19,34 +19,43 @@ if TYPE_CHECKING:
     from kvfold.calibration.statistics import LayerStatistics
     from kvfold.rope import Rope
 
-MANY_DIMS = 128  # from here on a third norm pays
-USUAL_NORMS = 5
-THREE = ((1, 2), (1, 0), (2, -1))  # quarters of the coordinates, from the most important down, and their bits beyond b
-UNIT = 4  # RoPE blocks that get their bits together: 8 coordinates of any width fill whole bytes
+MANY_DIMS = 128  # from this head dimension on, a third norm pays off
+USUAL_NORMS = 5  # of a slot with widths=all
+THREE = ((1, 2), (1, 0), (2, -1))  # quarters of the coordinates, the most important first, and their bits beyond b
+UNIT = 4  # RoPE blocks that share a width: their 8 coordinates fill whole bytes at any width
 
 
 class BlockGtq(TurboQuant):
-    """Keys: RoPE blocks that matter more get more bits; blocks of equal width form one TurboQuant vector.
+    """Keys: RoPE blocks that matter more get more bits. Blocks of equal width form one TurboQuant vector, with a norm.
 
-    Bits go one by one to where ¾·s_i·4^(−b_i) is largest. The KV heads of a layer have equally many blocks of each
-    width and differ in which ones, so that their slots are equal; `per_head` gives each head what it would get alone.
+    Bits go one by one to the block with the largest ¾·s_i·4^(−b_i). All KV heads of a layer have equally many blocks of
+    each width, so that their slots are equal. Which blocks these are depends on the head. With `per_head`, the numbers
+    of blocks depend on the head too.
 
-    The paper's score is ½(E‖q_i‖² + E‖k_i‖²) (`score=mean`); the default E‖q_i‖²·E‖k_i‖² is what an error in proportion
-    to the block does to logits. The paper takes any width from 1 to 8 (`widths=all`), of which each costs a norm, and
-    every layer its own. By default all layers have the same slots: a quarter of the coordinates with b + 2 bits, one
-    with b, half of them with b − 1 (`widths=three`), or, as smaller heads cannot afford the third norm, a half with
-    b + 1 and a half with b − 1 (`widths=two`). The first tokens stay in 16 bits by default, since their keys lie far
-    from the mean, where centring leaves few bits.
+    The score s_i is one of:
+
+    - `score=product`, the default: E‖q_i‖²·E‖k_i‖². The squared error of logits is in proportion to it if the error of
+      a block is in proportion to its norm.
+    - `score=mean`, the paper's: ½(E‖q_i‖² + E‖k_i‖²).
+
+    The widths are one of these, where b is `key_bits`:
+
+    - `widths=three`, the default from 128 dims on: a quarter of the coordinates with b + 2 bits, a quarter with b, half
+      of them with b − 1.
+    - `widths=two`, the default below, where a third norm costs too much: half with b + 1 bits, half with b − 1.
+    - `widths=all`, the paper's: any from 1 to 8, chosen per layer. Each width that occurs costs a norm.
+
+    The first tokens are read raw by default. Their keys lie far from the mean, so centring makes them larger.
     """
 
     options: ClassVar = (*TurboQuant.options, "score", "widths", "per_head")
     sink: NonNegativeInt = 4
     score: Literal["product", "mean"] = "product"
-    widths: Literal["two", "three", "all"] | None = None  # default: by the head dimension
+    widths: Literal["two", "three", "all"] | None = None  # None: by the head dimension
     per_head: bool = False
 
     def _three(self, head_dim: int) -> list[tuple[int, int]] | None:
-        """The (dims, bits) of `widths=three`, or None where there are others."""
+        """The (dims, bits) per run of `widths=three`, or None if the widths are others."""
         fits = 2 <= self.key_bits <= 6 and head_dim % (8 * UNIT) == 0 and not self.per_head
         if self.widths == "three" and not fits:
             raise ValueError(
@@ -58,7 +67,7 @@ class BlockGtq(TurboQuant):
         return [(quarters * head_dim // 4, self.key_bits + more) for quarters, more in THREE]
 
     def _widths(self) -> tuple[int, ...]:
-        """Those that calibration chooses from."""
+        """The widths that calibration chooses from."""
         if self.key_bits in (1, 8):
             return (self.key_bits,)
         return tuple(range(1, 9)) if self.widths == "all" else (self.key_bits - 1, self.key_bits + 1)
@@ -75,12 +84,12 @@ class BlockGtq(TurboQuant):
         widths = self._widths()
         if len(widths) <= 2:
             return codebook_slot([(head_dim // len(widths), bits) for bits in reversed(widths)]), value
-        # how many norms there will be is found by calibration; this many is usual
+        # calibration decides the number of norms: without a fit, take the usual one
         parts = np.array_split(range(head_dim // 8), min(USUAL_NORMS, head_dim // 8))
         return codebook_slot([(8 * len(part), self.key_bits) for part in parts]), value
 
     def rotations(self, head_dim: int, fit: Fit) -> tuple[Rotation | None, Rotation | None]:
-        """Blocks in the order of their widths, then a random rotation of those with the same."""
+        """Blocks are sorted by width. A random rotation then mixes the blocks of equal width."""
         _, value = super().rotations(head_dim, fit)
         mixing = [
             torch.block_diag(*(random_rotation(dims, 2 * self.seed) for dims, _ in _runs(head)))
@@ -97,7 +106,7 @@ class BlockGtq(TurboQuant):
         if three := self._three(2 * len(blocks)):
             widths = torch.tensor([[bits for dims, bits in three for _ in range(dims)]])
         else:
-            # by rank, and summed over the heads, scores fall as those of each head: their best widths are best for all
+            # Heads share widths by rank of their blocks. So the scores of a rank are added over the heads.
             rows, unit = (scores, 1) if self.per_head else (scores.sum(dim=0, keepdim=True), UNIT)
             units = rows.unflatten(1, (-1, unit)).sum(dim=2)
             chosen = torch.tensor([allocate(row, len(row) * self.key_bits, self._widths()) for row in units])
@@ -106,5 +115,5 @@ class BlockGtq(TurboQuant):
 
 
 def _runs(widths: Tensor) -> list[tuple[int, int]]:
-    """Widths [d] -> (dims, bits) of each run of equal ones."""
+    """Widths [d] -> (dims, bits) per run of equal widths."""
     return [(len(list(run)), bits) for bits, run in groupby(widths.tolist())]

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 class Hessian(Integers):
     """k' = k·H·R with R the eigenvectors of E[qᵀq] over all query heads of a layer, then integers.
 
-    The moment is that of queries before the Hadamard rotation, as the paper's formulas have it. With that of rotated
-    queries H·R would be their eigenbasis itself, in which keys have outliers again. The paper adds a multiple of the
-    identity to it, which changes no eigenvector.
+    The queries in E[qᵀq] are not rotated by H, as in the paper's formulas. With rotated queries, H·R would be the
+    eigenbasis of the plain queries, in which keys have outliers again. The paper adds a multiple of the identity to
+    E[qᵀq]. That changes no eigenvector, so it is left out.
     """
 
     def rotations(self, head_dim: int, fit: Fit) -> tuple[Rotation | None, Rotation | None]:

@@ -9,7 +9,7 @@ from kvfold.recipe import Fit, Recipe
 
 
 class Integers(Recipe):
-    """For each token, KV head and group: s = (max − min)/(2^bits − 1), code = round((x − min)/s), x̂ = s·code + min."""
+    """Per token, KV head and group: s = (max − min)/(2^bits − 1), code = round((x − min)/s), x̂ = s·code + min."""
 
     options: ClassVar = (*Recipe.options, "group")
     bits: int = Field(ge=1, le=8)

@@ -10,10 +10,12 @@ from kvfold.recipe import Fit, Recipe
 
 
 class Kitty(Recipe):
-    """Keys by channel over pages of 128 tokens, those with the largest mean magnitude in a page with twice the bits;
-    values by token. A boosted code is stored as two planes, the lower one with the codes of all other channels.
+    """Keys by channel over pages of 128 tokens, values by token.
 
-    It does not centre by default: large means are what marks the channels that need the boost."""
+    The channels with the largest mean magnitude in a page are boosted: they have twice the bits. Their low bits are
+    stored with the codes of all other channels, their high bits behind them. By default nothing is centred: large means
+    mark the channels that need the boost.
+    """
 
     options: ClassVar = (*Recipe.options, "boost")
     page_size: ClassVar = 128
@@ -21,7 +23,7 @@ class Kitty(Recipe):
     bits: int = Field(ge=1, le=4)
     sink: NonNegativeInt = 32
     recent: NonNegativeInt = 128
-    boost: float = Field(default=0.25, ge=0, le=1)  # the share of boosted channels, up to a multiple of 8
+    boost: float = Field(default=0.25, ge=0, le=1)  # share of boosted channels, rounded up to a multiple of 8
 
     def layouts(self, head_dim: int, fit: Fit) -> tuple[SlotLayout, SlotLayout]:
         boosted = 8 * math.ceil(self.boost * head_dim / 8)

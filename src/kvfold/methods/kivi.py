@@ -10,11 +10,12 @@ from kvfold.recipe import Fit, Recipe
 
 
 class Kivi(Recipe):
-    """Keys by channel over pages of 32 tokens, values by token over groups of 32 channels, the last tokens in 16 bits.
+    """Keys by channel over pages of 32 tokens, values by token over groups of 32 channels. Recent tokens are read raw.
 
-    The page is the token group: its keys are quantized when it is full, and read in 16 bits until then. It does not
-    centre by default: ranges of a channel do not change with its mean, and values of the first tokens, which are small
-    and weigh much, would become large.
+    The paper's token group is a page here. Its keys are quantized when it is full, and read raw until then.
+
+    By default nothing is centred. For keys, the range of a channel does not depend on its mean. For values, the first
+    tokens have small vectors and large attention weights, and centring would make these vectors large.
     """
 
     options: ClassVar = (*Recipe.options, "group")
@@ -22,7 +23,7 @@ class Kivi(Recipe):
     centre: bool = False
     bits: int = Field(ge=1, le=8)
     recent: NonNegativeInt = 128
-    group: PositiveInt | None = None  # channels of a value that share a scale; default: 32, or what divides the head
+    group: PositiveInt | None = None  # channels of a value that share a scale; default: gcd(32, head_dim)
 
     def layouts(self, head_dim: int, fit: Fit) -> tuple[SlotLayout, SlotLayout]:
         group = gcd(head_dim, 32) if self.group is None else self.group

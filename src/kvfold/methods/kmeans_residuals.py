@@ -1,4 +1,4 @@
-"""k-means residuals (an ablation of the SAW-INT4 paper): integers of what the nearest centroid leaves over."""
+"""k-means residuals (an ablation of the SAW-INT4 paper): integers of the difference from the nearest centroid."""
 
 from typing import TYPE_CHECKING, ClassVar
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class KMeans(Integers):
-    """k' = k − c, then integers, with c the centroid nearest to a token's keys over all KV heads; values alike.
+    """k' = k − c, then integers. c is the centroid nearest to the keys of all KV heads of a token. Values alike.
 
-    A layer has one codebook for keys and one for values. The number of the centroid is stored with every head, so that
-    a rank with some of the heads finds it in its own pages.
+    A layer has one codebook for keys and one for values. The number of the centroid is stored in the slot of every KV
+    head, so that a page can be decoded alone.
     """
 
     options: ClassVar = ("centroids", "seed", *Integers.options)
-    centroids: int = Field(default=256, ge=1, le=2**15)  # numbers have 16 bits
+    centroids: int = Field(default=256, ge=1, le=2**15)  # their numbers are int16
     seed: NonNegativeInt = 0
 
     def layouts(self, head_dim: int, fit: Fit) -> tuple[SlotLayout, SlotLayout]:

@@ -17,23 +17,26 @@ if TYPE_CHECKING:
     from kvfold.calibration.statistics import LayerStatistics
     from kvfold.rope import Rope
 
-CLIPS = (0.84, 0.88, 0.9, 0.92, 0.94, 0.96, 0.98, 1.0)  # of which calibration takes the best for each layer
+CLIPS = (0.84, 0.88, 0.9, 0.92, 0.94, 0.96, 0.98, 1.0)  # values of ρ; calibration takes the best per layer and side
 
 
 class Oscar(Integers):
     """k' = k·U_Q·H·P, v' = v·U_S·H·P, clipped to the ρ-quantile of a vector's magnitudes, then integers.
 
-    U_Q are the eigenvectors of E[qᵀq], U_S those of (1/N)·VᵀSᵀSV with S the softmax, which is the second moment of what
-    attention returns; H is a Hadamard matrix and P a bit reversal. The paper fixes ρ (its code 0.96 for keys and 0.92
-    for values); here each layer takes the one with the least error that attention sees. Without `eigen`, `hadamard`,
-    `permute` or `clip` it is an ablation of the paper.
+    - U_Q: the eigenvectors of E[qᵀq].
+    - U_S: the eigenvectors of (1/N)·VᵀSᵀSV with S the softmax. This is the second moment of the attention output.
+    - H: a Hadamard matrix. P: a bit reversal.
+    - ρ: per layer, the one with the least error of logits (keys) and of outputs (values). The paper fixes ρ: its code
+      has 0.96 for keys and 0.92 for values.
+
+    `eigen=false`, `hadamard=false`, `permute=false` and `clip=false` are ablations of the paper.
     """
 
     options: ClassVar = ("per_head", "eigen", "hadamard", "permute", "clip", *Integers.options)
     folds: ClassVar = True
     sink: NonNegativeInt = 64
     recent: NonNegativeInt = 256
-    per_head: bool = False  # a rotation for each KV head
+    per_head: bool = False  # a rotation per KV head
     eigen: bool = True
     hadamard: bool = True
     permute: bool = True
@@ -44,11 +47,11 @@ class Oscar(Integers):
         return layout, layout
 
     def rotations(self, head_dim: int, fit: Fit) -> tuple[Rotation | None, Rotation | None]:
-        """Values whose rotation was folded into the model's projections have none left."""
+        """Values have no rotation if it was folded into the model's weights."""
         return Matrix(fit["key_rotation"]), None if "value_folded" in fit else Matrix(fit["value_rotation"])
 
     def fit(self, layer: "LayerStatistics", rope: "Rope", means: tuple[Tensor | None, Tensor | None]) -> Fit:
-        metrics = layer.q.second(), layer.out.second(means[1])  # of errors in keys and in values
+        metrics = layer.q.second(), layer.out.second(means[1])  # they weigh errors of keys and of values
         fit: dict[str, Tensor] = {}
         for side, metric in zip(("key", "value"), metrics, strict=True):
             moments = metric if self.per_head else metric.mean(dim=0, keepdim=True)
@@ -78,8 +81,11 @@ class Oscar(Integers):
         return (rotation[..., bit_reversal(dims)] if self.permute else rotation).float().contiguous()
 
     def _errors(self, layer: "LayerStatistics", weights: Tensor, fit: Fit) -> tuple[float, float]:
-        """Of the prompt's keys tr(C_Q·E_K), the squared error of its logits; of its values ‖S(V − V̂)‖², with S the
-        attention `weights` [kv_heads, group, tokens, tokens]. The sink is not packed, so its errors do not count."""
+        """Squared errors over the prompt: tr(C_Q·E_K) of logits, and ‖S(V − V̂)‖² of outputs.
+
+        C_Q is E[qᵀq], and E_K the sum of eᵀe over the errors e of keys. S are the attention `weights`
+        [kv_heads, group, tokens, tokens]. The sink is read raw and has no errors.
+        """
         _, k, v = layer.prompt
         key, value = self.codecs(k.shape[-1], fit)
         k_error, v_error = (

@@ -11,9 +11,9 @@ from kvfold.transforms import Hadamard, Rotation, default_order
 
 
 class Saw(Integers):
-    """k' = k·diag(H_h, …, H_h), then integers over the whole head; queries are rotated alike, so logits stay exact.
+    """k' = k·diag(H_h, …, H_h), then integers over the whole head. Queries are rotated alike, so logits do not change.
 
-    H_h is the orthonormal Hadamard matrix of order h; keys only, or values too (then the output is rotated back).
+    H_h is the orthonormal Hadamard matrix of order h. With `values`, values are rotated too, and outputs rotated back.
     """
 
     options: ClassVar = ("order", "values", *Integers.options)

@@ -7,7 +7,7 @@ from kvfold.recipe import Fit, Recipe
 
 
 class SixteenBit(Recipe):
-    """x̂ = x in the model's own 16-bit type (bfloat16 for a float32 model)."""
+    """x̂ = x, raw: in the model's own 16-bit type, or in bfloat16 for a float32 model."""
 
     options: ClassVar = ()
     centre: bool = False

@@ -10,9 +10,9 @@ from kvfold.transforms import Matrix, Rotation, random_rotation
 
 
 class TurboQuant(Recipe):
-    """x̂ = n·level[code]·Rᵀ with R a random rotation, under which the coordinates of x/‖x‖ are nearly normal.
+    """x̂ = n·level[code]·Rᵀ. R is a random rotation. It makes the coordinates of x/‖x‖ nearly normal.
 
-    The norm as stored, n = ‖x‖/‖level[code]‖, keeps the length of x; the paper stores ‖x‖.
+    The stored norm n = ‖x‖/‖level[code]‖ keeps the length of x. The paper stores ‖x‖.
     """
 
     options: ClassVar = (*Recipe.options, "seed")

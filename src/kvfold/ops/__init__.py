@@ -1,1 +1,1 @@
-"""The operations on packed pages. `naive.py` defines an op; what stands beside it computes the same thing faster."""
+"""The operations on packed pages. `naive.py` defines each op. The other modules compute the same faster."""

@@ -1,7 +1,7 @@
-"""What the kernels for CPUs share, which numba compiles: threads, arguments, and how they see a slot.
+"""What the CPU kernels share: launches, arguments, and how they see a slot. numba compiles them.
 
-They run on the threads of PyTorch's OpenMP runtime. Numba's own threads would compete with these for the same cores.
-And if an engine binds threads to cores, as vLLM does, numba's threads would all share the core of their creator.
+Kernels run on the threads of PyTorch's OpenMP runtime. numba's own threads would compete with these for the same cores.
+vLLM binds threads to cores. There, all of numba's threads would share the core of the thread that made them.
 """
 
 import ctypes
@@ -30,10 +30,10 @@ AFFINE, CODEBOOK = RULES["affine"], RULES["codebook"]
 LANES = 8  # bytes that are unpacked at once
 
 EXACT: dict[str, Any] = {"error_model": "numpy", "cache": True}
-FAST: dict[str, Any] = {"fastmath": {"contract", "nsz", "reassoc"}, **EXACT}  # sums in another order, always the same
+FAST: dict[str, Any] = {"fastmath": {"contract", "nsz", "reassoc"}, **EXACT}  # sums in another order, but a fixed one
 f4, i4, u1 = np.float32, np.int32, np.uint8
 
-# vLLM looks at the __dict__ of all objects of all modules; llvmlite's library would look for a function of that name
+# vLLM reads `__dict__` of all objects of all modules. llvmlite's library would look for a C function of that name.
 getattr(ffi.lib, "_fntab", {})["__dict__"] = {}
 
 # --- launches
@@ -45,8 +45,8 @@ WORKER, TASK = range(2)
 def arguments(*integers: str, floats: tuple[str, ...] = ()) -> type[ctypes.Structure]:
     """The arguments of kernels: the counters of a launch, then numbers and addresses, by name.
 
-    Numba compiles a kernel anew if its own file or its arguments change. So one argument is named after the contents of
-    the files that kernels share.
+    numba compiles a kernel anew if the kernel's own file or its arguments change. Kernels also use shared files. So one
+    argument is named after the contents of these.
     """
     shared = b"".join(Path(file).read_bytes() for file in (__file__, slot_segments.__file__))
     source = f"source_{crc32(shared)}"
@@ -117,7 +117,7 @@ PAGES = ("pool", "pool_bytes", "page_stride", "head_stride", "sides", "segments"
 def unsupported(layout: PageLayout) -> str | None:
     """Why no kernel reads and writes pages of this layout, or None."""
     if _parallel() is None:
-        return "the threads of this PyTorch are not those of an OpenMP runtime that is known"
+        return "this PyTorch does not use an OpenMP runtime that kvfold knows"
     for side, slot in (("keys", layout.key), ("values", layout.value)):
         if reason := slot.more_than_a_token or slot.misaligned:
             return f"there is no kernel for these {side}: {reason}"
@@ -149,9 +149,9 @@ def _sides(layout: PageLayout, *kept: int) -> tuple[Tensor, Tensor]:
 def _lanes(add: bool) -> Any:
     @intrinsic
     def unpack(typing, source, i, mask, unit, offset, target, j):
-        """target[j : j + LANES] = unit · (source[i : i + LANES] & mask) + offset; with `add`, plus target instead.
+        """target[j : j + LANES] = unit · (source[i : i + LANES] & mask) + offset. With `add`, target replaces offset.
 
-        By hand: the compiler cannot tell that the arrays do not overlap, and would not vectorise it.
+        Vectorised by hand: the compiler cannot tell that the arrays do not overlap.
         """
 
         def build(context, builder, signature, values):
@@ -181,7 +181,7 @@ _unpack_first, _unpack_more = _lanes(add=False), _lanes(add=True)
 
 @njit(**FAST, forceinline=True)
 def _unpack_plane(pool, byte, stored, width, below, scale, offset, row):
-    """row += scale·2^below · the bits of a plane; the first plane, with below = 0, sets row = offset + that."""
+    """Add scale·2^below · the bits of a plane to row. The first plane, with below = 0, sets row to offset + this."""
     run = stored * width // 8
     whole = run // LANES * LANES
     for part in range(8 // width):
@@ -214,8 +214,10 @@ def _unpack(pool, byte, stored, bits, scale, offset, row):
 
 @njit(**FAST, forceinline=True)
 def read(pool, words, page, place, side, segments, levels, half, rows):
-    """Decode successive slots of a side into rows, from this place of a page on. The page begins at byte `page`. Rows
-    have room for seven more coordinates: codes of codebooks are filled up to whole bytes."""
+    """Decode successive slots of a side into rows, from offset `place` of the page on. The page begins at byte `page`.
+
+    Rows have room for seven more coordinates: codes of codebooks are padded to whole bytes.
+    """
     for s in range(side.segments):
         segment = segments[s]
         byte = page + side.codes + place * side.code_stride + segment.byte
@@ -241,7 +243,7 @@ def read(pool, words, page, place, side, segments, levels, half, rows):
 
 @njit(**EXACT)
 def widened(word, half):
-    """The float16 (`half`) or bfloat16 of these bits; not for infinity or NaN."""
+    """The float16 (`half`) or bfloat16 with these bits, as float32. Infinity and NaN are not handled."""
     bits = np.int64(word)
     if half:
         magnitude = i4((bits & 0x7FFF) << 13).view(np.float32) * f4(2.0**112)
@@ -257,11 +259,11 @@ def widen(words, half, row):
 
 @njit(**EXACT)
 def narrowed(x, half):
-    """The bits of the nearest float16 or bfloat16, ties to even. Infinity if that is too large, and for NaN."""
+    """The bits of the nearest float16 or bfloat16, ties to even. NaN and numbers that are too large give infinity."""
     bits = np.int64(f4(x).view(np.int32))
     sign, magnitude = (bits >> 16) & 0x8000, bits & 0x7FFFFFFF
     drop, rebias = (13, 112 << 23) if half else (16, 0)
-    if half and magnitude < 113 << 23:  # such float16 numbers are multiples of 2^-24, as float32 numbers around 0.5 are
+    if half and magnitude < 113 << 23:  # subnormal: multiples of 2^-24, as float32 numbers from 0.5 to 1 are
         nearest = np.int64(f4(abs(x) + f4(0.5)).view(np.int32)) - (126 << 23)
     else:
         nearest = (magnitude - rebias + (1 << drop - 1) - 1 + (magnitude >> drop & 1)) >> drop
@@ -278,12 +280,12 @@ def finite(word, half):
 
 
 class Dense(NamedTuple):
-    """A transform in tensors. Without a mean or a rotation, they have no elements, and their address is 0."""
+    """A transform in tensors. A missing mean or rotation is a tensor without elements, whose address is 0."""
 
     mean: Tensor  # float32[kv_heads, d]
     matrix: Tensor  # float64[kv_heads or 1, d, d]
     inverse: Tensor
-    factor: float  # of both
+    factor: float  # of matrix and inverse
 
 
 def dense(transform: Transform, dims: int) -> Dense:
@@ -296,18 +298,18 @@ def _dense(transform: Transform, dims: int) -> Dense:
         none = torch.empty(0, dims, dims, dtype=torch.float64)
         return Dense(mean, none, none, 1.0)
     terms, factor = transform.rotation.terms(dims, torch.float64, mean.device)
-    matrix = torch.stack(terms).sum(dim=0)  # in float64, the first term is all of it
+    matrix = torch.stack(terms).sum(dim=0)  # in float64 the first term is exact; others are 0
     return Dense(mean, matrix, matrix.mT.contiguous(), factor)
 
 
 @njit(**EXACT)
 def rotate(x, matrices, head, factor, row):
-    """x·A·factor, in float64 as transforms are: what is stored of a token may not depend on other tokens."""
+    """row = x·A·factor, in float64 as transforms compute it: the bytes of a token may not depend on other tokens."""
     if len(matrices) == 0:
         row[:] = x
         return
     matrix = matrices[head % len(matrices)]
-    sums, rows = np.zeros(len(x)), 4  # rows are added at once
+    sums, rows = np.zeros(len(x)), 4  # four rows are added at once
     for i in range(0, len(x) // rows * rows, rows):
         x0, x1, x2, x3 = np.float64(x[i]), np.float64(x[i + 1]), np.float64(x[i + 2]), np.float64(x[i + 3])
         for j in range(len(x)):

@@ -1,9 +1,9 @@
-"""The prologue of a decode step: its queries, keys and values, transformed in one launch.
+"""The prologue of a decode step: one launch that transforms queries, keys and values.
 
-With it, decoding need not wait until the step's tokens are packed: `store_gpu.pack` packs them beside decoding.
+Then decoding need not wait until the step's tokens are packed: `store_gpu.pack` packs them beside decoding.
 
-A CTA takes ROWS rows of one KV head, and WIDTH coordinates of each. Queries are rotated as keys are. So the rows of a
-token are its key and the queries of this KV head; or, in CTAs of their own, its value.
+A CTA computes WIDTH coordinates of ROWS vectors of one KV head. Queries are rotated as keys are, so CTAs for keys take
+the key of a token and its queries together. Values have CTAs of their own.
 """
 
 from typing import NamedTuple
@@ -21,14 +21,14 @@ from kvfold.ops.store.quantize_tiles import sixteen_bits, storable
 from kvfold.ops.store.store_gpu import Operands, check
 from kvfold.transforms import Transform
 
-ROWS = 16  # as MMA takes
+ROWS = 16  # the rows of an MMA
 WIDTH = 64  # coordinates
 
 
 class Transformed(NamedTuple):
     q: Tensor  # float32[sequences, q_heads, d]
     kv: Tensor  # keys and values, float32[2, sequences, kv_heads, d]
-    new: tuple[Tensor, Tensor]  # keys and values in 16 bits
+    new: tuple[Tensor, Tensor]  # raw keys and values, as `store` returns them
 
 
 class _Memory(NamedTuple):
@@ -41,11 +41,11 @@ class _Memory(NamedTuple):
 def prologue(pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, overlaps: bool = False) -> Transformed:
     """Transform 16-bit q, k and v [sequences, heads, d], and write k and v to shadows. q and k have one dtype.
 
-    With `overlaps`, the kernel is launched before the one before it ends, and lets the next begin.
+    With `overlaps`, the kernel is launched before the previous one ends, and lets the next one begin.
 
-    A vector that 16 bits cannot hold is zero in `new` and in shadows, and its token is marked in `pages.faults`, as
-    `naive.store` says. But CTAs do not see each other's numbers: of a finite vector, only the WIDTH coordinates around
-    a number out of range become zero.
+    As `naive.store` says, a vector that 16 bits cannot hold becomes zeros in `new` and in shadows, and its location is
+    marked in `pages.faults`. One thing differs, since CTAs do not see each other's numbers. If a finite vector gets out
+    of range by the transform, only the WIDTH coordinates around such a number become zeros.
     """
     check(pages, k, v)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
@@ -63,7 +63,7 @@ def prologue(pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, overlaps: bool 
         *(stride for x in (q, k, v) for stride in x.stride()[:2]),
         KEY_FACTOR=KEY_FACTOR, VALUE_FACTOR=VALUE_FACTOR, RATIO=ratio, DIMS=dims, WIDTH=width, ROWS=ROWS,
         PAGE=pages.layout.page_size, BFLOAT=new.dtype == torch.bfloat16, OVERLAP=overlap,
-        maxnreg=128,  # with fewer, which the compiler would choose, matrices are loaded one part after another
+        maxnreg=128,  # the compiler would choose fewer, and load one part of a matrix after another
         **overlap.launch,
     )  # fmt: skip
     return Transformed(transformed, kv, (new[0], new[1]))
@@ -109,7 +109,7 @@ def _transform_side(
     x, to, sequence, kept, operands, locations, memory, sequences, WHICH: tl.constexpr, FACTOR: tl.constexpr,
     DIMS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BFLOAT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Transform rows at `x` to `to`. Those that are `kept`, keys or values, also go to `new` and to shadows."""
+    """Transform rows from `x` to `to`. Rows that are `kept` (keys, values) also go to `new` and to shadows."""
     head, kv_heads = tl.program_id(1).to(tl.int64), tl.num_programs(1)
     coordinate = tl.arange(0, DIMS)
     column = tl.program_id(2) % (DIMS // WIDTH) * WIDTH + tl.arange(0, WIDTH)
@@ -117,7 +117,7 @@ def _transform_side(
     kept = kept & exists
     wait(OVERLAP, "start")
     release(OVERLAP, "start")
-    # all loads at once: the kernel lasts little longer than they do
+    # issue all loads at once: the kernel takes little longer than its loads
     location = tl.load(locations + sequence, mask=kept, other=-1)
     terms = ()
     for i in tl.static_range(len(operands.matrices)):
@@ -139,7 +139,7 @@ def _transform_side(
     tl.store(to[:, None] + column[None, :], y, mask=exists[:, None])
 
     sound = (location >= 0) & storable((y,), BFLOAT)
-    if len(operands.matrices) == 0:  # a rotation spreads NaN and Inf over all coordinates
+    if len(operands.matrices) == 0:  # no rotation has spread NaN and Inf over all coordinates
         sound = sound & storable((states.to(tl.float32),), BFLOAT)
     tl.store(memory.faults + location, 1, mask=(location >= 0) & ~sound)
     raw = sixteen_bits((y,), sound, BFLOAT)[0]

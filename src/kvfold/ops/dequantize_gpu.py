@@ -1,6 +1,6 @@
-"""Packed tokens to 16-bit keys and values; `Codec.dequantize` is the definition.
+"""Unpack tokens on a GPU. `Codec.dequantize` is the definition.
 
-- `dequantize`: tokens of a sequence, for attention that knows nothing of packing.
+- `dequantize`: tokens of a sequence, for attention over dense keys and values.
 - `restore`: whole pages, into their shadows.
 """
 
@@ -16,8 +16,10 @@ from kvfold.quantizers import lloyd_max
 
 
 def dequantize(pages: LayerPages, row: int, tokens: range, workspace: Tensor) -> tuple[Tensor, Tensor]:
-    """The transformed keys and values [1, kv_heads, tokens, d] of packed tokens of a sequence, at the beginning of a
-    flat workspace and in its dtype."""
+    """Unpack tokens of a sequence to transformed keys and values [1, kv_heads, tokens, d].
+
+    They lie at the beginning of a flat workspace, and have its dtype.
+    """
     layout, (kv_heads, dims) = pages.layout, (pages.pool.shape[1], pages.layout.key.dims)
     count = len(tokens)
     k, v = workspace[: 2 * kv_heads * count * dims].view(2, 1, kv_heads, count, dims)
@@ -44,7 +46,7 @@ def dequantize(pages: LayerPages, row: int, tokens: range, workspace: Tensor) ->
 
 
 def restore(addresses: Tensor, first: LayerPages, pages: Tensor, shadows: Tensor, count: Tensor) -> None:
-    """`Restore.__call__` for layers like the `first`. Addresses int64[layers, 2] are those of pools and shadows."""
+    """`Restore.__call__` for layers with the layout of `first`. `addresses` int64[layers, 2]: pools and shadows."""
     layout, kv_heads = first.layout, first.pool.shape[1]
     _restore[(len(addresses), kv_heads)](
         addresses,
@@ -138,8 +140,10 @@ def _segment(
     x, pool, pool_meta, pool_raw, levels, page, offset, exists,
     SIDE: tl.constexpr, SEGMENT: tl.constexpr, PAGE_BYTES: tl.constexpr,
 ):  # fmt: skip
-    """Write a segment of tokens to pointers `x`. Unlike in tiles.py, columns are coordinates in order: so stores are
-    coalesced."""
+    """Write a segment of tokens to pointers `x`.
+
+    Unlike in tiles.py, columns are coordinates in order. So stores are coalesced.
+    """
     WIDTH: tl.constexpr = SIDE.parts[SEGMENT] * SIDE.width[SEGMENT]
     BITS: tl.constexpr = SIDE.bits[SEGMENT]
     coordinate = tl.arange(0, WIDTH)

@@ -15,18 +15,18 @@ from kvfold.ops.pages import LayerPages
 
 New = tuple[Tensor, Tensor] | None
 AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities
-OLD_TRITON = (ImportError, AttributeError)  # what importing kernels raises where Triton lacks something, or is missing
+OLD_TRITON = (ImportError, AttributeError)  # raised by importing kernels if Triton is too old or missing
 
 
 class Choice(NamedTuple):
     implementation: str
     reason: str
     run: Callable[..., Any]
-    store_and_attend: Callable[..., Tensor] | None = None  # both in one call, where the two share work
+    store_and_attend: Callable[..., Tensor] | None = None  # both in one call, if they share work
 
 
 class Ops(NamedTuple):
-    """`decode` is `attend` for steps with one query per sequence, `extend` for others."""
+    """`decode` is `attend` for steps with one query per sequence, `extend` for all others."""
 
     store: Choice
     decode: Choice
@@ -35,8 +35,8 @@ class Ops(NamedTuple):
     def store_and_attend(
         self, pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor | None = None
     ) -> Tensor:
-        """Pack k and v [tokens, kv_heads, d], then let queries [tokens, q_heads, d] read: outputs of the same shape,
-        float32 or in `out`."""
+        """Pack k and v [tokens, kv_heads, d], then attend the queries [tokens, q_heads, d]. Outputs have the shape of
+        the queries, float32 or in `out`."""
         both = self._attention(pages).store_and_attend
         if both is not None:
             return both(pages, q, k, v, scale, out)
@@ -51,8 +51,8 @@ class Ops(NamedTuple):
 
 @lru_cache
 def choose(layout: PageLayout, ratio: int, device: torch.device, capability: tuple[int, int] | None = None) -> Ops:
-    """The ops for pages of this layout and `ratio` query heads for each KV head, on this device; `capability` is that
-    of a GPU that is not there."""
+    """The ops for pages of this layout, with `ratio` query heads per KV head, on this device. `capability` stands for a
+    GPU that is not there."""
     if device.type == "cpu":
         return _cpu(layout)
     if device.type != "cuda":
@@ -94,7 +94,7 @@ def choose(layout: PageLayout, ratio: int, device: torch.device, capability: tup
 
 
 def check_dtype(ops: Iterable[Ops], dtype: torch.dtype) -> None:
-    """Refuse a model when it is loaded, if the kernels could not store its keys and values."""
+    """Refuse a model at load time if the kernels cannot store its keys and values."""
     if dtype not in (torch.bfloat16, torch.float16) and any(each.store.implementation == "triton" for each in ops):
         raise ValueError(
             f"the kernels for GPUs store keys and values in bfloat16 or float16, and the model is in {dtype}: load it "
@@ -103,7 +103,7 @@ def check_dtype(ops: Iterable[Ops], dtype: torch.dtype) -> None:
 
 
 def _hopper(layout: PageLayout, ratio: int, store: Choice, portable: Callable[..., Tensor]) -> Choice:
-    """What decodes on Hopper or later."""
+    """The decode op on Hopper or later."""
     try:
         from kvfold.ops.attend.hopper import decode_step as gluon
     except OLD_TRITON as error:
@@ -127,7 +127,7 @@ def _cpu(layout: PageLayout) -> Ops:
     if reason := cpu.unsupported(layout):
         return _torch(reason)
     kernel = partial(Choice, "numba", "segments are affine, codebooks or raw")
-    extend = _torch("of several queries for each sequence PyTorch's matrix products are faster").extend
+    extend = _torch("for several queries per sequence, PyTorch's matrix products are faster").extend
     return Ops(kernel(store.store), kernel(attend.attend), extend)
 
 
@@ -137,6 +137,6 @@ def _slow(reason: str) -> Ops:
 
 
 def _torch(reason: str) -> Ops:
-    # decoding on a CPU makes many calls on small vectors, which inference mode makes cheaper
+    # decoding on a CPU makes many calls on small vectors; inference mode makes them cheaper
     store, attend = torch.inference_mode()(naive.store), torch.inference_mode()(attend_torch.attend)
     return Ops(Choice("torch", reason, store), Choice("torch", reason, attend), Choice("torch", reason, attend))

@@ -8,16 +8,16 @@ from kvfold.quantizers import channelwise
 
 
 def store(pages: LayerPages, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Pack the step's keys and values [tokens, kv_heads, d] into their slots, and into the shadows of their pages.
+    """Pack the step's keys and values [tokens, kv_heads, d] into their slots, and write them raw to shadow pages.
 
-    Returns them transformed and in 16 bits, as queries of the same step read them inside their windows. Returns None
-    without windows.
+    Returns the transformed raw vectors: queries of the same step read them inside their windows. Without windows,
+    returns None.
 
     Tokens with a negative location are not stored.
 
-    NaN, Inf and numbers beyond the range of 16-bit floats cannot be stored. If a key or value of a token and KV head
-    has one, then slot and shadow hold zeros in its place, which is the mean. `pages.faults` becomes 1 at the token's
-    location. The owner of the pages decides what follows from that.
+    NaN, Inf and numbers beyond the range of 16-bit floats cannot be stored. If the key or value of a token and KV head
+    has one, its slot and its shadow hold zeros. Zeros decode to the mean. `pages.faults` becomes 1 at the token's
+    location. The owner of the pages decides what follows.
     """
     step = pages.step
     page, shadow, offset = step.places
@@ -37,7 +37,7 @@ def store(pages: LayerPages, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | No
             lost[:, :, sides] |= refused
             index, new_codes, new_meta = (page[live], offset[live]), new_codes[live], new_meta[live]
         codes[index] = new_codes
-        # as integers: names in metadata may be NaN, whose bits deterministic algorithms change on GPUs
+        # as integers: ids in metadata may read as NaN, whose bits deterministic algorithms change on GPUs
         meta.view(torch.int16)[index] = new_meta.view(torch.int16)
     if lost.any():
         pages.faults[step.locations[live][lost[live].flatten(1).any(dim=1)]] = 1
@@ -50,8 +50,8 @@ def store(pages: LayerPages, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | No
 
 
 def _beyond_raw(pages: LayerPages, y: Tensor, raw: Tensor | None) -> Tensor:
-    """bool[tokens, kv_heads, 2]: which vectors y [tokens, kv_heads, 2, d] are not finite in 16 bits. Where whole pages
-    are quantized, also those that no page could hold."""
+    """bool[tokens, kv_heads, 2]: which vectors y [tokens, kv_heads, 2, d] are not finite in 16 bits. If whole pages
+    are quantized, also vectors that no page could hold."""
     if raw is None:
         return torch.zeros(y.shape[:-1], dtype=torch.bool, device=y.device)
     lost = ~raw.isfinite().all(dim=-1)
@@ -63,11 +63,11 @@ def _beyond_raw(pages: LayerPages, y: Tensor, raw: Tensor | None) -> Tensor:
 
 
 def _filled(pages: LayerPages, new: Tensor, sides: slice) -> tuple[Tensor, Tensor]:
-    """The pages that this step fills, and their tokens [pages, page_size, kv_heads, sides, d] in 16 bits. The step's
-    own come from `new` [tokens, kv_heads, sides, d], older ones from shadows.
+    """The pages that this step fills, and their raw tokens [pages, page_size, kv_heads, sides, d]. The step's tokens
+    come from `new` [tokens, kv_heads, sides, d], older tokens from shadow pages.
 
-    Tokens of the sink are never read packed, and would only widen the ranges of a page. Later tokens of the page take
-    their places.
+    Tokens of the sink are never read packed, and would only widen the range of numbers in a page. So later tokens of
+    the page take their places.
     """
     step = pages.step
     step.once(require_shadows, pages.windows)
@@ -80,7 +80,7 @@ def _filled(pages: LayerPages, new: Tensor, sides: slice) -> tuple[Tensor, Tenso
 
 
 def attend(pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scale: float) -> Tensor:
-    """Plain softmax attention of queries [tokens, q_heads, d] over what each of them reads: float32 of the same shape.
+    """Plain softmax attention of queries [tokens, q_heads, d] over the tokens each reads: float32 of the same shape.
 
     `new` is what `store` returned for the step.
     """
@@ -99,12 +99,13 @@ def attend(pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scal
 
 
 def read(pages: LayerPages, row: int, position: int, new: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-    """The transformed keys and values [position + 1, kv_heads, d] that the query at `position` of a sequence reads.
+    """The transformed keys and values [position + 1, kv_heads, d] that the query at `position` of sequence `row` reads.
 
     They depend on the position alone. These tokens j are read raw:
     - j < sink;
     - j > position − recent;
-    - tokens of a page that is quantized as a whole, and not full at `position`.
+    - j in a page that is quantized as a whole and is not full at `position`.
+
     All others are read packed, tokens of the step included.
     """
     step, windows = pages.step, pages.windows

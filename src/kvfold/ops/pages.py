@@ -1,4 +1,4 @@
-"""What an op sees: one layer's bytes, and where the tokens of the step lie in them."""
+"""What an op gets: the bytes of one layer, and where the tokens of the step lie in them."""
 
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class HostLengths(NamedTuple):
-    """Tokens per sequence as the host knows them: before a step, and with it."""
+    """Tokens per sequence before a step and with it, as the host knows them."""
 
     starts: list[int]
     lengths: list[int]
@@ -36,15 +36,16 @@ class Step:
     q, k and v [tokens, heads, d] hold one sequence after the other, without padding. The tokens of sequence r are rows
     `query_starts[r]` to `query_starts[r + 1]`. The last of them has position `lengths[r] − 1`.
 
-    All that kernels read lies in device memory. A captured CUDA graph sees what changes there. `host` repeats the
-    lengths where the host knows them. It is None where a GPU decodes.
+    Kernels read all of it from device memory, so a captured CUDA graph sees changes. `host` repeats the lengths if the
+    host knows them. It is None for steps in which an engine decodes on a GPU.
 
-    Shadows: `shadow_of` says which shadow page holds the raw keys and values of a page. Every page that a window of the
-    step reaches into has one, except for the step's own tokens, which ops read from `store`'s result. Who begins the
-    step sees to that. A missing shadow is a fault in the bookkeeping and never read around: ops on a CPU raise
-    (`require_shadows`), kernels for GPUs assert where Triton's assertions are on (TRITON_DEBUG=1, and in tests).
+    Shadows: `shadow_of` says which shadow page holds the raw keys and values of a page. If a window of the step reaches
+    into older tokens of a page, that page has a shadow. Whoever begins the step ensures this. Ops read the step's own
+    tokens from the result of `store` instead. A missing shadow is a bug in the bookkeeping, and no op works around it:
+    - ops on a CPU raise (`require_shadows`);
+    - kernels for GPUs assert, if Triton's assertions are on (TRITON_DEBUG=1, and in tests).
 
-    A row with a negative location fills up a CUDA graph. Nothing is stored for it, and its output means nothing.
+    A token with a negative location is padding of a CUDA graph. It is not stored, and its output means nothing.
     """
 
     locations: Tensor  # int64[tokens]: page · page_size + offset
@@ -54,14 +55,14 @@ class Step:
     table: Tensor  # int64[sequences, pages]; rows are padded with page 0
     shadow_of: Tensor  # int64[pages of the pool]: the shadow of a page, -1: none
     page_size: int
-    max_queries: int  # new tokens of the sequence that has most
+    max_queries: int  # the most new tokens of any sequence
     host: HostLengths | None = None
     _memory: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of(cls, host: HostLengths, table: Tensor, shadow_of: Tensor, page_size: int) -> Self:
-        """The step of sequences whose lengths and page table [sequences, pages] the host knows, on the device of
-        `shadow_of`."""
+        """The step of sequences whose lengths and page table [sequences, pages] are on the host. Its tensors go to the
+        device of `shadow_of`."""
         counts = host.counts
         starts, lengths = (torch.tensor(numbers, dtype=torch.int32) for numbers in host)
         row = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts, dtype=torch.int64))
@@ -83,19 +84,19 @@ class Step:
 
     @property
     def known(self) -> HostLengths:
-        """`host`, for ops that cannot do without."""
+        """`host`, for ops that need it."""
         assert self.host is not None, "this op needs lengths on the host"
         return self.host
 
     def once(self, make: Callable[..., T], *arguments: Hashable) -> T:
-        """make(step, *arguments), computed when the first layer asks for it."""
+        """make(step, *arguments), computed once per step, when the first layer asks for it."""
         key = (make, arguments)
         if key not in self._memory:
             self._memory[key] = make(self, *arguments)
         return self._memory[key]
 
     def placed_in(self, last: "Step") -> "Step":
-        """This step in the tensors of the last one, if it has the same sizes: a CUDA graph reads it there."""
+        """This step, written into the tensors of the last one if all sizes are equal. A CUDA graph reads it there."""
         pairs = [(old, getattr(self, name)) for name, old in vars(last).items() if isinstance(old, Tensor)]
         if last.max_queries != self.max_queries or any(old.shape != new.shape for old, new in pairs):
             return self
@@ -104,8 +105,8 @@ class Step:
         return replace(last, host=self.host)
 
     def split(self, keys: Iterable[Hashable]) -> list[tuple[Any, slice, "Step"]]:
-        """Neighbouring sequences with equal keys as steps of their own: key, rows of q, k and v, step. Sequences
-        without new tokens make none."""
+        """One step per group of neighbouring sequences with equal keys: key, rows of q, k and v, step. A group without
+        new tokens gives no step."""
         parts: list[tuple[Any, slice, Step]] = []
         row = token = 0
         for key, group in groupby(keys):
@@ -129,14 +130,14 @@ class Step:
 
     @cached_property
     def places(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Page, shadow page (-1: none) and offset in them, int64[tokens], of every new token."""
+        """Page, shadow page (-1: none) and offset in both, per new token: int64[tokens]."""
         page = self.locations // self.page_size
         return page, self.shadow_of[page], self.locations % self.page_size
 
     @cached_property
     def filled(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The pages that this step fills: their sequences, their numbers in these, and the row [pages, page_size] of
-        each of their tokens in k and v, negative for tokens that are older than the step."""
+        """The pages that this step fills: per page its sequence, and its index in the sequence's table. Then, per token
+        [pages, page_size], its row in k and v; negative: older than the step."""
         starts, lengths = self.known
         filled = [
             (row, page)
@@ -152,7 +153,7 @@ class Step:
 
 
 def require_shadows(step: Step, windows: Windows) -> None:
-    """Raise where a window reaches into a page without a shadow: see `Step`."""
+    """Raise if a window reaches into a page without a shadow: see `Step`."""
     reached = []
     for row, (start, length) in enumerate(zip(*step.known, strict=True)):
         for span in (range(min(windows.sink, start)), windows.before(start)):
@@ -172,7 +173,7 @@ class LayerPages:
     layout: PageLayout
     windows: Windows
     pool: Tensor  # uint8[pages, kv_heads, page_bytes]
-    sides: list[tuple[slice, Tensor, Tensor]]  # layout.sides(pool): views of it, by token
+    sides: list[tuple[slice, Tensor, Tensor]]  # layout.sides(pool): views of codes and metadata
     shadows: Tensor  # 16-bit float [shadow pages, kv_heads, 2 (K, V), page_size, d]
     faults: Tensor  # uint8[pages · page_size]: 1 at the locations of tokens that `store` could not store
 
@@ -191,11 +192,11 @@ class LayerPages:
         return cls(NO_STEP, *codecs, layout, layout.windows(windows), pool, sides, shadows, faults)
 
     def codec(self, sides: slice) -> Codec:
-        """The codec whose layout these sides (0: keys, 1: values) have."""
+        """The codec that quantizes these sides (0: keys, 1: values)."""
         return (self.key, self.value)[sides.start]
 
     def unpack(self, page: Tensor, offset: Tensor) -> Tensor:
-        """What slots decode to, by page and offset int64[tokens]: float32[tokens, kv_heads, 2 (K, V), d]."""
+        """Decode the slots at page and offset int64[tokens]: float32[tokens, kv_heads, 2 (K, V), d]."""
         parts = [
             self.codec(sides).dequantize(codes[page, offset], meta[page, offset % meta.shape[1]])
             for sides, codes, meta in self.sides

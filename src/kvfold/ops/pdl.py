@@ -1,10 +1,10 @@
-"""Programmatic dependent launch (PDL): kernels that begin before the kernel before them on the stream has ended.
+"""Programmatic dependent launch (PDL): a kernel begins before the previous kernel on the stream has ended.
 
 - *Release*: once all CTAs of a kernel have released or exited, the next kernel on the stream may begin.
-- *Wait*: a CTA goes on when all kernels before its own have ended, and sees all that they wrote. For this to hold for
-  all of them, every kernel with PDL waits before it ends: else the next one would not wait for the kernel before it.
+- *Wait*: a CTA stops until the previous kernel has ended, and then sees all that it wrote. Every kernel with PDL waits
+  before it ends. So all earlier kernels have ended, too.
 
-Compute capability 9.0 and later have PDL. Without it a kernel gets `ALONE`, and no instruction of this file is in it.
+Compute capability 9.0 and later have PDL. Without PDL a kernel gets `ALONE` and contains neither instruction.
 """
 
 from typing import Literal, NamedTuple
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# "start": before a kernel reads what the kernel before may write; "end": after its last store
+# "start": before a kernel reads what the previous kernel may write; "end": after its last store
 Place = Literal["start", "end", "never"]
 
 
@@ -25,15 +25,15 @@ class Overlap(NamedTuple):
 
     @property
     def launch(self) -> dict[str, bool]:
-        """The keyword argument with which Triton launches such a kernel."""
+        """Triton's launch option for PDL, if the kernel uses PDL."""
         return {"launch_pdl": True} if self.wait != "never" else {}
 
 
-ALONE = Overlap("never", "never")  # begins when the kernel before has ended
-AFTER = Overlap("start", "start")  # reads what the kernel before writes
-LAST = Overlap("start", "never")  # the same, as the last kernel of a step
-BESIDE = Overlap("end", "start")  # reads nothing that the kernel before writes
-BESIDE_TO_END = Overlap("end", "end")  # the same; the next kernel would only take SMs from it
+ALONE = Overlap("never", "never")  # begins when the previous kernel has ended
+AFTER = Overlap("start", "start")  # reads what the previous kernel writes
+LAST = Overlap("start", "never")  # the same, for the last kernel of a layer's decode step
+BESIDE = Overlap("end", "start")  # reads nothing that the previous kernel writes
+BESIDE_TO_END = Overlap("end", "end")  # the same; an early next kernel would only take SMs from it
 
 
 @triton.jit

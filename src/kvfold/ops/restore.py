@@ -1,7 +1,7 @@
-"""16-bit copies of pages, made again from what is packed in them.
+"""Restore lost shadow pages from packed pages.
 
-An engine may lose the copy of a page while the page itself lives on, shared by requests that come later. Those read
-the tokens of their windows as they were packed; with the copy made again, no other op has to know.
+An engine may lose the shadow of a page while the page itself lives on. On a prefix hit, a later request needs the
+shadow again. It is restored from the page, with the precision of packed tokens. So no other op has to know.
 """
 
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ from kvfold.ops.pages import LayerPages
 
 
 class Restore:
-    """For the layers of a cache whose pages and shadows stay where they are."""
+    """Restores the shadow pages of layers whose pages and shadow pages stay in place."""
 
     def __init__(self, layers: Sequence[LayerPages]) -> None:
-        self.alike: dict[PageLayout, list[LayerPages]] = {}  # layers with windows, by their layout
+        self.alike: dict[PageLayout, list[LayerPages]] = {}  # layers with windows, by layout
         for layer in layers:
             if layer.windows and len(layer.shadows):
                 self.alike.setdefault(layer.layout, []).append(layer)
@@ -29,7 +29,7 @@ class Restore:
         }
 
     def __call__(self, pages: Tensor, shadows: Tensor, count: Tensor) -> None:
-        """Make shadows[i] the copy of pages[i] in every layer, for i below `count`, int32[1] on the device."""
+        """Restore shadows[i] from pages[i] in every layer, for i below `count`, int32[1] on the device."""
         if count.is_cuda:
             self.launch(pages, shadows, count)
             return
@@ -40,7 +40,7 @@ class Restore:
                 layer.shadows[shadows[:n], :, sides] = x.permute(0, 2, 3, 1, 4).to(layer.shadows.dtype)
 
     def launch(self, pages: Tensor, shadows: Tensor, count: Tensor) -> None:
-        """The same in one launch for all layers of a layout, which waits for nothing."""
+        """The same with one launch per layout, for all its layers. Waits for nothing."""
         from kvfold.ops.dequantize_gpu import restore
 
         for layout, layers in self.alike.items():

@@ -37,7 +37,7 @@ class _Matrices(NamedTuple):
 def dual(transform: Transform, q: Tensor, dtype: torch.dtype = torch.float32, overlaps: bool = False) -> Tensor:
     """`transform.dual` of queries [tokens, q_heads, d] of any type. Without a rotation, q itself; else in `dtype`.
 
-    With `overlaps`, the kernel runs beside the one before it. That one must not write the queries.
+    With `overlaps`, the kernel runs beside the previous one, which must not write the queries.
     """
     if transform.rotation is None:
         return q
@@ -49,12 +49,12 @@ def dual(transform: Transform, q: Tensor, dtype: torch.dtype = torch.float32, ov
 def inverse(transform: Transform, x: Tensor, out: Tensor | None = None, overlaps: bool = False) -> Tensor:
     """`transform.inverse` of attention's outputs float32[tokens, q_heads, d]: float32, or in `out`.
 
-    With `overlaps`, the kernel loads its matrices while the kernel before it still computes the outputs.
+    With `overlaps`, the kernel loads its matrices while the previous one still computes x.
     """
     if transform.rotation is None:
         return transform.inverse(x) if out is None else out.copy_(transform.inverse(x))
     out = torch.empty(x.shape, device=x.device) if out is None else out
-    # tf32 has 11 bits, more than bfloat16 keeps; other outputs get three products, of high and of low bits
+    # tf32 has 11 bits, more than bfloat16. For other outputs, tf32x3 adds the products with low bits.
     precision = "tf32" if out.dtype == torch.bfloat16 else "tf32x3"
     matrices = _Matrices((transform.rotation.dense(x.shape[-1], x.device),), 1.0, True, precision)
     return _rotate_to(out, x, matrices, transform.mean, LAST if overlaps else ALONE)
@@ -72,16 +72,18 @@ def _of_queries(transform: Transform, dims: int, dtype: torch.dtype, device: tor
 def terms_and_shift(
     transform: Transform, dims: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[tuple[Tensor, ...], float, Tensor | None]:
-    """(x − mean)·A for 16-bit x, as factor·Σ x·term + shift.
+    """Terms, factor and shift with which (x − mean)·A = factor·Σ x·term + shift, for 16-bit x.
 
-    Returns terms, 16-bit [kv_heads or 1, d, d], none without a rotation; factor; and shift, float32[kv_heads, d], None
-    without a mean. They are in device memory when this returns: kernels read them before they wait (see pdl.py).
+    - terms: 16-bit [kv_heads or 1, d, d]; empty without a rotation.
+    - shift: float32[kv_heads, d]; None without a mean.
+
+    They are in device memory when this returns: kernels read them before they wait (see pdl.py).
     """
     terms: tuple[Tensor, ...] = ()
     factor, shift = 1.0, None if transform.mean is None else -transform.mean
     if transform.rotation is not None:
         terms, factor = transform.rotation.terms(dims, dtype, device)
-        if shift is not None:  # −mean times the rounded A: the error of A then meets x − mean, not x
+        if shift is not None:  # −mean times the rounded A: the error of A is then multiplied by x − mean, not by x
             matrix = factor * torch.stack(terms).double().sum(dim=0)
             shift = (shift.double().unsqueeze(-2) @ matrix).squeeze(-2).float()
         kept = torch.float32 if device.type == "cpu" else dtype  # Triton's interpreter cannot multiply bfloat16

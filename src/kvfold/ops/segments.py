@@ -1,4 +1,4 @@
-"""The segments of a slot as numbers, which is how kernels see them."""
+"""The segments of a slot as rows of numbers, for kernels."""
 
 from typing import NamedTuple
 
@@ -10,12 +10,12 @@ RULES: dict[Rule, int] = {"affine": 0, "codebook": 1, "raw": 2, "channel": 3}
 class SegmentRow(NamedTuple):
     start: int  # the first coordinate
     dims: int
-    stored: int  # codes: dims or, for codebooks, as many as fill whole bytes
+    stored: int  # codes: as many as dims; for codebooks, padded to whole bytes
     bits: int
     rule: int  # of RULES
     boosted: int  # coordinates with twice the bits
-    byte: int  # where its codes begin in the codes of a slot
-    entry: int  # where its metadata begin in the metadata of a slot
+    byte: int  # where its codes begin in a slot's codes
+    entry: int  # where its metadata begin in a slot's metadata, in 16-bit entries
 
 
 def segment_rows(slot: SlotLayout) -> tuple[SegmentRow, ...]:

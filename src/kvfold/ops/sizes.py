@@ -1,5 +1,5 @@
-"""Sizes of launches. Triton's own functions, which kernels can call too, take 4 µs per call on the host: together a
-seventh of the host's time for a layer with a short prompt."""
+"""Sizes of launches. Triton's own functions take 4 µs per call on the host. With a short prompt, their calls would be a
+seventh of the host's time for a layer."""
 
 
 def ceil_div(n: int, by: int) -> int:
@@ -7,5 +7,5 @@ def ceil_div(n: int, by: int) -> int:
 
 
 def power_of_two(n: int) -> int:
-    """The smallest power of two that is not below `n`."""
+    """The smallest power of two that is at least `n`."""
     return 1 << max(0, n - 1).bit_length()

@@ -1,9 +1,11 @@
-"""What the Triton kernels of all ops share: how they see a slot, and the codes of many slots as a tile.
+"""What the Triton kernels of all ops share: how they see a slot, and how the codes of many slots become a tile.
 
-A segment is `parts` runs of coordinates, each as long as its narrowest plane has bytes (see packing.py). Every plane is
-runs of as many bytes. The columns of a tile are the first two coordinates of every part, then the next two, and so on:
-a thread keeps all codes of the bytes that it has loaded, and computes with two at a time. Queries are loaded, and
-outputs stored, in this order of columns.
+A segment is divided into *parts*: runs of as many coordinates as its narrowest plane has bytes (see packing.py). Wider
+planes are several runs of this many bytes.
+
+The columns of a tile hold the first two coordinates of every part, then the next two of every part, and so on. So a
+thread keeps all codes of the bytes that it loads, and computes with two codes at a time. Queries are loaded, and
+outputs stored, in this column order.
 """
 
 from functools import lru_cache
@@ -23,11 +25,11 @@ CHANNEL = tl.constexpr(RULES["channel"])
 
 
 class Side(NamedTuple):
-    """The keys or the values of a page, for kernels: per segment (see `SegmentRow`), then for the whole."""
+    """The keys or the values of a page, for kernels. Tuples have one entry per segment (see `SegmentRow`)."""
 
     start: tuple[int, ...]
     dims: tuple[int, ...]
-    eighth: tuple[int, ...]  # of the codes that are stored
+    eighth: tuple[int, ...]  # stored codes / 8
     parts: tuple[int, ...]
     run: tuple[int, ...]  # codes per part
     width: tuple[int, ...]  # columns of a part in a tile
@@ -49,7 +51,7 @@ def unsupported(slot: SlotLayout) -> str | None:
 
 
 def unsupported_side(layout: PageLayout) -> tuple[str, str] | None:
-    """Which side of a page is `unsupported`, and why; None: neither."""
+    """The side of a page that is `unsupported`, and why. None if both are supported."""
     for side, slot in (("keys", layout.key), ("values", layout.value)):
         if reason := unsupported(slot):
             return side, reason
@@ -95,7 +97,7 @@ def _side(slot: SlotLayout, codes: int, meta: int) -> Side:
 
 @lru_cache
 def attended_sides(layout: PageLayout) -> list[tuple[Side, Side]]:
-    """Keys and values for the portable `attend`: one pair for all KV heads, or one each if their layouts differ."""
+    """Keys and values for the portable `attend`: one pair for all KV heads, or one per KV head if layouts differ."""
     if reason := unreadable(layout):
         raise ValueError(f"{reason}: {layout}")
     key, value, at = layout.key, layout.value, layout.offsets
@@ -132,7 +134,7 @@ def coordinates(SIDE: tl.constexpr, SEGMENT: tl.constexpr):
     PARTS: tl.constexpr = SIDE.parts[SEGMENT]
     column = tl.arange(0, PARTS * SIDE.width[SEGMENT])
     j = column
-    if PARTS > 1:  # else the compiler should see that columns are consecutive
+    if PARTS > 1:  # with one part, the compiler should see that columns are consecutive
         j = column // (2 * PARTS) * 2 + column % 2
     within = column // 2 % PARTS * SIDE.run[SEGMENT] + j
     return SIDE.start[SEGMENT] + within, (j < SIDE.run[SEGMENT]) & (within < SIDE.dims[SEGMENT])
@@ -162,8 +164,11 @@ def _part(slots, SIDE: tl.constexpr, SEGMENT: tl.constexpr, PART: tl.constexpr, 
 
 @triton.jit
 def _plane(slots, SIDE: tl.constexpr, SEGMENT: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr):
-    """What one plane adds to the codes of a part. A byte in the low bits of the float16 1024 makes it 1024 + byte: so
-    bits need neither be shifted nor converted."""
+    """What one plane adds to the codes of a part.
+
+    A byte that is ORed into the low bits of the float16 number 1024 gives 1024 + byte. So bits are neither shifted nor
+    converted.
+    """
     RUN: tl.constexpr = SIDE.run[SEGMENT]
     RUNS: tl.constexpr = SIDE.parts[SEGMENT] * WIDTH // 8
     BELOW: tl.constexpr = bits_below(SIDE.bits[SEGMENT], WIDTH)
@@ -191,7 +196,7 @@ def _interleaved(parts):
 
 @triton.jit
 def pick_codes(slots, mask, number, BITS: tl.constexpr, EIGHTH: tl.constexpr):
-    """Codes by `number` [columns], out of the 8·EIGHTH codes at each pointer of `slots`: int32[tokens, columns]."""
+    """The codes with these numbers [columns] out of 8·EIGHTH codes per pointer of `slots`: int32[tokens, columns]."""
     codes = tl.zeros(mask.shape, tl.int32)
     for plane in tl.static_range(4):
         if BITS & (8 >> plane):
@@ -203,16 +208,16 @@ def pick_codes(slots, mask, number, BITS: tl.constexpr, EIGHTH: tl.constexpr):
 def _picked_plane(slots, mask, number, BITS: tl.constexpr, EIGHTH: tl.constexpr, WIDTH: tl.constexpr):
     """The bits of one plane, at their place in the codes."""
     BELOW: tl.constexpr = bits_below(BITS, WIDTH)
-    PART: tl.constexpr = WIDTH * EIGHTH  # codes with one shift, and bytes of the plane
+    PART: tl.constexpr = WIDTH * EIGHTH  # codes that share a shift; also the bytes of the plane
     packed = tl.load(slots[:, None] + (BELOW * EIGHTH + number % PART)[None, :], mask=mask, other=0).to(tl.int32)
     return ((packed >> (number // PART * WIDTH)[None, :]) & ((1 << WIDTH) - 1)) << BELOW
 
 
 @triton.constexpr_function
 def bits_below(bits, width):
-    """How many bits of a code lie in planes before the one of `width`."""
+    """How many bits of a code lie in the planes before the plane of this width."""
     return bits // (2 * width) * (2 * width)
 
 
-# SGLang replaces Triton's own function, which kernels then cannot call
+# SGLang replaces `triton.next_power_of_2` by a function that kernels cannot call
 power_of_two = triton.constexpr_function(sizes.power_of_two)

@@ -1,4 +1,4 @@
-"""PagedCache: packed pages of all layers of a batch of sequences."""
+"""PagedCache: the packed pages of a batch of sequences, for all layers."""
 
 from array import array
 from collections.abc import Sequence
@@ -18,15 +18,15 @@ from kvfold.windows import Windows
 
 
 class PagedCache:
-    """uint8[pages, kv_heads, page_bytes] per layer, one page table for all layers, 16-bit shadows for the windows.
+    """uint8[pages, kv_heads, page_bytes] per layer, one page table for all layers, shadow pages for the windows.
 
-    A step is `extend(counts)`, then `attend(layer, q, k, v)` for every layer: it packs the new tokens and lets the
-    queries read. What a query reads depends on its position alone, so that the size of steps changes nothing.
+    A step is `extend(counts)`, then `attend(layer, q, k, v)` per layer: it packs the new tokens and lets the queries
+    read. What a query reads depends on its position alone. So it does not matter how tokens are split into steps.
     """
 
     def __init__(
         self,
-        codecs: Sequence[tuple[Codec, Codec]],  # keys and values of each layer
+        codecs: Sequence[tuple[Codec, Codec]],  # keys and values, per layer
         kv_heads: int,
         sequences: int,
         *,
@@ -53,11 +53,11 @@ class PagedCache:
             for layout in self.layouts
         ]
         self._layers = self._views()
-        self._ops: dict[int, list[Ops]] = {}  # of all layers, by query heads per KV head
+        self._ops: dict[int, list[Ops]] = {}  # per layer, by query heads per KV head
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each sequence."""
+        """Tokens per sequence."""
         return self.tables.lengths
 
     @property
@@ -66,8 +66,8 @@ class PagedCache:
         return sum(tensor.untyped_storage().nbytes() for tensor in (*self.pools, *self.shadows))
 
     def reserve(self, tokens: int) -> None:
-        """Make room for sequences of `tokens` tokens. Steps of one token each up to there move no memory, and a step
-        that brings as many tokens as the last describes itself where that did: a CUDA graph of it can be replayed."""
+        """Make room for sequences of `tokens` tokens. Up to that length, steps of one token each move no memory. A step
+        of the same size as the last is written into its tensors, so a CUDA graph of it can be replayed."""
         self.reserved = -(-tokens // self.tables.page_size)
         pages = max(len(windows.pages(tokens - 1, tokens, self.tables.page_size)) for windows in self.windows)
         self._grow(len(self.lengths) * self.reserved, len(self.lengths) * (pages + 1))
@@ -88,7 +88,7 @@ class PagedCache:
         self.counts = list(counts)
 
     def _grow(self, pages: int, shadows: int) -> None:
-        """Make room for so many pages and shadow pages."""
+        """Make room for `pages` pages and `shadows` shadow pages."""
         before = [*self.pools, *self.shadows]
         self.pools = [_grown(pool, pages) for pool in self.pools]
         self.shadows = [
@@ -113,7 +113,7 @@ class PagedCache:
         held = [self.tables.pages[row] for row in rows]
         table = np.zeros((len(rows), max(self.reserved, *map(len, held), 0)), dtype=np.int64)
         for row, pages in zip(table, held, strict=True):
-            row[: len(pages)] = array("q", pages)  # many times faster than a list
+            row[: len(pages)] = array("q", pages)  # many times faster than from a list
         shadow_of = torch.full((max(self.tables.capacity, len(self.lengths) * self.reserved),), -1)
         if self.shadow_map.of:
             page, shadow = torch.tensor(list(self.shadow_map.of.items())).unbind(dim=1)
@@ -122,14 +122,14 @@ class PagedCache:
         return Step.of(host, torch.from_numpy(table), shadow_of.to(self.device), self.tables.page_size)
 
     def pages(self, layer: int) -> LayerPages:
-        """What ops see of a layer."""
+        """A layer and the current step, as ops take them."""
         return replace(self._layers[layer], step=self.step)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
-        """Pack the step's new tokens of a layer and attend its queries, float32 or in `out`.
+        """Pack a layer's new tokens and attend its queries, float32 or in `out`.
 
-        All are [sequences, n, heads, d]. Where a sequence has fewer than n new tokens, they are its last, and outputs
-        before them are zero. What cannot be stored raises, on a GPU with the last layer: then the step is to be taken
+        All are [sequences, n, heads, d]. If a sequence has fewer than n new tokens, they are its last columns. Outputs
+        before them are zero. A token that cannot be stored raises, on a GPU with the last layer. Then take the step
         back by `crop`.
         """
         ratio = q.shape[2] // self.kv_heads
@@ -138,7 +138,7 @@ class PagedCache:
         run, pages = self._ops[ratio][layer].store_and_attend, self.pages(layer)
         out = torch.empty(q.shape, device=q.device) if out is None else out
         if sum(self.counts) == q.shape[:2].numel():
-            run(pages, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), scale, out.flatten(0, 1))
+            run(pages, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), scale, out.view(-1, *out.shape[2:]))
         else:
             tokens = self.step.once(_index, tuple(self.counts))
             out.zero_()[tokens] = run(pages, q[tokens], k[tokens], v[tokens], scale).to(out.dtype)
@@ -147,7 +147,7 @@ class PagedCache:
         return out
 
     def check_faults(self) -> None:
-        """Raise where `store` met what cannot be stored; not while a CUDA graph is captured."""
+        """Raise if `store` could not store a token. Does nothing while a CUDA graph is captured."""
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if not capturing and self.faults.any():
             self.faults.zero_()
@@ -162,19 +162,19 @@ class PagedCache:
         self.tables.crop(counts)
 
     def select(self, rows: Sequence[int]) -> None:
-        """Make the batch sequences `rows` of the old one; a row named twice is forked, its pages shared."""
+        """Make the batch the sequences `rows` of the old one. A row named twice is forked and shares its pages."""
         self.tables.select(rows)
 
 
 def _index(step: Step, counts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Row and column, from the right, of every token of the step in a batch that is padded on the left."""
+    """Row and column of every new token in a left-padded batch. Columns count from the right, from -1."""
     places = [(row, column) for row, count in enumerate(counts) for column in range(-count, 0)]
     row, column = torch.tensor(places, dtype=torch.int64).view(-1, 2).to(step.table.device).unbind(dim=1)
     return row, column
 
 
 def _grown(tensor: Tensor, size: int) -> Tensor:
-    """`tensor` with room for at least `size` pages; small growth takes a sixteenth more, so that copies stay rare."""
+    """`tensor` with room for at least `size` pages. It grows by at least a sixteenth, so that copies stay rare."""
     if size <= len(tensor):
         return tensor
     grown = tensor.new_empty((max(size, len(tensor) + len(tensor) // 16), *tensor.shape[1:]))

@@ -1,4 +1,4 @@
-"""16-bit shadow pages: copies of the pages that the windows of some sequence reach into."""
+"""Shadow pages: the raw vectors of pages that a window of some sequence reaches into."""
 
 from collections.abc import Sequence
 
@@ -7,10 +7,10 @@ from kvfold.windows import ROLLBACK, Windows
 
 
 class Shadows:
-    """page -> shadow page, keyed by the physical page, so that sequences that share pages share their shadows.
+    """page -> shadow page. The key is the physical page, so sequences that share pages share their shadows.
 
-    A shadow is given to a page when its first tokens arrive, and taken back at the first `update` at which no window
-    reaches into the page any more; so tokens of the last step can be rolled back without losing anything.
+    A page gets a shadow when its first tokens arrive. It loses the shadow at the first `update` at which no window
+    reaches into it. So tokens of the last step can be rolled back without loss.
     """
 
     def __init__(self, windows: Windows) -> None:
@@ -20,7 +20,7 @@ class Shadows:
         self.free: list[int] = []
 
     def update(self, tables: PageTables, starts: Sequence[int]) -> None:
-        """After `tables` grew from lengths `starts`: keep, give and take back shadows."""
+        """Give and take back shadows, after `tables` grew from lengths `starts`."""
         wanted = {
             pages[index]
             for pages, start, length in zip(tables.pages, starts, tables.lengths, strict=True)
@@ -32,7 +32,7 @@ class Shadows:
             self.of[page] = self._take()
 
     def copy(self, source: int, target: int) -> tuple[int, int] | None:
-        """Give `target` a shadow if `source` has one; returns the shadow pages to be copied."""
+        """Give page `target` a shadow if page `source` has one. Returns the shadow pages to copy: (source, target)."""
         if source not in self.of:
             return None
         if target not in self.of:  # a page that was freed since the last update still has its shadow
@@ -40,7 +40,7 @@ class Shadows:
         return self.of[source], self.of[target]
 
     def check_crop(self, tables: PageTables, lengths: Sequence[int]) -> None:
-        """Refuse to roll back to `lengths` where 16-bit copies that would be read again are gone."""
+        """Refuse to roll back to `lengths` if shadow pages that would be read again are gone."""
         for pages, length in zip(tables.pages, lengths, strict=True):
             if any(pages[token // tables.page_size] not in self.of for token in self.windows.before(length)):
                 recent, group = self.windows.recent, self.windows.group
@@ -51,7 +51,7 @@ class Shadows:
                 )
                 raise ValueError(
                     f"cannot roll back to {length} tokens: with {reason} at most the last {ROLLBACK} tokens of the "
-                    "last step can be removed, since older 16-bit copies are gone. Feed the prefix again, or use a "
+                    "last step can be removed, since older shadow pages are gone. Feed the prefix again, or use a "
                     f"recipe with {other}"
                 )
 

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 class PageTables:
     """Page lists and lengths of a batch of sequences over one pool of reference-counted pages.
 
-    Sequences may share pages (`select` with a repeated row forks). A page is written only by a sequence that holds it
-    alone: `extend` gives a writer of a shared, partly filled page a page of its own and says what to copy.
+    Sequences may share pages (`select` with a repeated row forks). Only a sequence that holds a page alone writes it.
+    A sequence that would write a shared, partly filled page gets a page of its own. `extend` says what to copy.
     """
 
     def __init__(self, page_size: int, sequences: int = 0) -> None:
         self.page_size = page_size
         self.pages: list[list[int]] = [[] for _ in range(sequences)]
         self.lengths: list[int] = [0] * sequences
-        self.references: list[int] = []  # of every page there is
+        self.references: list[int] = []  # per page
         self.free: list[int] = []
 
     @property
@@ -23,7 +23,7 @@ class PageTables:
         return len(self.references)
 
     def extend(self, counts: Sequence[int]) -> list[tuple[int, int]]:
-        """Make room for `counts[i]` more tokens in sequence i; returns (source, target) pages to be copied first."""
+        """Make room for `counts[i]` more tokens in sequence i. Returns the pages to copy first: (source, target)."""
         if len(counts) != len(self.pages) or any(count < 0 for count in counts):
             raise ValueError(f"counts {list(counts)} do not fit {len(self.pages)} sequences")
         copies = []
@@ -46,7 +46,7 @@ class PageTables:
                 self._drop(self.pages[row].pop())
 
     def select(self, rows: Sequence[int]) -> None:
-        """Make the batch sequences `rows` of the old one: reorder, drop, or fork where a row is named twice."""
+        """Make the batch the sequences `rows` of the old one: reorder, drop, or fork if a row is named twice."""
         old, self.pages = self.pages, [list(self.pages[row]) for row in rows]
         self.lengths = [self.lengths[row] for row in rows]
         for page in (page for pages in self.pages for page in pages):

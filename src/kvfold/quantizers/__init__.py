@@ -1,1 +1,1 @@
-"""How numbers become codes: a module for each decode rule, and the optimal levels and centroids they use."""
+"""How numbers become codes: a module per decode rule, and the optimal levels and centroids they use."""

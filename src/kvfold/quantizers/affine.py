@@ -1,4 +1,4 @@
-"""Token-wise affine integers: x̂ = scale·code + offset, with a 16-bit scale and offset for each group."""
+"""Token-wise affine integers: x̂ = scale·code + offset, with a 16-bit scale and offset per group."""
 
 import torch
 from torch import Tensor
@@ -9,8 +9,8 @@ SMALLEST_SCALE = 2.0**-24  # the smallest positive float16
 def quantize(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """float32[..., n] -> uint8[..., n] codes, float16[..., 2] (scale, offset).
 
-    Codes are rounded against the scale and offset as stored, so that 16-bit metadata costs range, not bias. A constant
-    vector gets scale 0 and decodes to its offset. Where 16 bits cannot hold them, scale or offset are not finite.
+    Codes are computed with the scale and offset as stored, so that 16-bit metadata costs range, not bias. A constant
+    vector has scale 0 and decodes to its offset. A scale or offset that float16 cannot hold is not finite.
     """
     levels = 2**bits - 1
     low, high = x.amin(dim=-1, keepdim=True), x.amax(dim=-1, keepdim=True)
@@ -22,7 +22,7 @@ def quantize(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 def dequantize(codes: Tensor, meta: Tensor) -> Tensor:
     entries = meta.float()
-    if codes.device.type == "cpu":  # PyTorch has this in one pass, for rows that end in their scale and offset
+    if codes.device.type == "cpu":  # one pass in PyTorch, for rows that end in their scale and offset
         rows = torch.cat((codes, entries.view(torch.uint8)), dim=-1)
         return torch.ops.quantized.embedding_bag_byte_unpack(rows)
     scale, offset = entries.chunk(2, -1)

@@ -9,8 +9,8 @@ from kvfold.quantizers import lloyd_max
 def quantize(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """float32[..., n] -> uint8[..., n] codes, float16[..., 1] norm.
 
-    Coordinates are scaled to a mean square of 1 and go to the nearest level. The norm as stored is that of the vector
-    over that of its levels, so that decoding keeps the length. It is not finite where 16 bits cannot hold it.
+    Coordinates are scaled to a mean square of 1 and rounded to the nearest level. The stored norm is ‖x‖/‖level[code]‖,
+    so that decoding keeps the length of x. A norm that float16 cannot hold is not finite.
     """
     norm = _norm(x)
     codes = lloyd_max.quantize(x * (x.shape[-1] ** 0.5 / norm.clamp_min(torch.finfo(torch.float32).tiny)), bits)

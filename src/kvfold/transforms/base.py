@@ -20,12 +20,11 @@ class Rotation(Protocol):
         ...
 
     def dense(self, dims: int, device: torch.device) -> Tensor:
-        """The matrix A of apply(x) = x·A, float32[kv_heads or 1, d, d]; orthogonal, so that invert is y·Aᵀ and dual is
-        q·A."""
+        """The matrix A of apply(x) = x·A, float32[kv_heads or 1, d, d]. It is orthogonal: invert is y·Aᵀ, dual q·A."""
         ...
 
     def terms(self, dims: int, dtype: torch.dtype, device: torch.device) -> tuple[tuple[Tensor, ...], float]:
-        """16-bit matrices [kv_heads or 1, d, d] and a factor, with apply(x) = factor·Σ x·term, for tensor cores."""
+        """For tensor cores: 16-bit matrices [kv_heads or 1, d, d] and a factor, with apply(x) = factor·Σ x·term."""
         ...
 
     def to(self, device: torch.device | str) -> Self: ...
@@ -33,12 +32,11 @@ class Rotation(Protocol):
 
 @dataclass(frozen=True)
 class Transform:
-    """y = (x − mean)·A, per KV head; tensors are [..., heads, d], where queries and outputs may have several heads for
-    each KV head.
+    """y = (x − mean)·A, per KV head, on [..., heads, d]. Queries and outputs may have several heads per KV head.
 
-    Keys: softmax does not see a constant added to all logits of a query, so the mean is never added back and
-    `dual(q)·forward(k)` gives the attention of q·k exactly. Values: attention weights sum to one, so `inverse` of the
-    attention output adds the mean once.
+    - Keys: the mean is never added back. It would add a constant to all logits of a query, which softmax ignores. So
+      `dual(q)·forward(k)` gives the same attention weights as q·k.
+    - Values: attention weights sum to one. So `inverse` of the attention output adds the mean once.
     """
 
     mean: Tensor | None = None  # [kv_heads, d]
@@ -46,7 +44,7 @@ class Transform:
     _memory: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def once(self, make: Callable[..., T], *arguments: Hashable) -> T:
-        """make(transform, *arguments), computed when it is first asked for."""
+        """make(transform, *arguments), computed once and kept."""
         key = (make, arguments)
         if key not in self._memory:
             self._memory[key] = make(self, *arguments)

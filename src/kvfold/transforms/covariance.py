@@ -1,11 +1,12 @@
-"""Rotations out of second moments."""
+"""Rotations from second moments."""
 
 import torch
 from torch import Tensor
 
 
 def eigenvectors(moments: Tensor) -> Tensor:
-    """Symmetric float64[..., d, d] -> eigenvectors in columns, by descending eigenvalue, largest entries positive."""
+    """Symmetric float64[..., d, d] -> eigenvectors in columns, by descending eigenvalue. The entry of largest magnitude
+    in an eigenvector is positive."""
     vectors = torch.linalg.eigh(moments).eigenvectors.flip(-1)
     largest = vectors.gather(-2, vectors.abs().argmax(dim=-2, keepdim=True))
     return vectors * largest.sign()
@@ -17,6 +18,6 @@ def spectrum(moments: Tensor) -> Tensor:
 
 
 def bit_reversal(dims: int) -> Tensor:
-    """int64[dims]: the numbers below `dims` in the order of their reversed bits, which spreads neighbours far apart."""
+    """int64[dims]: the numbers below `dims`, sorted by their reversed bits. Neighbours end up far apart."""
     bits = max(1, (dims - 1).bit_length())
     return torch.tensor(sorted(range(dims), key=lambda i: int(f"{i:0{bits}b}"[::-1], 2)))

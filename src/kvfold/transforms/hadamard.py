@@ -22,7 +22,7 @@ def _matrix(dims: int, order: int, device: torch.device) -> tuple[Tensor, Tensor
 
 @dataclass(frozen=True)
 class Hadamard:
-    """x·diag(H, …, H) with H the orthonormal Sylvester–Hadamard matrix of order `order`; its own inverse."""
+    """x·diag(H, …, H), its own inverse. H is the orthonormal Sylvester–Hadamard matrix of order `order`."""
 
     order: int
 
@@ -31,8 +31,10 @@ class Hadamard:
             raise ValueError(f"order={self.order} is not a power of two")
 
     def apply(self, x: Tensor) -> Tensor:
-        """Sums of ±x in float64 are exact for 16-bit inputs, and for float32 ones unless magnitudes differ by more than
-        2^22, so what is stored and read of a token does not depend on how many tokens come along."""
+        """In float64, so that the result for a token does not depend on the batch.
+
+        Sums of ±x are exact for 16-bit inputs, and for float32 inputs unless magnitudes differ by more than 2^22.
+        """
         signs, _ = self._matrices(x.shape[-1], x.device)
         return (x.double() @ signs).mul_(self.order**-0.5).float()
 
@@ -43,7 +45,7 @@ class Hadamard:
         return orthonormal.unsqueeze(0)
 
     def terms(self, dims: int, dtype: torch.dtype, device: torch.device) -> tuple[tuple[Tensor, ...], float]:
-        """Signs are exact in any type."""
+        """One term: signs, which every type holds exactly."""
         signs, _ = self._matrices(dims, device)
         return (signs.to(dtype).unsqueeze(0),), self.order**-0.5
 
@@ -57,5 +59,5 @@ class Hadamard:
 
 
 def hadamard_matrix(dims: int) -> Tensor:
-    """The rotation of the largest order that fits, as a matrix float64[dims, dims]."""
+    """`Hadamard` of the largest order that divides `dims`, as a matrix float64[dims, dims]."""
     return Hadamard(dims & -dims).apply(torch.eye(dims)).double()

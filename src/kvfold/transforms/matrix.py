@@ -1,4 +1,4 @@
-"""Dense rotations of the head dimension, one for all KV heads or one for each."""
+"""Dense rotations of the head dimension, one for all KV heads or one per KV head."""
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -13,7 +13,7 @@ from torch import Tensor
 class Matrix:
     """y = x·A with an orthogonal A, float32[kv_heads or 1, d, d].
 
-    Computed in float64, so that what is stored and read of a token does not depend on how many tokens come along.
+    Computed in float64, so that the result for a token does not depend on the batch.
     """
 
     matrix: Tensor
@@ -34,7 +34,7 @@ class Matrix:
         return self.matrix
 
     def terms(self, dims: int, dtype: torch.dtype, device: torch.device) -> tuple[tuple[Tensor, ...], float]:
-        """Two, of which the second is what the first leaves: 16 bits of A at least."""
+        """Two terms: A in 16 bits, and the rounding error of the first. Together they have at least 16 bits of A."""
         high = self.matrix.to(dtype)
         return (high, (self.matrix - high.float()).to(dtype)), 1.0
 
@@ -52,9 +52,11 @@ def _by_head(x: Tensor, matrices: Tensor) -> Tensor:
 
 @lru_cache(maxsize=256)
 def random_rotation(dims: int, seed: int) -> Tensor:
-    """A rotation float64[dims, dims] drawn from `seed`, the same on every machine: random signs and a Hadamard matrix
-    where dims is a power of two, else uniform over all rotations."""
-    generator = np.random.RandomState(seed)  # its stream is frozen, unlike that of newer generators
+    """A rotation float64[dims, dims] drawn from `seed`, the same on every machine.
+
+    If `dims` is a power of two: random signs and a Hadamard matrix. Otherwise: uniform over all rotations.
+    """
+    generator = np.random.RandomState(seed)  # NumPy keeps its stream; newer generators may change theirs
     if dims & (dims - 1) == 0:
         signs = generator.randint(0, 2, dims) * 2 - 1
         return torch.from_numpy(signs[:, None] * hadamard(dims) * dims**-0.5)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from kvfold.cli import app
 
 WINDOWS = "oscar-int2:sink=16,recent=40"
-RECIPES = ("saw-int4", "int2", "gtq-k3v3:sink=0", WINDOWS)
+RECIPES = ("saw-int4", "gtq-k3v3:sink=0", WINDOWS)
 CHUNK = 48  # tokens, three pages
 LONG = (3 * CHUNK + 6, 2 * CHUNK + 4, CHUNK + 5)
 SHORT = (46, 17, 31)
@@ -89,7 +89,7 @@ def test_schedules_change_nothing(recipe, prompts, served, capfd):
     assert same(large.together) == same(small.cold)
 
 
-@pytest.mark.parametrize("recipe", ["saw-int4", "gtq-k3v3:sink=0", WINDOWS])
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_attention_is_what_its_definition_says(recipe, prompts, served):
     """For every query of prompts in chunks, with cached prefixes, together, and after retraction."""
     with defined_attention() as found:

@@ -1,1 +1,1 @@
-"""SGLang: `plugin.py` is what SGLang loads at start, `backend.py` the pool and the attention backend that it gets."""
+"""SGLang: it loads `entry.py`, which installs `hooks.py`. `attention.py` has the pool and the attention backend."""

@@ -14,12 +14,12 @@ from torch import Tensor
 from kvfold.engines.serving import Plan, Served, Steps
 from kvfold.ops.pages import HostLengths
 
-logger = getLogger("sglang.kvfold")  # below SGLang's own, so that it is shown
+logger = getLogger("sglang.kvfold")  # a child of SGLang's logger, so that it is shown
 
 
 class PackedPool(KVCache):
-    """Pages uint8[pages, kv_heads, page_bytes] of each layer, and the 16-bit shadow pages of windows. SGLang says which
-    token lies where, and reads none of it."""
+    """Pages uint8[pages, kv_heads, page_bytes] per layer, and shadow pages for the windows. SGLang decides which token
+    lies where. It reads no bytes."""
 
     def __init__(
         self,
@@ -35,9 +35,9 @@ class PackedPool(KVCache):
         end_layer: int | None,
         **_: Any,
     ) -> None:
-        # no dtype of K and V: kernels that rotate keys would write them here
+        # uint8, because SGLang's RoPE kernels write keys into a pool that has the dtype of K and V
         super().__init__(size, page_size, torch.uint8, layer_num, device, enable_memory_saver, start_layer, end_layer)
-        pages = size // page_size + 1  # the first is SGLang's, for padding
+        pages = size // page_size + 1  # page 0 is SGLang's, for padding
         self.served = Served(plan, shadow_pages, logger)
         self.served.open(pages)
         for number, layout in plan.layouts.items():
@@ -68,10 +68,10 @@ class PackedBackend(AttentionBackend):
         self.pool, self.served = runner.token_to_kv_pool, runner.token_to_kv_pool.served
         self.requests = runner.req_to_token_pool
         self.req_to_token = self.requests.req_to_token
-        self.lengths = torch.zeros(len(self.req_to_token), dtype=torch.int32, device=runner.device)  # of each request
-        # the first token of each page of a request
+        self.lengths = torch.zeros(len(self.req_to_token), dtype=torch.int32, device=runner.device)  # per request
+        # per page of a request: the position of its first token
         self.firsts = torch.arange(0, self.req_to_token.shape[1], self.pool.page_size, device=runner.device)
-        # kernels of GPUs are told all in device memory: a step waits for nothing and can be captured in a CUDA graph
+        # kernels for GPUs read a step from device memory alone, so a CUDA graph can be captured
         self.captured = all(ops.decode.implementation in ("triton", "gluon") for ops in self.served.plan.ops.values())
         self.tables = self._table(0)
         self.table = self.tables  # of the step
@@ -82,16 +82,16 @@ class PackedBackend(AttentionBackend):
         return torch.zeros(requests, len(self.firsts), dtype=torch.int64, device=self.firsts.device)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Page tables lie where graphs read them. All else is described inside of these, out of tensors that SGLang
-        keeps in place."""
+        """Allocate the page tables that CUDA graphs read. The graphs make all else from tensors that SGLang keeps in
+        place."""
         self.tables = self._table(max_bs)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
-        """Before each step: look at what earlier ones have left on the device, and read the page table. During a replay
-        SGLang may already write what it decides for the next step there."""
+        """Before each step: update the gauges, and copy the page table out of `req_to_token`. While a CUDA graph is
+        replayed, SGLang may already write the next step's locations to `req_to_token`."""
         if forward_batch.forward_mode.is_idle():
             return
         requests = forward_batch.req_pool_indices
@@ -99,7 +99,7 @@ class PackedBackend(AttentionBackend):
         self._read_pages(requests, self.table)
         resting = None
         if self.served.plan.windows:
-            if not forward_batch.forward_mode.is_decode():  # requests that are new took the place of former ones
+            if not forward_batch.forward_mode.is_decode():  # new requests reuse the rows of finished ones
                 self.lengths[requests] = forward_batch.extend_prefix_lens.int()
             resting = self._resting(forward_batch)
         self.served.before_step(resting)
@@ -109,20 +109,22 @@ class PackedBackend(AttentionBackend):
         torch.div(tokens, self.pool.page_size, rounding_mode="floor", out=table)
 
     def _resting(self, forward_batch: ForwardBatch) -> tuple[Tensor, Tensor] | None:
-        """Lengths and pages of all requests that run, if some of them are not in the step: those that decode while
-        prompts are read, and a prompt between two chunks while others decode."""
-        padding = 0 if isinstance(forward_batch, ForwardBatch) else forward_batch.num_padding  # of a CUDA graph
+        """Lengths and pages of all running requests, if some of them sit the step out:
+        - requests that decode, during a prefill;
+        - a prompt between two chunks, while others decode.
+        """
+        padding = 0 if isinstance(forward_batch, ForwardBatch) else forward_batch.num_padding  # for a CUDA graph
         free = self.requests.free_slots
         if len(self.lengths) - 1 - len(free) <= forward_batch.batch_size - padding:
             return None
-        running = sorted(set(range(1, len(self.lengths))) - set(free))  # 0 is for padding
+        running = sorted(set(range(1, len(self.lengths))) - set(free))  # row 0 is for padding
         rows = torch.tensor(running, dtype=torch.int64, pin_memory=self.lengths.is_cuda)
         rows = rows.to(self.lengths.device, non_blocking=True)
         self._read_pages(rows, table := self._table(len(rows)))
         return self.lengths[rows], table
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
-        """Begin a step."""
+        """Begin the step, on the device."""
         mode, table = forward_batch.forward_mode, self.table
         if mode.is_idle():
             return
@@ -131,9 +133,9 @@ class PackedBackend(AttentionBackend):
             return
         lengths, locations = forward_batch.seq_lens, forward_batch.out_cache_loc
         starts = lengths - 1 if mode.is_decode() else forward_batch.extend_prefix_lens
-        locations = torch.where(locations < self.pool.page_size, -1, locations)  # the first page is for padding
+        locations = torch.where(locations < self.pool.page_size, -1, locations)  # page 0 is for padding
         self.lengths[forward_batch.req_pool_indices] = lengths.int()
-        kept = torch.where(locations < 0, 0, lengths) if mode.is_decode() else lengths  # nothing of padding
+        kept = torch.where(locations < 0, 0, lengths) if mode.is_decode() else lengths  # padding needs no windows
         self.served.begin(locations, torch.minimum(starts, kept), kept, table)
         starts, lengths = starts.int(), lengths.int()
         if mode.is_decode():
@@ -145,7 +147,7 @@ class PackedBackend(AttentionBackend):
         self.steps = self.served.steps(host, locations, starts, lengths, table)
 
     def _begin_decode(self, forward_batch: ForwardBatch) -> None:
-        """The same for one token per request, in few launches: beside the launches of a layer, many would count."""
+        """Begin a step with one token per request. It takes few launches, since every decode step pays for them."""
         from kvfold.engines.sglang.decode_inputs import decode_inputs
 
         locations, requests = forward_batch.out_cache_loc, forward_batch.req_pool_indices

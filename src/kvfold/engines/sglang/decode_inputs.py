@@ -1,4 +1,4 @@
-"""What a decode step takes from SGLang's tensors, in one launch: PyTorch's operators would take a dozen."""
+"""The inputs of a decode step, from SGLang's tensors, in one launch. PyTorch's operators would take a dozen."""
 
 from typing import NamedTuple
 
@@ -11,22 +11,22 @@ from kvfold.ops.sizes import power_of_two
 
 
 class DecodeInputs(NamedTuple):
-    """A row for each request, and for padding up to the size of a CUDA graph."""
+    """One row per request, and padding up to the size of the CUDA graph."""
 
-    locations: Tensor  # int64, -1: padding
-    query_starts: Tensor  # int32, one more
-    starts: Tensor  # int32
+    locations: Tensor  # int64[rows], -1: padding
+    query_starts: Tensor  # int32[rows + 1]
+    starts: Tensor  # int32[rows], as are all below
     lengths: Tensor
-    kept_starts: Tensor  # the same as far as windows go: nothing of padding is kept
+    kept_starts: Tensor  # the same for windows: 0 for padding, which needs none
     kept_lengths: Tensor
 
 
 def decode_inputs(locations: Tensor, lengths: Tensor, requests: Tensor, known: Tensor, page_size: int) -> DecodeInputs:
-    """Of requests with so many tokens, the new ones included, which go into `locations`; those of the first page are
-    padding. Writes lengths to `known`, by the number of the request."""
+    """The new tokens go to `locations`; those in page 0 are padding. `lengths` include the new tokens. They are also
+    written to `known`, at the rows `requests`."""
     rows = len(lengths)
     places = torch.empty(rows, dtype=torch.int64, device=lengths.device)
-    stride = rows // 4 * 4 + 4  # kernels are compiled anew where numbers begin at another part of 16 bytes
+    stride = rows // 4 * 4 + 4  # a multiple of 16 bytes, since Triton compiles kernels anew for another alignment
     numbers = torch.empty(5, stride, dtype=torch.int32, device=lengths.device)
     width = power_of_two(rows + 1)
     _decode_inputs[(1,)](

@@ -1,6 +1,8 @@
-"""The entry point of SGLang's plugins: nothing changes unless KVFOLD_RECIPE, and KVFOLD_ARTIFACT beside it, ask for it.
+"""The entry point of SGLang's plugins. Nothing changes unless KVFOLD_RECIPE is set.
 
-SGLang logs what fails in a plugin and serves on without it. So what fails here ends the process with one line.
+If the recipe needs an artifact, KVFOLD_ARTIFACT names it.
+
+If a plugin fails, SGLang only logs it and serves without it. So a failure here ends the process with one line.
 """
 
 import os
@@ -10,7 +12,7 @@ from kvfold.engines.start import RECIPE, aborting
 
 @aborting
 def register() -> None:
-    """Called by SGLang in each of its processes, before it reads its arguments."""
+    """Called by SGLang in each process, before it reads its arguments."""
     if os.environ.get(RECIPE):
         from kvfold.engines.sglang.hooks import install
 

@@ -1,6 +1,6 @@
 """What the plugin hooks into SGLang: it refuses, chooses arguments, sizes and builds the pool, and checks the result.
 
-What fails in the main process ends it with one line. What fails in a scheduler's process raises, and SGLang ends.
+A failure in the main process ends it with one line. A failure in a scheduler's process raises, and SGLang ends.
 """
 
 import json
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache
     from sglang.srt.server_args import ServerArgs
 
-logger = getLogger("sglang.kvfold")  # below SGLang's own, so that it is shown
+logger = getLogger("sglang.kvfold")  # a child of SGLang's logger, so that it is shown
 
 BACKEND = "kvfold"
 PAGE_SIZE = {"cuda": 64, "cpu": 16}
 OLDEST, NEWEST = "0.5.17", "0.5.23"  # versions of SGLang that kvfold is tested with
-PLAIN: dict[str, tuple[Any, ...]] = {  # arguments, and the values with which the cache is where and what kvfold expects
+PLAIN: dict[str, tuple[Any, ...]] = {  # arguments, and the values that go together with a packed cache
     **dict.fromkeys(("attention_backend", "prefill_attention_backend", "decode_attention_backend"), (None, BACKEND)),
     "kv_cache_dtype": ("auto",),
     "kv_canary": ("none",),
     **dict.fromkeys(("disaggregation_mode", "decoupled_spec_role"), ("null",)),
     **dict.fromkeys(("pp_size", "dcp_size", "attn_cp_size", "attn_dp_size"), (1,)),
-    "cuda_graph_config": (None,),  # it would win over the next three
-    "cuda_graph_backend_prefill": (None, "disabled"),  # lists of lengths describe a prefill step
+    "cuda_graph_config": (None,),  # it would override the next three
+    "cuda_graph_backend_prefill": (None, "disabled"),  # a prefill step needs its lengths on the host
     "cuda_graph_backend_decode": (None, "full", "disabled"),
-    "disable_prefill_cuda_graph": (False, True),  # `prepare` sets it, so it has to be there
+    "disable_prefill_cuda_graph": (False, True),  # `prepare` sets it, so it has to exist
     **dict.fromkeys(
         (
             *("speculative_algorithm", "dllm_algorithm", "enable_dp_attention", "enable_two_batch_overlap"),
@@ -53,18 +53,18 @@ PLAIN: dict[str, tuple[Any, ...]] = {  # arguments, and the values with which th
         (None, False),
     ),
 }
-SINCE = {  # the version that brought an argument, where that is later than OLDEST
+SINCE = {  # the version that brought an argument, if later than OLDEST
     "enable_unified_cache_external_linker": "0.5.20",
     **dict.fromkeys(("enable_kv_cache_sharding", "attn_dp_size"), "0.5.22"),
     **dict.fromkeys(("enable_nvidia_megakernel", "enable_amd_monokernel"), "0.5.23"),
 }
 GLUE = "SGLANG_ENABLE_METADATA_GLUE_GRAPH"  # an environment variable
-RUNNING = 128  # requests at a time, where each keeps windows in 16 bits and nobody says how many there will be
+RUNNING = 128  # default of max_running_requests for recipes with windows: each request takes shadow pages
 
 
 def install() -> None:
     """Add the attention backend and the hooks."""
-    Config.read()  # a recipe that does not exist is refused first
+    Config.read()  # refuses an unknown recipe
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.server_args import ServerArgs, add_attention_backend_choices
@@ -77,7 +77,7 @@ def install() -> None:
     register_attention_backend(BACKEND)(PackedBackend)
     pools = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
     sizes = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
-    begin = "resolve_once" if hasattr(ServerArgs, "resolve_once") else "__post_init__"  # of older versions
+    begin = "resolve_once" if hasattr(ServerArgs, "resolve_once") else "__post_init__"  # in older versions
     for target, kind, hook in (
         (f"sglang.srt.server_args.ServerArgs.{begin}", HookType.BEFORE, prepare),
         (f"{pools}._profile_available_bytes", HookType.AFTER, page_budget),
@@ -90,8 +90,8 @@ def install() -> None:
 
 
 def require(target: str) -> None:
-    """SGLang would leave out a hook on what is not there. Before 0.5.16 one function builds the pools of all models,
-    which leaves no place for a hook."""
+    """Refuse an SGLang without `target`, because it would leave out the hook. Before 0.5.16, one function builds the
+    pools of all models, which leaves no place for a hook."""
     try:
         pkgutil.resolve_name(target)
     except (AttributeError, ImportError) as error:
@@ -107,11 +107,11 @@ def missing(what: str) -> ValueError:
 
 @aborting
 def prepare(arguments: "ServerArgs") -> None:
-    """Refuse what cannot be served, before anything is loaded, and choose what kvfold needs."""
+    """Refuse what cannot be served, before anything is loaded, and set the arguments that kvfold needs."""
     from sglang.srt.utils.hf_transformers_utils import get_config
 
     config = Config.read()
-    if config is None or getattr(arguments, "_resolution_finished", False):  # SGLang asks again
+    if config is None or getattr(arguments, "_resolution_finished", False):  # SGLang calls again
         return
     refuse(arguments)
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -129,8 +129,8 @@ def prepare(arguments: "ServerArgs") -> None:
 
 
 def refuse(arguments: "ServerArgs") -> None:
-    """Refuse arguments that a packed cache does not go together with. One that SGLang has renamed would go unseen, so a
-    missing one is refused too."""
+    """Refuse arguments that do not go together with a packed cache. A missing argument is refused too: SGLang may have
+    renamed it."""
     from sglang.srt.environ import envs
 
     for name, values in PLAIN.items():
@@ -140,24 +140,24 @@ def refuse(arguments: "ServerArgs") -> None:
                 raise ValueError(f"{flag} {given} does not go together with a packed cache")
         elif name not in SINCE or Version(version("sglang")) >= Version(SINCE[name]):
             raise missing(f"{flag}, which kvfold has to check")
-    if hasattr(envs, GLUE) and getattr(envs, GLUE).get():  # it would replay what kvfold does before each step
+    if hasattr(envs, GLUE) and getattr(envs, GLUE).get():  # a graph would replay what has to run on the host
         raise ValueError(f"{GLUE} does not go together with a packed cache")
 
 
 def page_budget(available: int, configurator: "KVCacheConfigurator", *_: Any) -> int:
-    """What is left for pages, after shadow pages."""
+    """Bytes left for pages, after shadow pages."""
     plan = plan_of(configurator)
     taken = plan.shadow_bytes(shadows_of(plan))
     if taken >= available:
         raise ValueError(
-            f"kvfold: windows of so many requests take {taken / 2**20:,.0f} of {available / 2**20:,.0f} MiB for the "
+            f"kvfold: shadow pages for windows take {taken / 2**20:,.0f} of {available / 2**20:,.0f} MiB for the "
             "cache: lower --max-running-requests"
         )
     return available - taken
 
 
 def cell_size(_: int, sizes: Any, configurator: "KVCacheConfigurator", layers: int) -> int:
-    """Bytes of a token."""
+    """Bytes per token, over all layers."""
     return math.ceil(plan_of(configurator).token_bytes)
 
 

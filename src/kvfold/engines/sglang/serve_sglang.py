@@ -18,8 +18,8 @@ CPU_FLAGS = ("--device", "cpu", "--dtype", "float32", "--grammar-backend", "none
 
 
 def serve(model: str, name: str, config: Config, flags: Sequence[str]) -> None:
-    """Serve a model folder or Hub id under a name, until interrupted. `flags` are SGLang's own, and the last of a kind
-    counts."""
+    """Serve a model folder or Hub id under a name, until interrupted. `flags` are SGLang's own. If one is given twice,
+    the last counts."""
     os.environ[RECIPE], os.environ[ARTIFACT] = str(config.recipe), config.artifact or ""
     if not torch.cuda.is_available():
         os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")

@@ -1,1 +1,1 @@
-"""vLLM: `plugin.py` is what vLLM loads at start, `backend.py` the attention backend that it gets."""
+"""vLLM: `plugin.py` is what vLLM loads at start, `backend.py` the attention backend."""

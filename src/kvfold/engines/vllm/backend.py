@@ -1,4 +1,4 @@
-"""vLLM's attention over packed pages: the backend says how large pages are, the builder describes each step, the
+"""vLLM's attention over packed pages. The backend gives the size of pages, the builder describes each step, and the
 implementation packs and attends."""
 
 from dataclasses import dataclass, replace
@@ -48,7 +48,7 @@ class PackedBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        return (KVCacheLayout.LBHNC,)  # a page is one piece of memory, and in it what belongs to a KV head
+        return (KVCacheLayout.LBHNC,)  # a block is contiguous, and so is each KV head in it
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
@@ -56,7 +56,7 @@ class PackedBackend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """vLLM counts [blocks, heads, tokens, bytes]; the bytes of a page of ours are spread evenly over its tokens."""
+        """vLLM counts [blocks, heads, tokens, bytes]. So the bytes of a page are spread evenly over its tokens."""
         assert Engine.current is not None, "vLLM makes layers before it counts their bytes"
         page_bytes = next(iter(Engine.current.served.plan.layouts.values())).page_bytes
         return replace(spec, dtype=torch.uint8, state_content_bytes=page_bytes // spec.block_size)
@@ -70,7 +70,7 @@ class PackedMetadata:
 class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     reorder_batch_threshold = 1  # requests that decode come first
-    requires_block_table_width = True  # which vLLM rounds up
+    requires_block_table_width = True  # vLLM rounds it up
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
                 f"kvfold: vLLM gives it {len(layer_names)} layers of {len(served.plan.codecs)}, and would serve the "
                 "others in 16 bits"
             )
-        served.close()  # on a GPU, vLLM measures CUDA graphs with a few pages that it frees again
+        served.close()  # on a GPU, vLLM measures CUDA graphs with a few pages, which it frees
         requests = config.scheduler_config.max_num_seqs
         self.starts = torch.zeros(requests, dtype=torch.int32, device=device)
         self.table = torch.zeros(requests, block_table_width, dtype=torch.int64, device=device)
@@ -98,7 +98,7 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PackedMetadata:
-        if not self.served.pages:  # vLLM does not always know how many before its first step
+        if not self.served.pages:  # vLLM may not know their number before its first step
             self.served.open(self.config.cache_config.num_gpu_blocks)
         step, requests = common_attn_metadata, self.engine.requests
         locations, table = step.slot_mapping[: step.num_actual_tokens], step.block_table_tensor
@@ -111,12 +111,12 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         return PackedMetadata(self._device_steps(step, starts))
 
     def _device_steps(self, step: CommonAttentionMetadata, starts: Tensor) -> Steps:
-        """Requests that decode as one step, in tensors that stay where they are for CUDA graphs; then the others."""
+        """Requests that decode are one step, in tensors that stay in place for CUDA graphs. The others follow."""
         rows = slice(step.num_reqs)
         self.starts[rows].copy_(starts)
         table = self.table[rows, : step.block_table_tensor.shape[1]].copy_(step.block_table_tensor)
         counts = step.query_start_loc_cpu.diff().tolist()
-        lengths = step.seq_lens_cpu_upper_bound.tolist()  # exact, without speculative decoding
+        lengths = step.seq_lens_cpu_upper_bound.tolist()  # the lengths themselves, without speculative decoding
         before = [length - count for length, count in zip(lengths, counts, strict=True)]
         decodes = next((row for row, count in enumerate(counts) if count > 1), len(counts))
         steps = []
@@ -177,14 +177,15 @@ class PackedImpl(AttentionImpl[PackedMetadata]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Queries [tokens, heads, d] over pages uint8[blocks, kv_heads, tokens, bytes]."""
-        if attn_metadata is None:  # vLLM measures memory
+        """Queries [tokens, heads, d] over pages uint8[pages, kv_heads, page_size, bytes]."""
+        if attn_metadata is None:  # vLLM profiles memory
             return output.zero_()
         number = extract_layer_index(layer.layer_name)
         packed = self.served.layers.get(number)
         if packed is None or packed.pages.pool.data_ptr() != kv_cache.data_ptr():
             packed = self.served.attach(number, kv_cache.flatten(2))
-            if self.served.complete and self.in_graphs:  # vLLM captures graphs now; without, a request would wait
+            # with CUDA graphs, vLLM gets here at start; without, only in a request, which would wait
+            if self.served.complete and self.in_graphs:
                 self.served.warm_up()
         packed.attend(attn_metadata.steps, query, key, value, self.scale, output)
         return output

@@ -1,4 +1,4 @@
-"""What a configuration of vLLM asks kvfold for. Imports nothing that can fail: see plugin.py."""
+"""What a vLLM configuration asks kvfold for. Imports nothing that can fail: see plugin.py."""
 
 import os
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def asked_for(config: "VllmConfig") -> "Config | None":
-    """What a vLLM configuration, or else the environment, asks kvfold for."""
+    """What a vLLM configuration asks kvfold for, or else the environment. None: neither does."""
     extra = config.additional_config
     given = extra.get("kvfold") if isinstance(extra, dict) else None
     if given is None and not os.environ.get(RECIPE):

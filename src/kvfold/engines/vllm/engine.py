@@ -1,4 +1,4 @@
-"""kvfold in one process of vLLM: what it refuses, its plan, and what the layers of a model share."""
+"""kvfold in one vLLM process: what it refuses, its plan, and what the layers of a model share."""
 
 from functools import wraps
 from pkgutil import resolve_name
@@ -21,7 +21,7 @@ from kvfold.layout import ALIGNMENT
 
 TESTED = "0.32"  # the version of vLLM that kvfold is tested with
 RUNNERS = ("vllm.v1.worker.gpu_model_runner:GPUModelRunner", "vllm.v1.worker.gpu.model_runner:GPUModelRunner")  # V1, V2
-HOOKS = {  # what vLLM has to have so that it calls what is below, and says what is asked for there
+HOOKS = {  # names of vLLM that kvfold overrides or reads
     AttentionBackend: (
         *("get_impl_cls", "get_builder_cls", "get_supported_kernel_block_sizes", "supported_kv_cache_layouts"),
         *("supports_kv_connector", "customize_spec"),
@@ -31,11 +31,11 @@ HOOKS = {  # what vLLM has to have so that it calls what is below, and says what
     CommonAttentionMetadata: ("compute_num_computed_tokens", "seq_lens_cpu_upper_bound"),
 }
 
-logger = init_logger("vllm.kvfold")  # below vLLM's own, so that it is shown
+logger = init_logger("vllm.kvfold")  # a child of vLLM's logger, so that it is shown
 
 
 def require() -> None:
-    """Refuse a vLLM that would leave out some of this."""
+    """Refuse a vLLM without one of these names. It would leave out a part of kvfold."""
     for owner, names in HOOKS.items():
         for name in names:
             if not hasattr(owner, name) and name not in owner.__annotations__:
@@ -102,19 +102,19 @@ def make_plan(config: VllmConfig, rank: int = 0, device: torch.device | str = "c
 
 
 class Engine:
-    """What the layers of the engine in this process share. It is made with the first of them, before vLLM measures how
-    much memory is left for pages, and shadow pages are allocated then."""
+    """What all layers in this process share. It is made with the first layer, and allocates the shadow pages. Only
+    then does vLLM measure the memory that is left for pages."""
 
     current: ClassVar["Engine | None"] = None
-    followed: ClassVar[set[type]] = set()  # classes that show their steps
+    followed: ClassVar[set[type]] = set()  # runners that `follow_steps` has wrapped
 
     def __init__(self, config: VllmConfig) -> None:
         self.config = config
         plan = make_plan(config, get_tensor_model_parallel_rank(), config.device_config.device)
         scheduler, cache = config.scheduler_config, config.cache_config
         shadow_pages = plan.shadows(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-        if cache.kv_cache_memory_bytes is not None:  # then nothing is measured: what was given is for both
-            given = vars(cache).setdefault("kvfold_given", cache.kv_cache_memory_bytes)  # an engine may be made anew
+        if cache.kv_cache_memory_bytes is not None:  # for pages and shadow pages: vLLM measures nothing then
+            given = vars(cache).setdefault("kvfold_given", cache.kv_cache_memory_bytes)  # an engine may be made again
             cache.kv_cache_memory_bytes = given - plan.shadow_bytes(shadow_pages)
             if cache.kv_cache_memory_bytes <= 0:
                 raise ValueError(
@@ -129,15 +129,15 @@ class Engine:
     @classmethod
     def of(cls, config: VllmConfig) -> "Engine":
         current = cls.current
-        # vLLM makes the language model of a larger one with another configuration, of the same cache
+        # the language model of a multimodal one has its own configuration, with the same cache_config
         if current is None or current.config.cache_config is not config.cache_config:
-            with torch.device("cpu"):  # vLLM makes layers where the default is their own
+            with torch.device("cpu"):  # while vLLM makes layers, the default is their device
                 cls.current = current = cls(config)
         return current
 
 
 def follow_steps(runner: Any) -> None:
-    """Show the engine each step that vLLM's scheduler sends to this worker, by the class that runs it."""
+    """Wrap vLLM's runner class, so that `Requests` sees each step that the scheduler sends to this worker."""
     if runner in Engine.followed:
         return
     execute = runner.execute_model

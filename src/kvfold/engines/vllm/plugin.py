@@ -1,10 +1,11 @@
-"""The entry point of vLLM's plugins: nothing changes unless a recipe is asked for.
+"""The entry point of vLLM's plugins. Nothing changes unless a recipe is asked for.
 
-It is asked for by KVFOLD_RECIPE, or by `--additional-config '{"kvfold": {"recipe": …, "artifact": …}}'`. On a GPU,
-kvfold is vLLM's backend CUSTOM, which is chosen then. The CPU platform has a single backend, whatever is chosen. There
-kvfold takes its place, and vLLM's own stands in where nothing is asked for.
+KVFOLD_RECIPE asks for one, or `--additional-config '{"kvfold": {"recipe": …, "artifact": …}}'`.
 
-vLLM logs it when this module cannot be imported, and serves in 16 bits. So it imports nothing that can fail.
+- On a GPU, kvfold is vLLM's backend CUSTOM. The plugin selects it.
+- On a CPU, vLLM has a single backend. kvfold takes its place, and gives back vLLM's own if no recipe is asked for.
+
+If this module cannot be imported, vLLM only logs it and serves in 16 bits. So it imports nothing that can fail.
 """
 
 import os
@@ -23,15 +24,15 @@ BACKEND, CPU_BACKEND = "kvfold.engines.vllm.backend.PackedBackend", "CpuBackend"
 
 @aborting
 def register() -> None:
-    """Called by vLLM in each of its processes, before it makes its configuration."""
+    """Called by vLLM in each process, before it makes its configuration."""
     from vllm.config import VllmConfig
 
     VllmConfig.__post_init__ = prepared(VllmConfig.__post_init__)
     try:
         register_backends()
-    except (AttributeError, ImportError):  # in a vLLM that has moved them
+    except (AttributeError, ImportError):  # this vLLM has moved them
         if os.environ.get(RECIPE):
-            raise  # else `check` does, where a configuration asks for kvfold
+            raise  # otherwise `check` raises, if a configuration asks for kvfold
 
 
 def register_backends() -> None:
@@ -42,7 +43,7 @@ def register_backends() -> None:
 
 
 def prepared(resolve: Callable[["VllmConfig"], None]) -> Callable[["VllmConfig"], None]:
-    """How vLLM resolves a configuration: after it, the configuration is served as it asks, or the process has ended."""
+    """Wrap vLLM's `resolve`: a configuration that asks for kvfold is then served with it, or the process has ended."""
 
     @wraps(resolve)
     def wrapped(config: "VllmConfig") -> None:
@@ -55,7 +56,7 @@ def prepared(resolve: Callable[["VllmConfig"], None]) -> Callable[["VllmConfig"]
 
 @aborting
 def prepare(config: "VllmConfig") -> None:
-    """Choose kvfold's backend, which vLLM does not do by itself on a GPU."""
+    """Select kvfold's backend. On a GPU, vLLM does not do so by itself."""
     from vllm.platforms import current_platform
 
     if not _serves(config) or current_platform.is_cpu():
@@ -72,7 +73,7 @@ def prepare(config: "VllmConfig") -> None:
 
 @aborting
 def check(config: "VllmConfig") -> None:
-    """Refuse what cannot be served, once vLLM has filled in the rest."""
+    """Refuse what cannot be served, after vLLM has resolved the configuration."""
     if not _serves(config):
         return
     from kvfold.engines.vllm.engine import refuse
@@ -82,13 +83,13 @@ def check(config: "VllmConfig") -> None:
 
 
 def _serves(config: "VllmConfig") -> bool:
-    """Whether a model is to be served with kvfold. There are configurations without one, and of parts of one."""
+    """Whether kvfold serves this configuration. Some have no model, and some only a part of one."""
     model = config.model_config
     return model is not None and not model.is_submodel_config and asked_for(config) is not None
 
 
 def __getattr__(name: str) -> Any:
-    """`CpuBackend`, when the first layer of a model is made."""
+    """`CpuBackend`. vLLM asks for it when it makes the first layer of a model."""
     if name != CPU_BACKEND:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from vllm.config import get_current_vllm_config

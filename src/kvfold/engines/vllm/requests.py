@@ -1,7 +1,11 @@
-"""Which requests of a worker run without being in a step, out of what vLLM's scheduler sends it.
+"""Which running requests sit a step out, from what vLLM's scheduler sends to a worker.
 
-A running request sits steps out when the others use up the token budget, when its prompt waits between two chunks, or
-when its session waits for input. The worker is not told so: the step just does not name it.
+A running request sits a step out:
+- when others use up the token budget;
+- when its prompt waits between two chunks;
+- when its session waits for input.
+
+The worker is not told. The step just does not name the request.
 """
 
 from typing import TYPE_CHECKING
@@ -16,13 +20,13 @@ if TYPE_CHECKING:
 
 class Requests:
     def __init__(self) -> None:
-        self.pages: dict[str, list[int]] = {}  # of each request that runs
-        self.resting: dict[str, int] = {}  # how many tokens each of those has that are not in the step
+        self.pages: dict[str, list[int]] = {}  # per running request
+        self.resting: dict[str, int] = {}  # tokens per running request that sits the step out
         self._last: SchedulerOutput | None = None
         self._described: tuple[Tensor, Tensor] | None = None
 
     def follow(self, step: "SchedulerOutput") -> None:
-        """Take note of a step before it runs."""
+        """Record a step before it runs."""
         before = dict(self.resting)
         for name in (*step.finished_req_ids, *(step.preempted_req_ids or ())):
             self.pages.pop(name, None)
@@ -46,7 +50,7 @@ class Requests:
             self._described = None
 
     def described(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Lengths [requests] and pages [requests, pages] of those that rest, in device memory."""
+        """Lengths [requests] and pages [requests, pages] of the resting requests, in device memory."""
         if self._described is None:
             lengths = torch.tensor(list(self.resting.values()), pin_memory=device.type == "cuda", device="cpu")
             rows = [torch.tensor(self.pages[name], device="cpu") for name in self.resting]
@@ -57,7 +61,7 @@ class Requests:
 
 
 def _lengths(step: "SchedulerOutput") -> dict[str, int]:
-    """How many tokens each request of a step has after it."""
+    """Tokens per request of a step, with the step."""
     cached = step.scheduled_cached_reqs
     computed = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
     computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))

@@ -15,12 +15,12 @@ from kvfold.engines.serving import Config
 from kvfold.engines.start import ARTIFACT, RECIPE
 from kvfold.engines.vllm.engine import make_plan
 
-CPU_CACHE = 2**30  # bytes, where neither a flag nor VLLM_CPU_KVCACHE_SPACE says otherwise
+CPU_CACHE = 2**30  # bytes, unless a flag or VLLM_CPU_KVCACHE_SPACE says otherwise
 
 
 def serve(model: str, name: str, config: Config, flags: Sequence[str]) -> None:
-    """Serve a model folder or Hub id under a name, until interrupted. `flags` are vLLM's own, and the last of a kind
-    counts. What can be refused is refused before a process is started."""
+    """Serve a model folder or Hub id under a name, until interrupted. `flags` are vLLM's own. If one is given twice,
+    the last counts. What cannot be served is refused before a process is started."""
     os.environ[RECIPE], os.environ[ARTIFACT] = str(config.recipe), config.artifact or ""
     cli_env_setup()
     parser = make_arg_parser(FlexibleArgumentParser())

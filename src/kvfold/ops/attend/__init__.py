@@ -1,1 +1,1 @@
-"""Attention of a step's queries over packed pages and 16-bit windows."""
+"""Attention of a step's queries over packed pages and windows."""

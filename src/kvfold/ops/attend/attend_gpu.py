@@ -1,8 +1,7 @@
-"""`attend` on any GPU: decode, chunked prefill and verification in one kernel.
+"""`attend` on any GPU: one kernel for decode, chunked prefill and the verification of drafted tokens.
 
-A CTA takes a tile of one sequence's queries, with the query heads of one KV head, and one part of the packed tokens
-that they read. Another kernel reads windows, and all parts are merged by log-sum-exp. Grids depend on sizes alone;
-lengths are read on the device.
+A CTA takes a tile of queries (`QueryTiles`) and one part of the packed tokens that they read. Another kernel reads
+windows. All parts are merged by log-sum-exp. Grids depend on sizes alone; lengths are read on the device.
 """
 
 import math
@@ -39,8 +38,8 @@ def attend(
     if not q.numel():
         return q.float()
     rotated = dual(pages.key.transform, q)
-    last = pages.step.table.shape[1] * pages.layout.page_size - 1  # position that the page table has room for
-    tokens = pages.windows.raw_from(last) - pages.windows.sink  # that a query reads packed, at most
+    last = pages.step.table.shape[1] * pages.layout.page_size - 1  # the last position in the page table
+    tokens = pages.windows.raw_from(last) - pages.windows.sink  # the most that a query reads packed
     packed = QueryTiles(pages, rotated).splits(tokens, q.device) if tokens > 0 else 0
     outs, weights = empty(packed + (0 if new is None else window_kernel.splits(pages, rotated)), rotated)
     if packed:
@@ -53,13 +52,13 @@ def attend(
 def _attend_packed(pages: LayerPages, q: Tensor, scale: float, outs: Tensor, weights: Tensor) -> None:
     """Let transformed queries [tokens, q_heads, d] read the packed tokens between their windows, in parts."""
     step, layout, tiles = pages.step, pages.layout, QueryTiles(pages, q)
-    # where pages have metadata, a tile of tokens lies in one page; more than 32 tokens would take too many registers
+    # if metadata belong to pages, a tile lies in one page; more than 32 tokens would take too many registers
     tokens = math.gcd(32, layout.page_size) if layout.per_page else tiles.tokens
     centroids = [None if x is None else x.contiguous() for x in (pages.key.centroids, pages.value.centroids)]
     sides = attended_sides(layout)
     heads = tiles.kv_heads // len(sides)
     for i, (key, value) in enumerate(sides):
-        # looked-up levels and centroids, if prefetched, would fill shared memory
+        # levels and centroids are looked up; if prefetched, they would fill shared memory
         looked_up = CODEBOOK.value in key.rule + value.rule or any(x is not None for x in centroids)
         _attend[(tiles.count, heads, len(outs))](
             q,
@@ -94,7 +93,7 @@ def _attend_packed(pages: LayerPages, q: Tensor, scale: float, outs: Tensor, wei
             QUERIES=tiles.queries,
             ROWS=tiles.rows,
             STRIDE=tokens,
-            TOKENS=max(32, tokens),  # the product with values sums over them: 32 at least (see tiles.py)
+            TOKENS=max(32, tokens),  # the product with values sums over 32 tokens at least (see tiles.py)
             num_warps=tiles.num_warps,
             num_stages=1 if looked_up else 3,
             maxnreg=None if looked_up or layout.per_page else tiles.registers,  # lookups and page metadata need more
@@ -140,7 +139,7 @@ def _attend(
     QUERIES: tl.constexpr,
     ROWS: tl.constexpr,
     STRIDE: tl.constexpr,  # tokens from tile to tile
-    TOKENS: tl.constexpr,  # columns of a tile, of which the first STRIDE are tokens
+    TOKENS: tl.constexpr,  # columns of a tile; the first STRIDE hold tokens
 ):
     DIMS: tl.constexpr = KEY.head_dim
     head, split = HEAD + tl.program_id(1), tl.program_id(2)
@@ -199,7 +198,7 @@ def _attend(
             meta = pool_meta + page * (PAGE_BYTES // 2) + (VALUE.meta + VALUE.entry[i] + offset * VALUE.meta_stride)
             if VALUE.rule[i] == AFFINE:
                 factor, shift = _pair(meta, exists)
-                if value_centroids is not None:  # their sum is rounded, not x alone
+                if value_centroids is not None:  # round the sum, not x alone
                     x = x.to(tl.float32)
                 x = tl.fma(x, factor[:, None], shift[:, None])
             elif VALUE.rule[i] == CODEBOOK:
@@ -233,8 +232,8 @@ def _levels(
 ):  # fmt: skip
     """A segment of a tile of packed tokens, [TOKENS, parts·width].
 
-    - affine: codes, and codebook: levels. The token's metadata have yet to scale them.
-    - channel and raw: numbers. Channel metadata belong to a page, in which all tokens of the tile lie.
+    - affine: codes; codebook: levels. The caller scales them by the token's metadata.
+    - channel, raw: numbers. Metadata of `channel` belong to the page, and the tile lies in one page.
     """
     slots = pool + page * PAGE_BYTES + (SIDE.codes + offset * SIDE.code_stride)
     if SIDE.rule[SEGMENT] == AFFINE:
@@ -267,7 +266,7 @@ def _pair(meta, exists):
 def _boosts(pool, slots, exists, page, SIDE: tl.constexpr, SEGMENT: tl.constexpr, PAGE_BYTES: tl.constexpr):
     """The upper bits of boosted coordinates, which have twice the bits: int32[TOKENS, parts·width], 0 for all others.
 
-    A page names its boosted coordinates. Their upper bits lie behind the codes of all coordinates.
+    A page names its boosted coordinates. Their upper bits follow the codes of all coordinates.
     """
     BITS: tl.constexpr = SIDE.bits[SEGMENT]
     BOOSTED: tl.constexpr = SIDE.boosted[SEGMENT]
@@ -286,7 +285,7 @@ def _boosts(pool, slots, exists, page, SIDE: tl.constexpr, SEGMENT: tl.constexpr
 def _centroids(
     centroids, pool_meta, page, offset, exists, SIDE: tl.constexpr, SEGMENT: tl.constexpr, PAGE_BYTES: tl.constexpr
 ):  # fmt: skip
-    """A segment of the centroids that packed tokens name, float32[TOKENS, parts·width]; `centroids` of one KV head."""
+    """A segment of the centroids that packed tokens name, float32[TOKENS, parts·width]. `centroids`: of one KV head."""
     last = page * (PAGE_BYTES // 2) + SIDE.meta + (offset + 1) * SIDE.meta_stride - 1
     number = tl.load(pool_meta + last, mask=exists, other=0.0).to(tl.int16, bitcast=True)
     coordinate, real = coordinates(SIDE, SEGMENT)

@@ -1,5 +1,5 @@
-"""`attend` as vectorised PyTorch: chunks of pages are unpacked one after the other, flash attention runs on each, and
-the parts are merged by their log-sum-exp. The context is never unpacked at once."""
+"""`attend` in vectorised PyTorch. Chunks of pages are unpacked one after the other. Flash attention runs on each, and
+the parts are merged by their log-sum-exp. The context is never unpacked as a whole."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,9 +11,9 @@ from torch.nn.utils.rnn import pad_sequence
 from kvfold.ops.pages import LayerPages, Step, require_shadows
 from kvfold.windows import Windows
 
-CHUNK_TOKENS = 4096  # tokens of a chunk, at most
-CPU_LOGITS, DEVICE_LOGITS = 2**23, 2**27  # query-token pairs of a chunk, at most
-UNSEEN = -1e30  # added to logits of tokens that a query does not read; finite, so that a row without tokens is no NaN
+CHUNK_TOKENS = 4096  # per chunk, at most
+CPU_LOGITS, DEVICE_LOGITS = 2**23, 2**27  # query-token pairs per chunk, at most
+UNSEEN = -1e30  # added to logits of tokens that a query does not read; finite, so a row without tokens gives no NaN
 
 
 def attend(
@@ -21,7 +21,7 @@ def attend(
 ) -> Tensor:
     """Queries [tokens, q_heads, d] -> outputs of the same shape, float32 or in `out`.
 
-    `new` is what `store` returned for the same step. Neighbouring sequences with equally many queries are one batch.
+    `new` is what `store` returned for the same step. Neighbouring sequences with equal numbers of queries form a batch.
     """
     out = torch.empty(q.shape, device=q.device) if out is None else out
     if new is not None:
@@ -34,7 +34,7 @@ def attend(
 
 
 def _batches(step: Step) -> list[tuple[int, slice, Step]]:
-    """Queries per sequence, their rows, and the step of a batch."""
+    """Per batch: queries per sequence, their rows, and the step."""
     return step.split(step.known.counts)
 
 
@@ -60,7 +60,7 @@ def _unpack(pages: LayerPages, chunk: "_PackedChunk") -> tuple[Tensor, Tensor]:
         # [pages, page_size, kv_heads, sides, …] -> [kv_heads, sides, pages, page_size, …]
         codec = pages.codec(sides)
         codes, meta = (view.permute(2, 3, 0, 1, 4).index_select(2, chunk.pages) for view in views)
-        if chunk.unwritten is not None:  # where memory may hold NaN
+        if chunk.unwritten is not None:  # unwritten memory may hold NaN
             for array in (codes, meta) if codec.layout.has_raw else (meta,):
                 last = array.unflatten(2, (sequences, -1))[:, :, :, -chunk.unwritten.shape[1] :]
                 last.masked_fill_(chunk.unwritten[:, :, : array.shape[3]], 0)
@@ -93,7 +93,7 @@ class _Parts:
             self.out = part.new_zeros(queries.shape)
             self.weight = part.new_full((*queries.shape[:-1], 1), 2 * UNSEEN)
         out, old = self.out[:, :, columns], self.weight[:, :, columns]
-        # by the share of this part in both together; exact at 0 and 1, so that an unseen part leaves no rounding behind
+        # the sigmoid is this part's share of both. `lerp_` does not round at 0 and 1: an unseen part changes no bit
         out.lerp_(part, torch.sigmoid(weight - old))
         old.copy_(torch.logaddexp(old, weight))
 
@@ -108,7 +108,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
 
 
 def _softmax(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """The same, of products: queries and heads that read the same keys are the rows of one."""
+    """`_flash` by matrix products. Queries and heads that read the same keys are the rows of one product."""
     shape, n = (k.shape[1], -1), q.shape[2]
     logits = (q.unflatten(1, shape).flatten(2, 3) @ k.transpose(-1, -2)).mul_(scale)
     if mask is not None:
@@ -121,14 +121,14 @@ def _softmax(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float)
 @dataclass(frozen=True)
 class _PackedChunk:
     pages: Tensor  # int64[sequences · pages]
-    tokens: int  # of them, from the first: the rest is seen by no query
-    columns: slice  # the queries that see anything of it
-    mask: Tensor | None  # float[sequences, 1, columns, tokens]: 0 or UNSEEN; None: they see all of it
-    unwritten: Tensor | None  # bool[sequences, last pages, page_size, 1]: beyond what is packed of a shorter sequence
+    tokens: int  # per sequence, from the first page on; no query reads the rest
+    columns: slice  # the queries that read any of these tokens
+    mask: Tensor | None  # float[sequences, 1, columns, tokens]: 0 or UNSEEN; None: they read all tokens
+    unwritten: Tensor | None  # bool[sequences, last pages, page_size, 1]: no packed token of the sequence
 
 
 def _packed_chunks(step: Step, windows: Windows, chunk_tokens: int) -> list[_PackedChunk]:
-    """Every token between the windows, in chunks of whole pages."""
+    """The tokens that some query of the step reads packed, in chunks of whole pages."""
     device, n, lengths = step.table.device, step.max_queries, step.known.lengths
     longest, shortest = max(lengths), min(lengths)
     end = max(0, windows.raw_from(longest - 1))
@@ -143,7 +143,7 @@ def _packed_chunks(step: Step, windows: Windows, chunk_tokens: int) -> list[_Pac
             tokens = torch.arange(start, stop)
             position = _positions(step)[:, columns].unsqueeze(-1)
             mask = _additive((tokens >= windows.sink) & (tokens < windows.raw_from(position))).to(device)
-        written = torch.tensor(lengths) // windows.group * windows.group  # tokens of each sequence
+        written = torch.tensor(lengths) // windows.group * windows.group  # packed tokens per sequence
         if stop > written.min():
             first = max(page, int(written.min()) // step.page_size)
             tokens = torch.arange(first * step.page_size, (page + table.shape[1]) * step.page_size)
@@ -154,11 +154,11 @@ def _packed_chunks(step: Step, windows: Windows, chunk_tokens: int) -> list[_Pac
 
 @dataclass(frozen=True)
 class _WindowChunk:
-    columns: slice  # the queries that see anything of it
+    columns: slice  # the queries that read any of these tokens
     mask: Tensor  # float[sequences, 1, columns, tokens]: 0 or UNSEEN
-    column: Tensor  # int64[sequences, tokens]: the column of each token in the step, 0 where it is not of the step
-    old: tuple[Tensor, Tensor]  # row and place of the tokens that are older than the step,
-    shadow: tuple[Tensor, Tensor]  # and their shadow page and offset in it
+    column: Tensor  # int64[sequences, tokens]: the token's column in the step, 0 for older tokens
+    old: tuple[Tensor, Tensor]  # row and index of tokens older than the step
+    shadow: tuple[Tensor, Tensor]  # their shadow page and offset
 
     def gather(self, shadows: Tensor, new_k: Tensor, new_v: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values [sequences, kv_heads, tokens, d], float32."""
@@ -170,26 +170,26 @@ class _WindowChunk:
 
 
 def _window_chunks(step: Step, windows: Windows, chunk_tokens: int) -> list[_WindowChunk]:
-    """The tokens that some query of the step reads in 16 bits: of the sink, and of the recent windows."""
+    """The tokens that some query of the step reads raw: tokens of the sink, and tokens of recent windows."""
     recent = [
         range(max(windows.sink, windows.raw_from(start)), length if windows.has_recent else 0)
         for start, length in zip(*step.known, strict=True)
     ]
     sink = [range(min(windows.sink, length)) for length in step.known.lengths]
     chunks = []
-    for rows, spell in ((sink, None), (recent, windows)):
+    for rows, ends in ((sink, None), (recent, windows)):
         tokens = pad_sequence(
             [torch.tensor(row, dtype=torch.int64) for row in rows], batch_first=True, padding_value=-1
         )
         for chunk in tokens.split(chunk_tokens, dim=1):
             if (chunk >= 0).any():
-                chunks.append(_window_chunk(step, chunk, spell))
+                chunks.append(_window_chunk(step, chunk, ends))
     return chunks
 
 
 def _window_chunk(step: Step, tokens: Tensor, windows: Windows | None) -> _WindowChunk:
-    """Tokens by position [sequences, width] (-1: none), each seen from its own position on, until it is read packed or,
-    without `windows`, for ever."""
+    """The chunk of tokens at these positions [sequences, width] (-1: none). Queries read a token raw from its position
+    on. With `windows`, they do so until they read it packed; without, always."""
     device, n, (starts, lengths) = step.table.device, step.max_queries, step.known
     first = int(tokens[tokens >= 0].min()) - (max(lengths) - n)
     last = n if windows is None else windows.packed_from(int(tokens.max())) - (min(lengths) - n)
@@ -211,7 +211,7 @@ def _window_chunk(step: Step, tokens: Tensor, windows: Windows | None) -> _Windo
 
 
 def _positions(step: Step) -> Tensor:
-    """int64[sequences, n] of queries, in host memory."""
+    """int64[sequences, n]: the positions of the queries, in host memory."""
     return torch.tensor(step.known.lengths).unsqueeze(1) - step.max_queries + torch.arange(step.max_queries)
 
 

@@ -1,7 +1,8 @@
 """`attend` for one query per sequence on a CPU, compiled by numba.
 
 The context is divided into chunks, and a chunk into tiles. A tile is unpacked in a core's cache, and all query heads of
-its KV head read it there. Then the chunks are merged."""
+its KV head read it there. Then the chunks are merged.
+"""
 
 import math
 
@@ -66,7 +67,7 @@ def attend(
     queries, parts = torch.empty_like(q), torch.empty(chunks, *q.shape)
     weights = torch.empty(chunks, sequences, q_heads, 2)
     width = -(-max(dims + 7, TILE) // 16) * 16  # in whole cache lines
-    scratch = torch.zeros(torch.get_num_threads(), TILE + q_heads // kv_heads, width)  # finite where no token is
+    scratch = torch.zeros(torch.get_num_threads(), TILE + q_heads // kv_heads, width)  # finite in rows without a token
     key, value = dense(pages.key.transform, dims), dense(pages.value.transform, dims)
     raw = [] if new is None else [side.contiguous() for side in new]
     told = Arguments(
@@ -112,8 +113,10 @@ def _exp2(x):
 
 @njit(**FAST)
 def _weigh(query, tile, count, shares, weight, mixed):
-    """The weights of the first `count` tokens of a tile, relative to the highest logit so far. What came before is
-    scaled to that logit."""
+    """Compute the weights of the first `count` tokens of a tile, relative to the highest logit so far.
+
+    The sums over earlier tiles are rescaled to that logit.
+    """
     for i in range(0, count, ROWS):
         x0, x1, x2, x3 = tile[i], tile[i + 1], tile[i + 2], tile[i + 3]
         y0 = y1 = y2 = y3 = f4(0)
@@ -135,7 +138,7 @@ def _weigh(query, tile, count, shares, weight, mixed):
 
 @njit(**FAST)
 def _mix(weights, tile, count, mixed):
-    """Add the first `count` tokens of a tile, by their weights."""
+    """Add the first `count` values of a tile, times their weights."""
     for i in range(0, count, ROWS):
         x0, x1, x2, x3 = tile[i], tile[i + 1], tile[i + 2], tile[i + 3]
         w0, w1, w2, w3 = weights[i], weights[i + 1], weights[i + 2], weights[i + 3]
@@ -145,7 +148,7 @@ def _mix(weights, tile, count, mixed):
 
 @kernel(Arguments)
 def _rotate_queries(p):
-    """A task is a query: rotated, and scaled for logits to base 2."""
+    """A task rotates one query, and scales it for logits to base 2."""
     a = carray(p, 1)[0]
     heads = a.kv_heads * a.ratio
     q = array(a.q, (a.sequences * heads, a.dims), np.float32)
@@ -160,8 +163,11 @@ def _rotate_queries(p):
 
 @kernel(Arguments)
 def _attend_chunks(p):
-    """A task is the query heads of one KV head over CHUNK tokens of a sequence. Per head it gives the weighted sum of
-    values, the highest logit, to which weights are relative, and the sum of weights."""
+    """A task lets the query heads of one KV head read CHUNK tokens of a sequence.
+
+    Per query head it writes the weighted sum of values, the highest logit, and the sum of weights. Weights are relative
+    to the highest logit.
+    """
     a = carray(p, 1)[0]
     queries = array(a.queries, (a.sequences, a.kv_heads, a.ratio, a.dims), np.float32)
     parts = array(a.parts, (a.chunks, a.sequences, a.kv_heads, a.ratio, a.dims), np.float32)
@@ -197,7 +203,7 @@ def _attend_chunks(p):
                     run = min(count - i, a.page_size - place, end_of_run - token)
                     if in_window and token >= start:
                         widen((new_keys if side == 0 else new_values)[sequence, head], half, tile[i])
-                        run = 1  # the query's own
+                        run = 1  # the query's own token
                     elif in_window:
                         for j in range(run):
                             widen(shadows[shadow_of[page], head, side, place + j], half, tile[i + j])
@@ -215,7 +221,7 @@ def _attend_chunks(p):
 
 @kernel(Arguments)
 def _merge(p):
-    """A task is a query: its chunks are merged and rotated back, and the mean value is added."""
+    """A task merges the chunks of one query, rotates the result back, and adds the mean value."""
     a = carray(p, 1)[0]
     heads = a.kv_heads * a.ratio
     parts = array(a.parts, (a.chunks, a.sequences * heads, a.dims), np.float32)

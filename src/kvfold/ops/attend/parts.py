@@ -1,7 +1,7 @@
 """Attention in parts: what the Triton kernels that compute parts share, and their merge by log-sum-exp.
 
-A part is attention over some of the tokens that queries read: outputs float32[tokens, q_heads, d], and the log2 of the
-sum of the weights, float32[tokens, q_heads].
+A part is attention over some of the tokens that queries read. `outs` are its outputs, float32[tokens, q_heads, d].
+`weights` are the log2 of its sums of softmax weights, float32[tokens, q_heads].
 """
 
 import torch
@@ -15,10 +15,11 @@ from kvfold.ops.rotate import inverse
 from kvfold.ops.sizes import ceil_div, power_of_two
 from kvfold.transforms import Transform
 
-UNSEEN = tl.constexpr(-1e30)  # below every logit; finite, so that a row without tokens is no NaN
+UNSEEN = tl.constexpr(-1e30)  # below every logit; finite, so that a row without tokens does not become NaN
 MAX_ROWS = 128  # of a tile: queries times query heads per KV head
 MAX_SPLITS = 128
-FEWEST_PARTS = 8  # for which `merge` is compiled; decoding compiles for its exact number, which its CUDA graphs fix
+# the fewest parts that `merge` is compiled for, except in decode steps: their CUDA graphs fix the number
+FEWEST_PARTS = 8
 
 
 def sms(device: torch.device) -> int:
@@ -28,7 +29,7 @@ def sms(device: torch.device) -> int:
 class QueryTiles:
     """How a launch divides the queries [tokens, q_heads, d] of a step.
 
-    A tile has up to `queries` queries of one sequence and the query heads of one KV head, together `rows` rows.
+    A tile is up to `queries` tokens of one sequence, in all query heads of one KV head: `rows` rows.
     """
 
     def __init__(self, pages: LayerPages, q: Tensor, max_rows: int = MAX_ROWS) -> None:
@@ -41,7 +42,7 @@ class QueryTiles:
         self.count = self.per_sequence * len(step.lengths)
         self.tokens = 64 if q.shape[-1] <= 128 else 32  # keys that a tile reads at once
         self.num_warps = 8 if self.rows > 64 else 4
-        self.registers = 128 if self.rows == 16 else None  # per thread: four CTAs per SM
+        self.registers = 128 if self.rows == 16 else None  # per thread, so that four CTAs fit on an SM
 
     def splits(self, tokens: int, device: torch.device) -> int:
         """Over how many CTAs `tokens` tokens of a sequence are split, so that every SM has work."""
@@ -56,10 +57,10 @@ def empty(splits: int, q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def merge(outs: Tensor, weights: Tensor, value: Transform, out: Tensor | None = None, overlaps: bool = False) -> Tensor:
-    """Parts [splits, tokens, q_heads, d] over transformed values, and their weights -> outputs [tokens, q_heads, d].
+    """Merge parts [splits, tokens, q_heads, d] over transformed values to outputs [tokens, q_heads, d], and transform
+    these back.
 
-    They are float32 or in `out`. With `overlaps`, kernels are launched before
-    the one that computes the parts ends.
+    Outputs are float32, or in `out`. With `overlaps`, kernels are launched before the parts are complete.
     """
     splits, tokens, q_heads, dims = outs.shape
     if splits == 1 and value.rotation is not None:
@@ -81,7 +82,7 @@ def merge(outs: Tensor, weights: Tensor, value: Transform, out: Tensor | None = 
         WIDTH=width,
         SPLITS=padded,
         OVERLAP=overlap,
-        maxnreg=64,  # with 32 registers, which the compiler would choose, parts are loaded one after another
+        maxnreg=64,  # the compiler would choose 32, and load one part after another
         num_warps=2 if padded <= 8 else 4 if padded <= 128 else 8,
         **overlap.launch,
     )
@@ -89,8 +90,10 @@ def merge(outs: Tensor, weights: Tensor, value: Transform, out: Tensor | None = 
 
 
 def warm_up(q: Tensor, value: Transform, out: Tensor) -> None:
-    """Compile `merge` for queries [tokens, q_heads, d] and every number of parts: up to MAX_SPLITS of pages, and of
-    windows."""
+    """Compile `merge` for queries [tokens, q_heads, d] and every number of parts.
+
+    There are up to MAX_SPLITS parts of pages, and as many of windows.
+    """
     splits = FEWEST_PARTS
     while splits <= 2 * MAX_SPLITS:
         merge(*empty(splits, q), value, out)
@@ -102,8 +105,10 @@ def _merge(
     outs, weights, mean, merged, splits, q_heads, ratio,
     DIMS: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """WIDTH coordinates of one row: the mean of its parts [splits, rows, DIMS], weighted by 2^weight, plus the `mean`
-    of its KV head, if there is one."""
+    """Merge WIDTH coordinates of one row: the mean of its parts [splits, rows, DIMS], weighted by 2^weight.
+
+    The `mean` of its KV head, if there is one, is added.
+    """
     release(OVERLAP, "start")
     wait(OVERLAP, "start")
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
@@ -127,8 +132,11 @@ def tile_rows(
     query_starts, lengths, sequence, first, head,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, RATIO: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The tile of queries from the `first` of a sequence on. Per row: its token, its query head, whether it is a query
-    at all, and its position. Then the positions of the tile's first and last query."""
+    """The tile of queries that begins with query `first` of a sequence.
+
+    Returns per row: token, query head, whether it is a query at all, position. Then, per tile: the positions of its
+    first and last query.
+    """
     begin, end = tl.load(query_starts + sequence), tl.load(query_starts + sequence + 1)
     to_position = tl.load(lengths + sequence) - end
     row = tl.arange(0, ROWS)
@@ -141,13 +149,13 @@ def tile_rows(
 
 @triton.jit
 def raw_from(position, recent, group):
-    """`Windows.raw_from`: the first of the recent tokens that a query at `position` reads in 16 bits."""
+    """`Windows.raw_from`: the first of the recent tokens that a query at `position` reads raw."""
     return tl.minimum((position + 1) // group * group, position + 1 - recent)
 
 
 @triton.jit
 def softmax(logits, seen, highest, total):
-    """The weights of a tile, the factor for what came before it, and the running maximum and sum."""
+    """The weights of a tile, the factor for earlier tiles, and the running maximum and sum."""
     logits = tl.where(seen, logits, -float("inf"))
     now = tl.maximum(highest, tl.max(logits, 1))
     fade = tl.exp2(highest - now)

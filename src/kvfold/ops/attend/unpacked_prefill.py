@@ -1,11 +1,11 @@
 """`attend` for many queries per sequence, over unpacked chunks of the context.
 
 Packed tokens are unpacked in chunks of bounded size. The fastest attention that torch has runs on each chunk, and the
-parts are merged by log-sum-exp. The portable kernel reads windows.
+parts are merged by log-sum-exp. `window_kernel` reads windows.
 
-Queries are taken some at a time (`_query_runs`). Tokens that all of them read need no mask: cuDNN reads them if it can.
-In the last chunk, each query reads one token more than the query before it, and the last query reads all. For that,
-FlashAttention has a mask; and cuDNN has one if the first query reads one token.
+Queries are taken in runs (`_query_runs`). A chunk that all queries of a run read needs no mask: cuDNN computes it if it
+can. In the last chunk, each query reads one token more than the query before it, and the last query reads all.
+FlashAttention has this causal mask. cuDNN has it only where the first query reads a single token.
 """
 
 from collections.abc import Iterator
@@ -32,8 +32,8 @@ from kvfold.ops.sizes import ceil_div, power_of_two
 from kvfold.windows import Windows
 
 WORKSPACE = 2**26  # bytes of unpacked keys and values, at most
-OPERANDS = {"cpu": torch.float32, "cuda": torch.float16}  # also of outputs, for which bfloat16 is too coarse
-# of a sequence: queries that read packed tokens, and packed tokens; with fewer, the portable kernel is faster
+OPERANDS = {"cpu": torch.float32, "cuda": torch.float16}  # also the dtype of outputs: bfloat16 is too coarse
+# Per sequence: queries that read packed tokens, and packed tokens. With fewer, the portable kernel is faster.
 MIN_QUERIES, MIN_TOKENS = 64, 1024
 # cuDNN builds a graph for every shape, which takes a tenth of a second and more. So there are few shapes, and a server
 # builds all graphs before its first prompt (`build_graphs`). Queries are padded to FEWEST_QUERIES or a higher power of
@@ -47,7 +47,7 @@ aten = torch.ops.aten
 
 
 def unsupported(layout: PageLayout) -> str | None:
-    """Why there is no kernel to unpack pages of this layout, or no flash attention for its heads; None: there are."""
+    """Why no kernel unpacks pages of this layout, or why flash attention does not take its heads; or None."""
     if packed := tiles.unsupported_side(layout):
         return "{} are not unpacked: {}".format(*packed)
     dims = layout.key.dims
@@ -125,7 +125,7 @@ def _attend(
     final = torch.empty(rotated.shape, device=q.device) if out is None else out
     outs = torch.empty(rotated.shape, device=q.device)
     weights = torch.full(rotated.shape[:2], UNSEEN.value, device=q.device)  # logarithms to base 2
-    direct = new is None and value.rotation is None  # the last part of a run of queries goes to `final` at once
+    direct = new is None and value.rotation is None  # the last chunk of a run writes to `final`
     if new is not None:
         window_kernel.attend(pages, rotated, new, scale, outs.unsqueeze(0), weights.unsqueeze(0))
     ends = list(accumulate(step.known.counts))
@@ -148,8 +148,10 @@ def _attend(
 
 
 def _query_runs(step: Step, windows: Windows, most: int) -> Iterator[tuple[int, int, int]]:
-    """Runs of up to `most` queries that read packed tokens: the sequence, the position of the first query, how many.
-    Above CAUSAL_QUERIES, the number is one that cuDNN has a graph for."""
+    """Runs of up to `most` queries that read packed tokens: sequence, position of the first query, number of queries.
+
+    Above CAUSAL_QUERIES, cuDNN has a graph for the number.
+    """
     for row, length in enumerate(step.known.lengths):
         position = _first(step, windows, row)
         while position < length:
@@ -160,15 +162,17 @@ def _query_runs(step: Step, windows: Windows, most: int) -> Iterator[tuple[int, 
 
 
 def _workspace(pages: LayerPages, device: torch.device) -> tuple[int, Tensor]:
-    """For how many tokens there is room, a power of two, and the room for their keys and values."""
+    """How many tokens fit into the workspace, a power of two, and the workspace for their keys and values."""
     token, dtype = 2 * pages.pool.shape[1] * pages.layout.key.dims, OPERANDS[device.type]
     room = 1 << (WORKSPACE // (token * dtype.itemsize)).bit_length() - 1
     return room, torch.empty(room * token, dtype=dtype, device=device)
 
 
 def _chunks(start: int, shared: int, end: int, room: int) -> Iterator[tuple[range, bool]]:
-    """Chunks of the tokens from `start` to `end`, and whether a chunk needs the causal mask; the last one does. All
-    queries read the tokens before `shared`."""
+    """Chunks of the tokens from `start` to `end`, and whether a chunk needs the causal mask. Only the last one does.
+
+    All queries read the tokens before `shared`.
+    """
     for size in _sizes(room):
         while shared - start >= size:
             yield range(start, start + size), False
@@ -180,14 +184,17 @@ def _chunks(start: int, shared: int, end: int, room: int) -> Iterator[tuple[rang
 
 
 def _sizes(room: int) -> list[int]:
-    """The sizes of chunks that all queries read, except for the last of these chunks."""
+    """The sizes of chunks without a mask. Only the last of these chunks may have another size."""
     return [size for i in range(CHUNK_SIZES) if (size := room // CHUNK_RATIO**i)]
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, usual: bool) -> tuple[Tensor, Tensor]:
     """Attention of q [1, q_heads, n, d] over k, v [1, kv_heads, tokens, d], and the log-sum-exp [1, q_heads, n, …] of
-    its logits. `causal`: the last query reads all tokens, every other query one token less than the next. `usual`:
-    cuDNN may build a graph for this shape."""
+    its logits.
+
+    - `causal`: the last query reads all tokens, every other query one token less than the next.
+    - `usual`: cuDNN may build a graph for this shape.
+    """
     if not q.is_cuda:
         mask = q.new_full((q.shape[2], k.shape[2]), -torch.inf).triu_(k.shape[2] - q.shape[2] + 1) if causal else None
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask, scale=scale)
@@ -197,7 +204,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, usual: b
 
 
 def _cudnn_can(parameters: SDPAParams) -> bool:
-    """Whether cuDNN can read this, even if it is disabled for PyTorch's own choice, as in vLLM's processes."""
+    """Whether cuDNN can compute this, even where PyTorch may not choose it by itself, as in vLLM's processes."""
     allowed = cudnn_sdp_enabled()
     enable_cudnn_sdp(True)
     try:
@@ -216,7 +223,9 @@ def _merge(
     mean: Tensor | None = None,
 ) -> None:
     """Merge a part [1, q_heads, n or more, d] into outs [n, q_heads, d] with `weights`. The `first` part replaces them.
-    With `to`, the result plus the mean of the KV head goes there instead."""
+
+    With `to`, the result goes there instead, plus the mean of the KV head.
+    """
     n, q_heads, dims = outs.shape
     rows = 16
     _merge_rows[(ceil_div(n * q_heads, rows),)](

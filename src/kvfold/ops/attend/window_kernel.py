@@ -1,4 +1,4 @@
-"""The part of `attend` that reads 16-bit tokens, those of the sink and of the recent window, on any GPU."""
+"""The part of `attend` that reads windows, on any GPU: raw tokens of shadow pages and of the step itself."""
 
 import math
 
@@ -33,7 +33,7 @@ def attend(
     """Let transformed queries [tokens, q_heads, d] read their windows, into parts [splits, tokens, q_heads, d].
 
     `new` are the step's own tokens [tokens, kv_heads, d]; older ones come from shadows. With `overlaps`, the kernel
-    runs beside the one before it. Whatever it reads must be there when that one releases it.
+    runs beside the previous one. All that it reads must be written before the previous kernel releases it.
     """
     step, windows, tiles = pages.step, pages.windows, QueryTiles(pages, q, MAX_ROWS)
     tokens, q_heads, dims = q.shape
@@ -71,8 +71,8 @@ def attend(
         LONG=long,
         OVERLAP=overlap,
         num_warps=tiles.num_warps,
-        num_stages=1,  # for older tokens, of which a CTA reads few tiles: no prefetch, but room for more CTAs
-        maxnreg=tiles.registers,  # so that there is room beside decoding
+        num_stages=1,  # a CTA reads few tiles of older tokens: room for more CTAs is better than prefetching
+        maxnreg=tiles.registers,  # leaves room beside decoding
         **overlap.launch,
     )
 
@@ -136,20 +136,20 @@ def _windows(
     highest = tl.full([ROWS], UNSEEN, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
 
-    # tiles of the sink, then of recent windows; the first window is that of the oldest query that is no padding
+    # Tiles of the sink come first, then tiles of recent windows, from the window of the oldest query that is no padding
     recent_from = tl.maximum(sink, raw_from(tl.maximum(oldest, start), recent, group))
     sink_tiles = tl.cdiv(tl.minimum(sink, last + 1), TOKENS)
     tiles = sink_tiles + tl.cdiv(tl.maximum(last + 1 - recent_from, 0), TOKENS)
     share = tl.cdiv(tiles, tl.num_programs(2))
     begin, stop = split * share, tl.minimum((split + 1) * share, tiles)
-    # The step's own tokens lie side by side: tiles of them alone are prefetched, without a page table. They come first:
-    # in a pipelined loop that continues the sums of another loop, ptxas lets no two MMAs overlap.
+    # The step's own tokens are contiguous. Tiles that hold no others need no page table, and are prefetched. Their loop
+    # comes first: in a pipelined loop that continues the sums of another loop, ptxas overlaps no MMAs.
     if LONG:
         own_from = tl.where(start > 0, sink_tiles + tl.cdiv(tl.maximum(start - recent_from, 0), TOKENS), 0)
         for tile in tl.range(tl.maximum(begin, own_from), stop, num_stages=3):
             tile_from, newest, seen = _tile(tile, sink, sink_tiles, recent_from, last, packed_to, position, TOKENS)
             own = (tile_from + end - length).to(tl.int64) * new_stride + head * new_head_stride
-            token = tl.minimum(tl.arange(0, TOKENS), newest - tile_from)  # behind the newest token, load it again
+            token = tl.minimum(tl.arange(0, TOKENS), newest - tile_from)  # past the newest token, load it again
             at = (token * new_stride)[:, None] + coordinate[None, :]
             k = tl.load(new_k + own + at, mask=real, other=0.0)
             v = tl.load(new_v + own + at, mask=real, other=0.0)

@@ -1,1 +1,1 @@
-"""Transform, quantize and pack new tokens into their pages, and into the 16-bit shadows of those pages."""
+"""Transform new tokens, pack them into their pages, and write them raw to shadow pages."""

@@ -1,8 +1,8 @@
 """Tiles of transformed vectors to codes and metadata: clip, quantize, pack.
 
-A segment is computed in *parts*, runs of as many coordinates as its narrowest plane has bytes (see packing.py). A part
-is a tensor [TOKENS, width], where width is its run, up to a power of two. All parts of a segment have one layout. So
-codes are packed element by element.
+A segment is computed in *parts*: runs of as many coordinates as its narrowest plane has bytes (see packing.py). A part
+is a tensor [TOKENS, width]. Its width is the length of the run, rounded up to a power of two. All parts of a segment
+have one layout. So codes are packed element by element.
 """
 
 import torch
@@ -24,7 +24,7 @@ GUESSED = tl.constexpr(24)  # ranks up to which `largest` guesses
 
 @triton.constexpr_function
 def coded(dims, run, part):
-    """How many coordinates a part has: as many as codes, or fewer in the last ones, which zeros fill up."""
+    """How many coordinates a part has. The last parts may have fewer than codes; zeros fill them up."""
     return max(0, min(run, dims - part * run))
 
 
@@ -79,7 +79,7 @@ def _reached(ys, limit):
 
 @triton.jit
 def _nearest_below(ys, end):
-    """The distance from `end` down to the next magnitude. Those above `end` are far away: unsigned numbers wrap."""
+    """The distance from `end` down to the next magnitude. Larger ones count as far away: unsigned numbers wrap."""
     nearest = tl.full(end.shape, 0xFFFFFFFF, tl.uint32)
     for i in tl.static_range(len(ys)):
         distance = end[:, None] - _magnitude(ys[i][0])
@@ -104,7 +104,7 @@ def clamped(ys, limit):
 
 @triton.jit
 def quantized(ys, levels, boundaries, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
-    """Codes (raw segments: numbers), whether 16 bits can hold all, and metadata float16[TOKENS, entries]."""
+    """Codes (raw segments: numbers), whether 16-bit floats can hold all, and metadata float16[TOKENS, entries]."""
     if PACKING.side.rule[SEGMENT] == AFFINE:
         segment = _affine(ys, PACKING, SEGMENT)
     elif PACKING.side.rule[SEGMENT] == CODEBOOK:
@@ -116,11 +116,11 @@ def quantized(ys, levels, boundaries, PACKING: tl.constexpr, SEGMENT: tl.constex
 
 @triton.jit
 def _affine(ys, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
-    """As `affine.quantize`, but multiplied by 1/scale instead of divided.
+    """As `affine.quantize`, but multiplies by 1/scale instead of dividing.
 
-    The product alone may round to the wrong side of a tie between two codes. Where y is given exactly, not rotated, it
-    is corrected: `near` is the code rounded to 1/16, and the rest y − low − near·scale is added to it, in units of the
-    scale. Near ties, which are multiples of 1/16, this is exact: near·scale has 23 bits at most.
+    The product alone may round to the wrong side of a tie between two codes. Where y is not rotated, and so has no
+    error of its own, this is corrected. `near` is the code rounded to 1/16. The rest y − low − near·scale is added to
+    it, in units of the scale. Ties are multiples of 1/16. Near them this is exact: near·scale has 23 bits at most.
     """
     TOP: tl.constexpr = (1 << PACKING.side.bits[SEGMENT]) - 1.0
     RUN: tl.constexpr = PACKING.side.run[SEGMENT]

@@ -1,4 +1,4 @@
-"""`store` on a CPU, compiled by numba. Its bytes are those of the definition."""
+"""`store` on a CPU, compiled by numba. It writes the same bytes as the definition."""
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from kvfold.ops.pages import LayerPages
 from kvfold.quantizers import lloyd_max
 from kvfold.quantizers.affine import SMALLEST_SCALE
 
-INTEGERS = f4(2**23)  # from 2^23 to 2^24 floats are integers: adding it rounds, half to even
+INTEGERS = f4(2**23)  # float32 numbers from 2^23 to 2^24 are integers: adding this rounds, half to even
 
 Arguments = arguments(
     *PAGES, "levels", "boundaries",
@@ -117,7 +117,7 @@ def _pack(codes, bits, packed):
 
 @njit(**EXACT)
 def _narrow(x, half, words):
-    """Round x to 16 bits, and say whether all numbers are finite there."""
+    """Round x to 16 bits. Returns whether all numbers are finite there."""
     all_finite = True
     for j in range(len(x)):
         words[j] = narrowed(x[j], half)
@@ -138,15 +138,15 @@ def _clip(x, kept):
 
 @njit(**EXACT)
 def _slot(x, segments, levels, boundaries, half, unpacked, codes, meta):
-    """Quantize x into the codes and metadata of a slot; say whether all that it holds is finite. Overwrites x."""
+    """Quantize x into the codes and metadata of a slot. Returns whether x and the slot are finite. Overwrites x."""
     all_finite = True
-    for j in range(len(x)):  # minima and maxima may not see NaN
+    for j in range(len(x)):  # minima and maxima may miss NaN
         all_finite &= abs(x[j]) < np.inf
     for i in range(len(segments)):
         segment = segments[i]
         part, stored = x[segment.start : segment.start + segment.dims], unpacked[: segment.stored]
         entries, packed = meta[segment.entry :], codes[segment.byte :]
-        first = 1 << segment.bits  # of a codebook's levels
+        first = 1 << segment.bits  # where the levels of this width begin
         if segment.rule == AFFINE:
             all_finite &= _affine(part, first - 1, stored, entries)
             _pack(stored, segment.bits, packed)
@@ -160,8 +160,8 @@ def _slot(x, segments, levels, boundaries, half, unpacked, codes, meta):
 
 @kernel(Arguments)
 def _store(p):
-    """A task is a token in a KV head: its key and its value, transformed, go to their slots and, in 16 bits, to `raw`
-    and to the shadow."""
+    """A task transforms the key and the value of one token and KV head. It packs them into their slots, and writes them
+    raw to `raw` and to the shadow."""
     a = carray(p, 1)[0]
     sides, segments = array(a.sides, 2, SIDE), array(a.segments, (2, a.most), SEGMENT)
     levels, boundaries = array(a.levels, 512, np.float32), array(a.boundaries, 512, np.float32)

@@ -1,6 +1,6 @@
 """`store` in one launch, keys and values together. A CTA packs a tile of tokens of one KV head, keys or values.
 
-Vectors are computed in parts, as quantize_tiles.py says. 16-bit floats are stored by their bits, as int16.
+Vectors are computed in parts (see quantize_tiles.py). 16-bit floats are stored as int16, by their bits.
 """
 
 from itertools import accumulate
@@ -34,7 +34,7 @@ from kvfold.ops.tiles import RAW, Side
 from kvfold.quantizers import lloyd_max
 from kvfold.transforms import Transform
 
-NARROWEST = 16  # columns, as MMA takes
+NARROWEST = 16  # columns, the fewest that MMA takes
 
 
 class _Tile(NamedTuple):
@@ -58,13 +58,13 @@ IDENTITY = Transform()
 class _Source(NamedTuple):
     """The keys or the values of a step."""
 
-    x: Tensor  # [tokens, kv_heads, d], copied only where sequences and tokens cannot be viewed as one dimension
+    x: Tensor  # [tokens, kv_heads, d]; the numbers of a vector are contiguous
     token: int  # strides
     head: int
 
 
 class Operands(NamedTuple):
-    """A transform A. Columns are those of all parts here, and coordinates in decode_prologue.py."""
+    """A transform A. Its columns are ordered by part here, and by coordinate in decode_prologue.py."""
 
     matrices: tuple[Tensor, ...]  # 16-bit [kv_heads or 1, rows, columns]: A = factor·Σ matrices; none: A = 1
     head: int  # stride from KV head to KV head
@@ -72,7 +72,7 @@ class Operands(NamedTuple):
 
 
 class _Packing(NamedTuple):
-    """How keys or values are computed and packed: per segment, then for the whole vector."""
+    """How keys or values are computed and packed. Tuples have one entry per segment."""
 
     side: Side
     width: tuple[int, ...]  # columns per part
@@ -92,16 +92,16 @@ class _Memory(NamedTuple):
     shadows: Tensor
     new: Tensor | None  # [2, tokens, kv_heads, d]
     faults: Tensor
-    levels: Tensor  # see tiles.py
+    levels: Tensor  # see lloyd_max.py
     boundaries: Tensor
 
 
 def store(pages: LayerPages, k: Tensor, v: Tensor, overlaps: bool = False) -> tuple[Tensor, Tensor] | None:
     """As `naive.store`, for 16-bit k and v.
 
-    With `overlaps`, the kernel is launched before the one before it ends, and lets the next begin.
+    With `overlaps`, the kernel is launched before the previous one ends, and lets the next one begin.
 
-    A vector that cannot be stored gets metadata of zeros, so that its codes, whatever they are, decode to zero.
+    A vector that cannot be stored gets zeros as metadata. Then any codes decode to zeros.
     """
     check(pages, k, v)
     new = torch.empty(2, *k.shape, dtype=pages.shadows.dtype, device=k.device) if pages.windows else None
@@ -112,8 +112,8 @@ def store(pages: LayerPages, k: Tensor, v: Tensor, overlaps: bool = False) -> tu
 def pack(pages: LayerPages, kv: Tensor, overlaps: bool = False) -> None:
     """Pack keys and values that are transformed and in shadows already: `kv` of decode_prologue.py.
 
-    With `overlaps`, the kernel runs beside the one before it. That one must have waited before it released this one:
-    then the prologue has ended, and `kv` is there.
+    With `overlaps`, the kernel runs beside the previous one. That one must wait before it releases this one: then the
+    prologue has ended, and `kv` is written.
     """
     _launch(pages, IDENTITY, kv[0], IDENTITY, kv[1], None, BESIDE if overlaps else ALONE)
 
@@ -167,7 +167,7 @@ def _source(x: Tensor) -> _Source:
 
 
 def _clip_rank(codec: Codec) -> int:
-    """The rank, from the largest down, of the magnitude that all others are clipped to; 0: no clipping."""
+    """The rank of the magnitude that larger ones are clipped to, counted from the largest; 0: no clipping."""
     return 0 if codec.clip is None else codec.layout.dims - codec.kept + 1
 
 
@@ -339,7 +339,7 @@ def _columns(PACKING: tl.constexpr, SEGMENT: tl.constexpr):
 
 @triton.jit
 def _split(y, PARTS: tl.constexpr):
-    """Split columns into PARTS runs. A thread mostly holds a column of every run, so that nothing moves."""
+    """Split columns into PARTS runs. A thread mostly holds a column of every run, so nothing moves between threads."""
     ys = (y,)
     if PARTS > 1:
         first, second = tl.split(tl.permute(tl.reshape(y, [y.shape[0], 2, y.shape[1] // 2]), [0, 2, 1]))

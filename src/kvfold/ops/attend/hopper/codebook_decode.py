@@ -1,8 +1,8 @@
-"""The Gluon kernel for codebooks: tiles and products as in the kernel for integers, but codes become looked-up levels.
+"""The Gluon kernel for codebooks. It works as the kernel for integers, but codes are looked up as levels.
 
-Keys may have several segments, each with a norm and a product of its own; values have one. Keys are loaded while values
-are multiplied, and values while keys are: looking up takes longer than a load, and registers cannot hold two tiles.
-level_lookup.py says which words a lane loads, and how they become levels.
+Keys may have several segments, each with a norm and a product of its own. Values have one segment. Registers cannot
+hold two tiles. So keys are loaded while values are multiplied, and values while keys are multiplied. That is early
+enough: lookups take longer than loads. level_lookup.py says which words a lane loads, and how they become levels.
 """
 
 from typing import NamedTuple
@@ -37,7 +37,7 @@ KEY_LANES, VALUE_LANES = gl.constexpr(levels.KEY_LANES), gl.constexpr(levels.VAL
 
 
 class CodebookWords(NamedTuple):
-    """The keys or the values of a page as 32-bit words: per segment, then for the whole."""
+    """The keys or the values of a page as 32-bit words. Tuples have one entry per segment."""
 
     start: tuple[int, ...]  # the first coordinate
     columns: tuple[int, ...]
@@ -265,7 +265,7 @@ def _look_up(words, u, constants, ALL: gl.constexpr, SIDE: gl.constexpr, SEGMENT
 
 @gluon.jit
 def _constant(NUMBER: gl.constexpr):
-    """A number that the compiler takes for a variable, and keeps in a register: it is ORed with what is always zero."""
+    """A number in a register. It is ORed with a computed zero, so that the compiler takes it for a variable."""
     return gl.inline_asm_elementwise(
         "{ .reg .b32 a, b; mov.u32 a, %lanemask_lt; mov.u32 b, %lanemask_ge; and.b32 a, a, b; or.b32 $0, a, $1; }",
         "=r,r", [gl.to_tensor(NUMBER)], dtype=gl.int32, is_pure=True, pack=1,
@@ -303,9 +303,11 @@ def _floats(words):
 
 @gluon.jit
 def find_pages(table, tile, final_page, kv_heads, PAGE: gl.constexpr):
-    """Where in the pool a tile's pages are, in rows of KV head 0: for keys and for values. One row if tiles lie in one
-    page; else keys have one per run, and values one per lane t, for runs 2·t and 2·t + 1. Behind the table's end, its
-    last page stands in."""
+    """Where in the pool a tile's pages are, in rows of KV head 0: for keys and for values.
+
+    A tile in one page has one row. Otherwise keys have one row per run, and values one per lane t, for runs 2·t and
+    2·t + 1. Past the table's end, its last page stands in.
+    """
     if PAGE % 64 == 0:
         page = gl.load(table + gl.minimum(tile * 64 // PAGE, final_page)).to(gl.int64) * kv_heads
         pages = page
@@ -344,8 +346,10 @@ def _load_values(pool, page, tile, VALUE: gl.constexpr, PAGE: gl.constexpr, PAGE
 @gluon.jit
 def _tokens(pool, page, tile, SIDE: gl.constexpr, LAYOUT: gl.constexpr, EACH: gl.constexpr, PAGE: gl.constexpr,
             PAGE_WORDS: gl.constexpr):  # fmt: skip
-    """Pointers to the first 8 of every `EACH` tokens of a tile, [64 / EACH, place, 1]. `page` is one for all, or one
-    each."""
+    """Pointers to the first 8 of every `EACH` tokens of a tile, [64 / EACH, place, 1].
+
+    There is one `page` for the tile, or one per `EACH` tokens.
+    """
     GROUP: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))
     group = gl.arange(0, 64 // EACH, GROUP)
     place = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))

@@ -59,7 +59,7 @@ def _no_integers(slot: SlotLayout, side: str) -> str | None:
 def _no_codebooks(slot: SlotLayout, side: str) -> str | None:
     """Why the kernel for codebooks does not read these slots."""
     if any(segment.rule != "codebook" for segment in slot.segments) or slot.centroid or slot.heads:
-        return "are not codes of one set of codebooks, as those of the other side"
+        return "are not codes of one set of codebooks, as both sides must be"
     if many := [segment for segment in slot.segments if segment.bits > levels.MAX_BITS]:
         return f"have codes of {many[0].bits} bits, not 1 to {levels.MAX_BITS}"
     if odd := [segment for segment in slot.segments if segment.dims not in (32, 64, 128, 256)]:
@@ -76,9 +76,9 @@ def store_and_attend(
 ) -> Tensor:
     """`store` k and v [sequences, kv_heads, d], then `attend`.
 
-    If queries read no packed token of this step, tokens are packed beside decoding. With a recent window of two tokens
-    or more this is so: of this step's tokens, a query may read its own and the one before it (see `own_tiles`), both in
-    16 bits. Without a rotation of keys, queries need no prologue.
+    Of this step's tokens, a query may read its own and the one before it (see `own_tiles`). With a recent window of two
+    tokens or more, it reads both raw. Then tokens are packed beside decoding, and a prologue transforms them first. If
+    keys are not rotated, queries need no prologue.
     """
     if pages.key.transform.rotation is None or pages.windows.recent < 2 or q.dtype != k.dtype:
         return attend(pages, q, store(pages, k, v, overlaps=True), scale, out)
@@ -96,7 +96,7 @@ def attend(
     rotation, rotated = pages.key.transform.rotation, q
     in_kernel = _kernel(pages.layout).rotates and new is None
     order = rotation.order if in_kernel and isinstance(rotation, Hadamard) else 1
-    # `dual` may overlap with `store`, which does not write queries; but not with the kernel that copies them
+    # `dual` may overlap with `store`, which does not write queries, but not with a kernel that copies them
     if copied := rotated.stride()[1:] != (q.shape[-1], 1):
         rotated = rotated.contiguous()
     if order == 1:
@@ -117,8 +117,9 @@ def _attend(
 ) -> Tensor:
     """`attend` for queries [sequences, q_heads, d].
 
-    The kernel rotates them by Hadamard matrices of this order; 1: they are rotated already. `fresh`: the kernel before
-    writes them. `kv` of the prologue is packed beside decoding.
+    - `order`: the kernel rotates queries by Hadamard matrices of this order; 1: they are rotated already.
+    - `fresh`: the previous kernel writes the queries.
+    - `kv`: keys and values that the prologue transformed; they are packed beside decoding.
     """
     step, layout, kernel = pages.step, pages.layout, _kernel(pages.layout)
     sequences, q_heads, dims = q.shape
@@ -128,8 +129,8 @@ def _attend(
     splits = _splits(sequences * kv_heads, tiles, kernel.warps, q.device)
     outs, weights = empty(splits + (0 if new is None else window_kernel.splits(pages, q)), q)
     heads = 4 if ratio <= 4 else 8
-    # With windows, the next kernels pack and read windows beside this one, which has to wait for their inputs first.
-    # Without, the next kernel merges.
+    # With windows, the next kernels pack tokens and read windows beside this one. So this one waits for their inputs
+    # before it releases them. Without windows, the next kernel merges.
     beside = new is not None
     overlap = Overlap("start" if fresh or beside else "end", "start" if beside else "end")
     kernel.decode[(splits, kv_heads, sequences)](
@@ -161,13 +162,13 @@ def _attend(
     )
     if kv is not None:
         pack(pages, kv, overlaps=True)
-    if new is not None:  # beside decoding, on what that leaves of the SMs
+    if new is not None:  # beside decoding, where it leaves room on SMs
         window_kernel.attend(pages, q, new, scale, outs[splits:], weights[splits:], overlaps=True)
     return merge(outs, weights, pages.value.transform, out, overlaps=True)
 
 
 def _splits(heads: int, tiles: int, warps: int, device: torch.device) -> int:
-    """Over how many CTAs the tokens per sequence and KV head are split, so that all CTAs run at once."""
+    """Over how many CTAs the tokens of a sequence are split, per KV head, so that all CTAs run at once."""
     return max(1, min(warps * sms(device) // heads, tiles, MAX_SPLITS))
 
 
@@ -179,7 +180,7 @@ class Kernel(NamedTuple):
     value: Any
     rotates: bool  # whether it can rotate queries by Hadamard matrices
     warps: int  # per SM
-    registers: int | None  # per thread, at most, so that as many warps fit
+    registers: int | None  # per thread, at most, so that these warps fit
 
 
 @lru_cache

@@ -12,11 +12,14 @@ UNSEEN = gl.constexpr(-1e30)
 
 @gluon.jit
 def own_tiles(split, splits, sink, recent, length):
-    """The tokens that are read packed, from `begin` up to `end`; the first and the last tile of this CTA; and `newest`,
-    the first tile that may hold a token of this step.
+    """What a CTA reads. Returns
 
-    Some tokens of the first and the last tile may lie outside of begin and end. Of this step's tokens, a sequence may
-    read its own and the one before it: another sequence may store that as the last token of a page that both share.
+    - `begin` and `end` of the tokens that the sequence reads packed; the first and the last tile may hold others, too;
+    - the first and the last tile of this CTA;
+    - `newest`, the first tile that may hold a token of this step.
+
+    Of this step's tokens, a sequence may read its own and the one before it. Another sequence may store the latter in
+    this step, as the last token of a page that both share.
     """
     begin, end = sink, length - recent
     first = sink // 64
@@ -35,7 +38,7 @@ def wait_for_stored(tile, newest, OVERLAP: gl.constexpr):
 
 @gluon.jit
 def wait_by(OVERLAP: gl.constexpr, PLACE: gl.constexpr):
-    """Wait (see pdl.py) if it is due at PLACE or was due before. To wait once more costs nothing."""
+    """Wait (see pdl.py) if it is due at PLACE or was due before. A second wait costs nothing."""
     if OVERLAP.wait == PLACE or (OVERLAP.wait == "start" and PLACE == "end"):
         control("griddepcontrol.wait")
 
@@ -58,7 +61,7 @@ def seen_tokens(tile, begin, end, LOGITS: gl.constexpr):
 
 @gluon.jit
 def softmax(logits, highest, total):
-    """The weights of a tile, the factor for what came before it, and the running maximum and sum."""
+    """The weights of a tile, the factor for earlier tiles, and the running maximum and sum."""
     now = gl.maximum(highest, gl.max(gl.max(logits, 0), 0))
     fade = exp2(highest - now)
     weight = exp2(logits - now[None, :][None, :, :])
@@ -67,7 +70,7 @@ def softmax(logits, highest, total):
 
 @gluon.jit
 def weights_operand(first, second, VALUE: gl.constexpr, HEADS: gl.constexpr, COLUMNS: gl.constexpr, MMA: gl.constexpr):
-    """Weights [place, run, head] for either segment -> the second operand of outputs, [token, column]."""
+    """Weights [place, run, head], per segment of values -> the second operand of outputs, [token, column]."""
     narrow = first.to(gl.float16)
     if COLUMNS == 2 * HEADS:
         other = second.to(gl.float16) if VALUE.segments == 2 else gl.zeros_like(narrow)

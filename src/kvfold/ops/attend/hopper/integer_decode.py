@@ -6,7 +6,7 @@ A tile is 64 tokens, 8 runs of 8. There are two products:
 - Outputs: the rows of Vᵀ are coordinates. The order of tokens is free.
 
 So each lane unpacks the words that it reads, and only weights move between lanes (`movmatrix`). Meanwhile the next tile
-is prefetched to shared memory, in the order of its pages.
+is prefetched to shared memory, in the byte order of its pages.
 
 Codes become operands by a single AND:
 
@@ -20,8 +20,9 @@ Codes become operands by a single AND:
 Each segment of a token has a scale and an offset of its own, which go into logits and weights. A segment of keys is a
 product of its own. Two segments of values take two columns per head.
 
-Queries are rotated by Hadamard matrices in the registers where they are needed. The entries of such a matrix are
-(−1)^(bits that row and column share). So it stays the same if the bits of coordinates are in another order, as here.
+Queries are rotated by Hadamard matrices in the registers from which MMA reads them. An entry of such a matrix is
+(−1)^n, where n bits are set in both row and column. So the matrix stays the same if the bits of both are permuted in
+the same way, as they are here.
 """
 
 from typing import NamedTuple
@@ -98,11 +99,12 @@ def room(key: IntegerWords, value: IntegerWords) -> int:
 
 @gluon.constexpr_function
 def meta_stages(segments, others):
-    """How many stages of key metadata a CTA allocates: `segments` words per token, beside `others` per stage.
+    """How many stages of key metadata a CTA allocates. Per token, a stage has `segments` words of key metadata and
+    `others` words of the rest.
 
-    It uses STAGES of them. The rest is padding that keeps an SM from running more than WARPS CTAs: SMs become free one
-    after the other, and the first would take too many. The padding is as small as possible: a CTA that reads windows
-    needs 20 KiB beside them.
+    The CTA uses STAGES of them. The rest is padding that keeps an SM from running more than WARPS CTAs: SMs become free
+    one after the other, and the first would take too many. The padding is as small as possible, because a CTA that
+    reads windows needs 20 KiB beside them.
     """
     least = SHARED // (WARPS + 1) - 1023
     return max(STAGES.value, -((4 * TILE * STAGES.value * others - least) // (4 * TILE * segments)))
@@ -164,7 +166,7 @@ def decode(
     row = (sequence * kv_heads + head) * RATIO
     place = (split.to(gl.int64) * sequences * kv_heads * RATIO) + row
     highest = gl.full([HEADS], UNSEEN, gl.float32, HEAD)
-    if (first > last) & (splits > 1):  # nothing to read: free the SM; `merge` looks at nothing but the weights
+    if (first > last) & (splits > 1):  # nothing to read: free the SM; `merge` ignores the outputs of such a part
         wait_by(OVERLAP, "end")
         release_by(OVERLAP, "end")
         store_weights(weights + place, highest, gl.zeros_like(highest), RATIO, HEADS)
@@ -285,8 +287,7 @@ def _butterfly(x, BIT: gl.constexpr, COUNT: gl.constexpr, COLUMNS: gl.constexpr,
 
 @gluon.jit
 def _fixed(x, place, low):
-    """x / place as 16-bit integers: columns come in pairs, which get the high and the low byte. Then their unit and the
-    sum of x."""
+    """x / place as 16-bit integers, their unit, and the sum of x. Columns come in pairs, for high and low bytes."""
     x = x * (1.0 / place)
     unit = gl.max(gl.abs(x), 0) / 32639.0 + 1e-30
     rounded = x * (1.0 / unit)[None, :] + ROUNDER
@@ -423,7 +424,7 @@ def _pages(table, tile, table_pages, kv_heads, KEY: gl.constexpr, VALUE: gl.cons
 
 @gluon.jit
 def _page(table, tile, table_pages, kv_heads, COUNT: gl.constexpr, PAGE: gl.constexpr):
-    """One row if tiles lie in one page, else one per run. Behind the table's end, its last page stands in."""
+    """One row if a tile lies in one page, else one per run. Past the table's end, its last page stands in."""
     if PAGE % 64 == 0:
         page = gl.load(table + gl.minimum(tile * 64 // PAGE, table_pages - 1))
     else:
@@ -435,8 +436,10 @@ def _page(table, tile, table_pages, kv_heads, COUNT: gl.constexpr, PAGE: gl.cons
 @gluon.jit
 def _copy_tile(shared, stage, pool, pages, tile, last, newest, KEY: gl.constexpr, VALUE: gl.constexpr,
                PAGE: gl.constexpr, PAGE_WORDS: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
-    """Prefetch a tile as one group of copies: keys, key metadata, values, value metadata. Behind the last tile, the
-    group is empty."""
+    """Prefetch a tile as one group of copies: keys, key metadata, values, value metadata.
+
+    Past the last tile, the group is empty.
+    """
     keys, key_meta, values, value_meta = shared
     if tile <= last:
         wait_for_stored(tile, newest, OVERLAP)
@@ -472,10 +475,12 @@ def _read_keys(shared, KEY: gl.constexpr):
 
 @gluon.jit
 def _read_values(shared, VALUE: gl.constexpr):
-    """The values of a tile in halves of words, [run, place, row of 16 bytes, half of the row]. They are read by
-    `ldmatrix`, which puts the same half of two runs into one register of a lane."""
+    """The values of a tile in halves of words, [run, place, row of 16 bytes, half of the row].
+
+    They are read by `ldmatrix`, which puts the same half of two runs into one register of a lane.
+    """
     COUNT: gl.constexpr = 2 * VALUE.per_token
-    HALVES: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])  # the same places as those of words in VALUES
+    HALVES: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])  # the swizzle of VALUES, in halves
     if REINTERPRETS:
         halves = shared.reinterpret(gl.int16, [8, 8 * COUNT], HALVES)
     else:

@@ -80,8 +80,10 @@ def around_bits(before, first, count, after):
 
 @gluon.constexpr_function
 def unpack_bytes(bits):
-    """A word of each of four tokens -> per code of a byte, the codes of the four bytes of each word. Codes of the high
-    nibble are moved to the low one."""
+    """PTX that unpacks one word of each of four tokens. A result holds one code of each of the four bytes of a word.
+
+    Codes of the high nibble are moved to the low one.
+    """
     codes = 8 // bits
     words = [f"${4 * codes + i}" for i in range(4)]
     if bits == 8:
@@ -94,8 +96,10 @@ def unpack_bytes(bits):
 
 @gluon.constexpr_function
 def unpack_halves(bits):
-    """Half a word of each of two tokens -> per byte, pairs (first token, second token) of each code but the highest,
-    then of the whole byte."""
+    """PTX that unpacks half a word of each of two tokens. A result is a pair (first token, second token).
+
+    Per byte there is one result per code but the highest, then one for the whole byte.
+    """
     codes = 8 // bits
     masks = [((2**bits - 1) << bits * i) * 0x00010001 for i in range(codes - 1)]
     low = masked([(f"${2 * codes}", mask) for mask in [*masks, 0x00FF00FF]])

@@ -1,14 +1,14 @@
-"""Packed codes of codebook segments to float16 levels in registers, for the Gluon kernel: which words a lane loads, the
-PTX that turns them into levels, and the coordinates that come out.
+"""How the Gluon kernel for codebooks turns packed codes into float16 levels in registers: which words a lane loads, the
+PTX that decodes them, and the coordinates that come out.
 
 The codes of a segment of n coordinates lie in n/32 *columns*. Column j is the words j, n/32 + j, 2·n/32 + j, … of the
 codes, one word per bit, and holds 32 codes. Its byte i holds the coordinates p·n/8 + 4·j + i, for *parts* p from 0 to 7
 (see packing.py). Lanes share columns evenly. With fewer columns than lanes, `share` lanes divide the parts of a column:
 lane u takes the parts with p % 4 = u, u + share, …
 
-A *lookup* works on parts p and p + 4 together: of their codes, up to 4 bits are the nibbles of a word. `prmt` takes a
-nibble as an index and looks up 4 bytes in a table of 8: once for the high bytes of levels, once for the low bytes. Both
-are joined to halves. From 4 bits on, tables hold magnitudes, since levels are symmetric, and a sign is added.
+A *lookup* decodes parts p and p + 4 together. Up to 4 bits of each code are a nibble of a word. `prmt` takes 4 nibbles
+as indices into a table of 8 bytes: once for the high bytes of levels, once for the low bytes. Then both are joined to
+float16 numbers. Levels are symmetric. So from 4 bits on, tables hold magnitudes, and a sign is added.
 """
 
 from functools import lru_cache
@@ -22,7 +22,7 @@ from kvfold.packing import planes
 from kvfold.quantizers import lloyd_max
 
 MAX_BITS = 6
-PRODUCTS = (16,)  # shifts that are done by multiplying, which keeps the unit that looks up free
+PRODUCTS = (16,)  # shifts that are done by multiplying, on another unit than `prmt`
 KEY_LANES, VALUE_LANES = 4, 8  # lanes that share the codes of a token
 
 
@@ -34,7 +34,7 @@ class Word(NamedTuple):
 
 
 class Lookup(NamedTuple):
-    """8 codes per token to levels."""
+    """Decodes 8 codes per token."""
 
     words: tuple[int, ...]  # which of the lane's words, one per plane
     program: str  # PTX
@@ -124,11 +124,12 @@ def coordinate(lookup, byte, high, lane, COLUMNS, LANES, SHARE):
 
 
 def _program(bits: int, by: int, turn: int, across: bool) -> tuple[str, tuple[int, ...]]:
-    """PTX from two tokens to 8 pairs of float16, and its constants.
+    """PTX that decodes two tokens to 8 pairs of float16, and its constants.
 
-    Operands come twice, once per token: a word per plane, u, and the constants. Without `across`, a pair is parts p and
-    p + 4: at bytes 0 to 3 of the first token, then of the second. With `across`, a pair is both tokens: at bytes 0 to 3
-    of part p, then of p + 4.
+    Each operand comes once per token: a word per plane, u, and the constants. The pairs are:
+
+    - without `across`, parts p and p + 4 of one token: at bytes 0 to 3 of the first token, then of the second;
+    - with `across`, the two tokens: at bytes 0 to 3 of part p, then of part p + 4.
     """
     code = _Code(10 + 2 * len(planes(bits)))
     words = {width: (f"${8 + 2 * i}", f"${9 + 2 * i}") for i, width in enumerate(planes(bits))}
@@ -148,8 +149,8 @@ def _program(bits: int, by: int, turn: int, across: bool) -> tuple[str, tuple[in
 class _Code:
     """Lines of PTX, each with a result register of its own.
 
-    An instruction takes one constant at most, and a table of 8 bytes is two. So one half of a table is an operand, from
-    number `free` on: else the compiler would move it to a register before every lookup.
+    An instruction takes at most one immediate, and a table of 8 bytes needs two. So one half of a table is an operand,
+    with a number from `free` on. Otherwise the compiler would move it to a register before every lookup.
     """
 
     def __init__(self, free: int) -> None:
@@ -242,9 +243,9 @@ def _bytes(halves: tuple[int, ...]) -> tuple[list[int], list[int]]:
 
 
 def _sixteen(code: _Code, table: list[int], selector: str) -> str:
-    """Look 4-bit nibbles up in 16 bytes, of which i and i + 8 agree in their high bit.
+    """Look 4-bit nibbles up in 16 bytes. Bytes i and i + 8 agree in their high bit.
 
-    For nibbles of 8 and more, `prmt` returns the high bit of byte i, 8 times. The results of both half tables are
+    For a nibble 8 + i, `prmt` returns the high bit of byte i, 8 times. The results of both half tables are
     XORed: one is the byte, the other 0x00 or 0xFF. Bytes of the second half whose high bit is 1 are stored inverted.
     """
     second = [byte ^ 0xFF if byte & 0x80 else byte for byte in table[8:]]
@@ -252,7 +253,7 @@ def _sixteen(code: _Code, table: list[int], selector: str) -> str:
 
 
 def _thirty_two(code: _Code, table: list[int], selector: str, by_8: str, by_16: str) -> str:
-    """Look 3-bit nibbles up in 32 bytes: 8 further on if `by_8` is a byte of ones, 16 further on if `by_16` is."""
+    """Look 3-bit nibbles up in 32 bytes: 8 bytes further on if `by_8` is 0xFF, 16 further on if `by_16` is."""
     parts = [code.table(table[i : i + 8], selector) for i in range(0, 32, 8)]
     return _chosen(code, by_16, *(_chosen(code, by_8, *parts[i : i + 2]) for i in (0, 2)))
 
