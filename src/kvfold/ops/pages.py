@@ -7,6 +7,7 @@ from itertools import accumulate, groupby
 from operator import sub
 from typing import Any, NamedTuple, Self, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,7 +66,8 @@ class Step:
         device of `shadow_of`."""
         counts = host.counts
         starts, lengths = (torch.tensor(numbers, dtype=torch.int32) for numbers in host)
-        row = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts, dtype=torch.int64))
+        # not torch.repeat_interleave: it wakes all threads, for milliseconds, however short the tensors are
+        row = torch.from_numpy(np.repeat(np.arange(len(counts)), np.array(counts, dtype=np.int64)))
         query_starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
         position = torch.arange(len(row)) - query_starts[row] + starts[row]
         locations = table[row, position // page_size] * page_size + position % page_size
