@@ -80,7 +80,7 @@ def test_a_folded_model_carries_its_artifact(folded: Path, monkeypatch: pytest.M
     run("generate", model, "-p", "Hello", "--max-tokens", 2)
     served: list[tuple] = []
     server = SimpleNamespace(serve=lambda *arguments: served.append(arguments))
-    monkeypatch.setitem(sys.modules, "kvfold.engines.vllm.server", server)
+    monkeypatch.setitem(sys.modules, "kvfold.engines.vllm.serve_vllm", server)
     run("serve", model, "-r", "oscar-int2")
     run("serve", model, "-r", "oscar-int2", "--artifact", folded / "fits")
     run("serve", model, "-r", "saw-int4")  # wants means alone

@@ -35,7 +35,7 @@ def serve(
         # Every process writes its counts here. /metrics adds them up. prometheus_client reads the variable on import.
         os.environ.setdefault("PROMETHEUS_MULTIPROC_DIR", metrics)
         try:
-            server = import_module(f"kvfold.engines.{engine}.server")
+            server = import_module(f"kvfold.engines.{engine}.serve_{engine}")
         except ModuleNotFoundError as error:
             from torch import cuda
 
