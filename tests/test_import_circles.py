@@ -125,3 +125,8 @@ def test_circles_of_a_made_up_package_are_found(tmp_path):
 
 def test_a_module_on_two_circles_shows_both_once():
     assert circles({"a": {"b", "c"}, "b": {"a"}, "c": {"d"}, "d": {"a"}}) == ["a → b → a", "c → d → a → c"]
+
+
+def test_no_two_modules_have_one_name():
+    names = [file.name for file in modules(Path(kvfold.__file__).parent).values() if file.name != "__init__.py"]
+    assert len(names) == len(set(names)), sorted(name for name in names if names.count(name) > 1)
