@@ -228,5 +228,5 @@ def test_too_few_tokens_to_have_ten_are_refused_early(model, embedded):
     with pytest.raises(ValueError, match="takes at least 20 tokens, not 19"):
         diagnose(model, random_tokens(19), packed)
     assert 0 < diagnose(model, random_tokens(20), packed)["it"][0].top10 <= 1
-    with pytest.raises(ValueError, match="at least, not 12"):
+    with pytest.raises(ValueError, match="at least 20 tokens, not 12"):
         evaluate(model, embedded[1], [], random_tokens(64), 12, layers=True, advance=lambda _: pytest.fail("too late"))
