@@ -84,8 +84,8 @@ class Artifact:
         return {"key_mean": self.tensors["key_mean"][layer], "value_mean": self.tensors["value_mean"][layer], **fit}
 
     def shard(self, rank: int, ranks: int) -> "Artifact":
-        """The part of one rank: an equal share of the KV heads, in order. Several ranks cannot have centroids: recipes
-        with centroids are left out."""
+        """The part of one rank: an equal share of the KV heads, in order. Recipes with centroids are left out if there
+        is more than one rank."""
         kv_heads = self.metadata.model.kv_heads
         if self.metadata.shard or not 0 <= rank < ranks or kv_heads % ranks:
             raise ValueError(f"{kv_heads} KV heads have no part {rank} of {ranks} equal ones")

@@ -38,7 +38,7 @@ class Gauges:
         self.steps = 0
         self.used = Late(device)
 
-    def step(self, table: ShadowTable, faults: Faults) -> None:
+    def update(self, table: ShadowTable, faults: Faults) -> None:
         """Show how many shadows are in use and how many tokens could not be stored, as of a few steps ago."""
         if self.steps % EVERY == 0:
             if table.windows:

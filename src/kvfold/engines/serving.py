@@ -60,7 +60,7 @@ class Config:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """How one rank of an engine packs the layers that share a block table: what stays the same in every step."""
+    """How one rank of an engine packs the layers that share a page table: what stays the same in every step."""
 
     recipe: Recipe
     geometry: Geometry  # of the whole model
@@ -133,7 +133,8 @@ class Plan:
     @property
     def raw_token_bytes(self) -> int:
         """The same if all layers were raw."""
-        return 2 * self.geometry.elements_per_token * self.kv_heads // self.geometry.kv_heads
+        numbers = sum(key.layout.dims + value.layout.dims for key, value in self.codecs.values())
+        return 2 * self.kv_heads * numbers
 
     def shadows(self, requests: int, tokens: int) -> int:
         """Shadow pages for steps of `tokens` tokens, enough that none of `requests` running requests loses one."""
@@ -211,7 +212,7 @@ class Layer:
 
 
 class Served:
-    """The layers of one rank that share a block table. They have one plan and begin each step together.
+    """The layers of one rank that share a page table. They have one plan and begin each step together.
 
     It owns the shadow pages, the marks of tokens that could not be stored, and the gauges that show both. An engine
     makes it before it knows how many pages fit, calls `open` when it knows, and then `attach` per layer.
@@ -257,6 +258,11 @@ class Served:
         plan = self.plan
         return Gauges(plan.token_bytes, plan.raw_token_bytes, self.shadow_pages, plan.device)
 
+    def announce(self, pages: int) -> None:
+        """Say at start what is served: in the log, and in the gauges."""
+        self.logger.info(self.plan.report(pages, self.shadow_pages))
+        self.gauges.update(self.shadow_table, self.faults)
+
     @property
     def complete(self) -> bool:
         """Whether all layers are attached."""
@@ -265,7 +271,7 @@ class Served:
     def before_step(self, resting: tuple[Tensor, Tensor] | None = None) -> None:
         """Before each step, outside of CUDA graphs: update the gauges, and keep the shadows of running requests that
         sit the step out. `resting`: their lengths and pages."""
-        self.gauges.step(self.shadow_table, self.faults)
+        self.gauges.update(self.shadow_table, self.faults)
         if resting is not None and self.plan.windows:
             self.shadow_table.rest(*resting)
 

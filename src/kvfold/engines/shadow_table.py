@@ -25,7 +25,7 @@ class ShadowTable:
 
     def __init__(self, windows: Windows, page_size: int, pages: int, shadows: int, device: torch.device | str) -> None:
         self.windows, self.page_size = windows, page_size
-        self.step = torch.zeros((), dtype=torch.int64, device=device)
+        self.clock = torch.zeros((), dtype=torch.int64, device=device)
         self.of = torch.full((pages + 1,), -1, device=device)  # per page: its shadow, -1: none
         self.owner = torch.full((shadows + 1,), -1, device=device)  # per shadow: its page, -1: none
         self.needed = torch.zeros(shadows + 1, dtype=torch.int64, device=device)  # per shadow: last step in use
@@ -42,7 +42,7 @@ class ShadowTable:
         """
         if table.is_cuda:
             return self._update_in_one_launch(locations, starts, lengths, table)
-        self.step += 1
+        self.clock += 1
         begins = locations % self.page_size == 0
         fresh = torch.where(begins, locations // self.page_size, -1)  # pages that the step begins, each once
         former = self.of[fresh]
@@ -51,35 +51,35 @@ class ShadowTable:
         self.of.index_fill_(0, fresh, -1)
 
         reached = self._windows(starts.long(), lengths.long(), table)
-        self.needed[self.of[reached]] = self.step
+        self.needed[self.of[reached]] = self.clock
         given = (reached >= 0) & (self.of[reached] < 0) & self._comes_first(reached)
 
         oldest = self.needed[:-1].argsort(stable=True)
         place = given.cumsum(0) - 1
         shadow = oldest[place.clamp(0, len(oldest) - 1)]
-        given &= (place < len(oldest)) & (self.needed[shadow] < self.step)
+        given &= (place < len(oldest)) & (self.needed[shadow] < self.clock)
         shadow, page = torch.where(given, shadow, -1), torch.where(given, reached, -1)
         self.of.index_fill_(0, self.owner[shadow], -1)
-        self.of[page], self.owner[shadow], self.needed[shadow] = shadow, page, self.step
+        self.of[page], self.owner[shadow], self.needed[shadow] = shadow, page, self.clock
         self.of[-1:].fill_(-1)
         self.owner[-1:].fill_(-1)
 
-        self._written[fresh] = self.step
-        restored = given & (self._written[reached] != self.step)
+        self._written[fresh] = self.clock
+        restored = given & (self._written[reached] != self.clock)
         order = (~restored).byte().argsort(stable=True)
         return page[order], shadow[order], restored.sum(dtype=torch.int32).view(1)
 
     def rest(self, lengths: Tensor, table: Tensor) -> None:
         """Before a step without these requests: keep the shadows that their windows need."""
-        self.step += 1
-        self.needed[self.of[self._windows(lengths.long(), lengths.long(), table)]] = self.step
+        self.clock += 1
+        self.needed[self.of[self._windows(lengths.long(), lengths.long(), table)]] = self.clock
 
     def _update_in_one_launch(
         self, locations: Tensor, starts: Tensor, lengths: Tensor, table: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         from kvfold.engines.shadow_update import update
 
-        state = (self.step, self.of, self.owner, self.needed, self._first, self._written)
+        state = (self.clock, self.of, self.owner, self.needed, self._first, self._written)
         sink, recent = self.windows.sink, self.windows.recent
         columns = most_pages(sink, self.page_size), most_pages(recent - 1, self.page_size)
         return update(state, locations, starts, lengths, table, sink, recent, columns, self.page_size)

@@ -170,8 +170,8 @@ class PackedCache(Cache):
         """Make room for a step of n tokens per sequence. The first step also makes pages for `reserve` tokens.
 
         The model's forward call does this by itself. After `begin`, the call does no bookkeeping. So it can be captured
-        in a CUDA graph and replayed, with another `begin` before each replay. Until a forward call uses the step,
-        transformers sees the length before the step. A replay is not a forward call.
+        in a CUDA graph and replayed, with another `begin` before each replay. `get_seq_length`
+        counts the step only after a forward call. A replay is not a forward call.
         """
         if self.paged is None:
             self.paged = PagedCache(

@@ -51,8 +51,8 @@ class Ops(NamedTuple):
 
 @lru_cache
 def choose(layout: PageLayout, ratio: int, device: torch.device, capability: tuple[int, int] | None = None) -> Ops:
-    """The ops for pages of this layout, with `ratio` query heads per KV head, on this device. `capability` stands for a
-    GPU that is not there."""
+    """The ops for pages of this layout, with `ratio` query heads per KV head, on this device. `capability` overrides
+    that of the device, to ask about another GPU."""
     if device.type == "cpu":
         return _cpu(layout)
     if device.type != "cuda":

@@ -42,9 +42,10 @@ class Step:
 
     Shadows: `shadow_of` says which shadow page holds the raw keys and values of a page. If a window of the step reaches
     into older tokens of a page, that page has a shadow. Whoever begins the step ensures this. Ops read the step's own
-    tokens from the result of `store` instead. A missing shadow is a bug in the bookkeeping, and no op works around it:
-    - ops on a CPU raise (`require_shadows`);
-    - kernels for GPUs assert, if Triton's assertions are on (TRITON_DEBUG=1, and in tests).
+    tokens from the result of `store` instead. A missing shadow is a bug in the bookkeeping:
+    - ops in PyTorch and for CPUs raise (`require_shadows`);
+    - kernels for GPUs assert if Triton's assertions are on (TRITON_DEBUG=1, and in tests), else they leave the token
+      out.
 
     A token with a negative location is padding of a CUDA graph. It is not stored, and its output means nothing.
     """
@@ -98,7 +99,7 @@ class Step:
         return self._memory[key]
 
     def placed_in(self, last: "Step") -> "Step":
-        """This step, written into the tensors of the last one if all sizes are equal. A CUDA graph reads it there."""
+        """This step, copied into the tensors of `last` if all sizes agree: a captured CUDA graph reads it there."""
         pairs = [(old, getattr(self, name)) for name, old in vars(last).items() if isinstance(old, Tensor)]
         if last.max_queries != self.max_queries or any(old.shape != new.shape for old, new in pairs):
             return self
@@ -156,12 +157,15 @@ class Step:
 
 def require_shadows(step: Step, windows: Windows) -> None:
     """Raise if a window reaches into a page without a shadow: see `Step`."""
-    reached = []
-    for row, (start, length) in enumerate(zip(*step.known, strict=True)):
-        for span in (range(min(windows.sink, start)), windows.before(start)):
-            if span and length > start:
-                reached.append(step.table[row, span.start // step.page_size : -(-span.stop // step.page_size)])
-    if reached and (step.shadow_of[torch.cat(reached)] < 0).any():
+    reached = [
+        (row, page)
+        for row, (start, length) in enumerate(zip(*step.known, strict=True))
+        for span in (range(min(windows.sink, start)), windows.before(start))
+        if span and length > start
+        for page in range(span.start // step.page_size, -(-span.stop // step.page_size))
+    ]
+    row, page = torch.tensor(reached, dtype=torch.int64).view(-1, 2).to(step.table.device).unbind(dim=1)
+    if (step.shadow_of[step.table[row, page]] < 0).any():
         raise RuntimeError("a window of this step reaches into a page that has no shadow: this is a bug in kvfold")
 
 

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# "start": before a kernel reads what the previous kernel may write; "end": after its last store
+# "start": before a kernel reads what the previous kernel may write
+# "end": after its last store; in kernels that decode: before they store their part
 Place = Literal["start", "end", "never"]
 
 

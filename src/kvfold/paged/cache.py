@@ -84,20 +84,20 @@ class PagedCache:
                 for source, target in pairs if len(tensor) else ():
                     tensor[target] = tensor[source]
         step = self._describe(starts)
-        self.step = step.placed_in(self.step) if self.reserved else step
-        self.counts = list(counts)
+        same = self.reserved and list(counts) == self.counts
+        self.step, self.counts = step.placed_in(self.step) if same else step, list(counts)
 
     def _grow(self, pages: int, shadows: int) -> None:
         """Make room for `pages` pages and `shadows` shadow pages."""
-        before = [*self.pools, *self.shadows]
+        before = [len(tensor) for tensor in (*self.pools, *self.shadows)]
         self.pools = [_grown(pool, pages) for pool in self.pools]
         self.shadows = [
             _grown(pool, shadows) if windows else pool for pool, windows in zip(self.shadows, self.windows, strict=True)
         ]
-        if all(new is old for new, old in zip((*self.pools, *self.shadows), before, strict=True)):
+        if [len(tensor) for tensor in (*self.pools, *self.shadows)] == before:
             return
-        more = len(self.pools[0]) * self.tables.page_size - len(self.faults)
-        self.faults = torch.cat((self.faults, self.faults.new_zeros(more)))
+        if more := len(self.pools[0]) * self.tables.page_size - len(self.faults):
+            self.faults = torch.cat((self.faults, self.faults.new_zeros(more)))
         self._layers = self._views()
 
     def _views(self) -> list[LayerPages]:

@@ -43,7 +43,7 @@ class PackedPool(KVCache):
         for number, layout in plan.layouts.items():
             self.served.attach(number, layout.allocate(pages, plan.kv_heads, plan.device))
         self._finalize_allocation_log(size)
-        logger.info(plan.report(pages - 1, shadow_pages))
+        self.served.announce(pages - 1)
 
     def get_kv_size_bytes(self) -> int:
         layers = self.served.layers.values()
@@ -134,9 +134,10 @@ class PackedBackend(AttentionBackend):
         lengths, locations = forward_batch.seq_lens, forward_batch.out_cache_loc
         starts = lengths - 1 if mode.is_decode() else forward_batch.extend_prefix_lens
         locations = torch.where(locations < self.pool.page_size, -1, locations)  # page 0 is for padding
-        self.lengths[forward_batch.req_pool_indices] = lengths.int()
-        kept = torch.where(locations < 0, 0, lengths) if mode.is_decode() else lengths  # padding needs no windows
-        self.served.begin(locations, torch.minimum(starts, kept), kept, table)
+        if self.served.plan.windows:
+            self.lengths[forward_batch.req_pool_indices] = lengths.int()
+            kept = torch.where(locations < 0, 0, lengths) if mode.is_decode() else lengths  # padding needs no windows
+            self.served.begin(locations, torch.minimum(starts, kept), kept, table)
         starts, lengths = starts.int(), lengths.int()
         if mode.is_decode():
             host = HostLengths(starts.tolist(), lengths.tolist())

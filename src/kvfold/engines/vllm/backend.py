@@ -21,7 +21,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from kvfold.engines.serving import Steps
-from kvfold.engines.vllm.engine import Engine, logger
+from kvfold.engines.vllm.engine import Engine
 from kvfold.layout import ALIGNMENT
 from kvfold.ops.pages import HostLengths
 
@@ -93,7 +93,8 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         self.starts = torch.zeros(requests, dtype=torch.int32, device=device)
         self.table = torch.zeros(requests, block_table_width, dtype=torch.int64, device=device)
         if (pages := config.cache_config.num_gpu_blocks) is not None:
-            logger.info(served.plan.report(pages, served.shadow_pages))
+            served.open(pages)
+            served.announce(pages)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -125,11 +126,12 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
             query_starts = step.query_start_loc[: decodes + 1]
             described = step.slot_mapping[rows], query_starts, self.starts[rows], step.seq_lens[rows], self.table[rows]
             steps.append(self.served.decode(*described))
-        others = slice(decodes, step.num_reqs)
-        host = HostLengths(before[others], lengths[others])
-        rest = step.slot_mapping[decodes:], self.starts[others], step.seq_lens[others], table[others]
-        for tokens, part in self.served.steps(host, *rest):
-            steps.append((slice(decodes + tokens.start, decodes + tokens.stop), part))
+        if decodes < step.num_reqs:
+            others = slice(decodes, step.num_reqs)
+            host = HostLengths(before[others], lengths[others])
+            rest = step.slot_mapping[decodes:], self.starts[others], step.seq_lens[others], table[others]
+            for tokens, part in self.served.steps(host, *rest):
+                steps.append((slice(decodes + tokens.start, decodes + tokens.stop), part))
         return steps
 
 
@@ -163,7 +165,8 @@ class PackedImpl(AttentionImpl[PackedMetadata]):
                 raise ValueError(f"kvfold: attention with {what} cannot run over packed pages")
         config = get_current_vllm_config()
         self.served = Engine.of(config).served
-        self.in_graphs = config.compilation_config.cudagraph_mode.has_full_cudagraphs()
+        self.compilation = config.compilation_config
+        self.number: int | None = None  # of the layer, once it has run
 
     def forward(
         self,
@@ -180,12 +183,13 @@ class PackedImpl(AttentionImpl[PackedMetadata]):
         """Queries [tokens, heads, d] over pages uint8[pages, kv_heads, page_size, bytes]."""
         if attn_metadata is None:  # vLLM profiles memory
             return output.zero_()
-        number = extract_layer_index(layer.layer_name)
-        packed = self.served.layers.get(number)
+        if self.number is None:
+            self.number = extract_layer_index(layer.layer_name)
+        packed = self.served.layers.get(self.number)
         if packed is None or packed.pages.pool.data_ptr() != kv_cache.data_ptr():
-            packed = self.served.attach(number, kv_cache.flatten(2))
+            packed = self.served.attach(self.number, kv_cache.flatten(2))
             # with CUDA graphs, vLLM gets here at start; without, only in a request, which would wait
-            if self.served.complete and self.in_graphs:
+            if self.served.complete and self.compilation.cudagraph_mode.has_full_cudagraphs():
                 self.served.warm_up()
         packed.attend(attn_metadata.steps, query, key, value, self.scale, output)
         return output

@@ -131,6 +131,7 @@ class Engine:
         current = cls.current
         # the language model of a multimodal one has its own configuration, with the same cache_config
         if current is None or current.config.cache_config is not config.cache_config:
+            cls.current = None  # frees the memory of the last engine first
             with torch.device("cpu"):  # while vLLM makes layers, the default is their device
                 cls.current = current = cls(config)
         return current

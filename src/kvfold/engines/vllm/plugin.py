@@ -43,7 +43,7 @@ def register_backends() -> None:
 
 
 def prepared(resolve: Callable[["VllmConfig"], None]) -> Callable[["VllmConfig"], None]:
-    """Wrap vLLM's `resolve`: a configuration that asks for kvfold is then served with it, or the process has ended."""
+    """Wrap vLLM's `resolve`. If a configuration asks for kvfold and cannot be served, the process ends."""
 
     @wraps(resolve)
     def wrapped(config: "VllmConfig") -> None:

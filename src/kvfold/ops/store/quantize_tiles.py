@@ -24,7 +24,7 @@ GUESSED = tl.constexpr(24)  # ranks up to which `largest` guesses
 
 @triton.constexpr_function
 def coded(dims, run, part):
-    """How many coordinates a part has. The last parts may have fewer than codes; zeros fill them up."""
+    """How many coordinates a part has. The last parts may have fewer coordinates than codes: other codes are zeros."""
     return max(0, min(run, dims - part * run))
 
 

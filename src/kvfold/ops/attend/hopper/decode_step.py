@@ -77,8 +77,8 @@ def store_and_attend(
     """`store` k and v [sequences, kv_heads, d], then `attend`.
 
     Of this step's tokens, a query may read its own and the one before it (see `own_tiles`). With a recent window of two
-    tokens or more, it reads both raw. Then tokens are packed beside decoding, and a prologue transforms them first. If
-    keys are not rotated, queries need no prologue.
+    tokens or more, it reads both raw. So a prologue transforms them, and packing overlaps with decoding. If keys are
+    not rotated, queries need no prologue.
     """
     if pages.key.transform.rotation is None or pages.windows.recent < 2 or q.dtype != k.dtype:
         return attend(pages, q, store(pages, k, v, overlaps=True), scale, out)

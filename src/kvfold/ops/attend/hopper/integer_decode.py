@@ -102,8 +102,8 @@ def meta_stages(segments, others):
     """How many stages of key metadata a CTA allocates. Per token, a stage has `segments` words of key metadata and
     `others` words of the rest.
 
-    The CTA uses STAGES of them. The rest is padding that keeps an SM from running more than WARPS CTAs: SMs become free
-    one after the other, and the first would take too many. The padding is as small as possible, because a CTA that
+    The CTA uses STAGES of them. The rest is padding. Without it, the first SM to become free would take more than WARPS
+    CTAs. The padding is as small as possible, because a CTA that
     reads windows needs 20 KiB beside them.
     """
     least = SHARED // (WARPS + 1) - 1023
