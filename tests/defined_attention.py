@@ -18,8 +18,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from kvfold.codec import Codec
 from kvfold.engines.serving import Layer
+from kvfold.format.codec import Codec
 from kvfold.ops.pages import Step
 
 EXACT, PACKED, RESTORED = range(3)  # ways to read a token

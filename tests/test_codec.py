@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_layers import fitted
 
-from kvfold.codec import Codec
-from kvfold.layout import Segment, SlotLayout, affine_slot, channel_slot, codebook_slot, mixed_slot, raw_slot
+from kvfold.format.codec import Codec
+from kvfold.format.layout import Segment, SlotLayout, affine_slot, channel_slot, codebook_slot, mixed_slot, raw_slot
 from kvfold.quantizers import affine, lloyd_max
 from kvfold.recipes import RECIPES, parse
 from kvfold.transforms import Hadamard, Matrix, Transform, random_rotation

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfold.layout import (
+from kvfold.format.layout import (
     PageLayout,
     Segment,
     SlotLayout,
@@ -13,7 +13,7 @@ from kvfold.layout import (
     mixed_slot,
     raw_slot,
 )
-from kvfold.windows import Windows
+from kvfold.format.windows import Windows
 
 
 @pytest.mark.parametrize(

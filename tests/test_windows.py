@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvfold.windows import ROLLBACK, Windows
+from kvfold.format.windows import ROLLBACK, Windows
 
 CASES = [
     Windows(sink, recent, group) for sink in (0, 1, 4, 9) for recent in (0, 1, 2, 7, 40) for group in (1, 2, 5, 16, 64)

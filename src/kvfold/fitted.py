@@ -7,9 +7,9 @@ from typing import Self
 import torch
 
 from kvfold.artifact import Artifact
-from kvfold.codec import Codec
+from kvfold.format.codec import Codec
+from kvfold.format.layout import PageLayout, raw_slot
 from kvfold.geometry import Geometry
-from kvfold.layout import PageLayout, raw_slot
 from kvfold.recipe import Fit, Recipe
 from kvfold.recipes import RECIPES
 

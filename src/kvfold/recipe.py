@@ -7,10 +7,10 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, field_validator
 from torch import Tensor
 
-from kvfold.codec import Codec
-from kvfold.layout import SlotLayout
+from kvfold.format.codec import Codec
+from kvfold.format.layout import SlotLayout
+from kvfold.format.windows import Windows
 from kvfold.transforms import Rotation, Transform
-from kvfold.windows import Windows
 
 if TYPE_CHECKING:
     from kvfold.calibration.statistics import LayerStatistics

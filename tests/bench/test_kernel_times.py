@@ -18,10 +18,10 @@ from kvfold.bench.kernel_cases import Case
 from kvfold.bench.kernel_times import Filled, cases, fill, measure, moved_bytes
 from kvfold.bench.selftest import Layer
 from kvfold.cli import app
-from kvfold.layout import PageLayout, affine_slot, channel_slot, codebook_slot
+from kvfold.format.layout import PageLayout, affine_slot, channel_slot, codebook_slot
+from kvfold.format.windows import Windows
 from kvfold.ops import naive
 from kvfold.recipes import parse
-from kvfold.windows import Windows
 
 CPU = torch.device("cpu")
 SMALL = {"page": 16, "head_dim": 64, "q_heads": 4, "kv_heads": 2}

@@ -17,7 +17,7 @@ from kvfold.bench import selftest
 from kvfold.bench.random_fits import random_codecs
 from kvfold.bench.selftest import CASES, CPU_CASES, Case, Tokens
 from kvfold.cli import app
-from kvfold.layout import PageLayout
+from kvfold.format.layout import PageLayout
 from kvfold.ops.dispatch import HOPPER, Ops, choose
 from kvfold.ops.pages import LayerPages
 from kvfold.ops.restore import Restore

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvfold.engines.shadow_table import ShadowTable, shadows_needed
-from kvfold.windows import Windows
+from kvfold.format.windows import Windows
 
 
 class Model:

@@ -11,8 +11,8 @@ import torch
 from scipy.linalg import hadamard
 from torch import Tensor
 
-from kvfold.codec import Codec
-from kvfold.layout import PageLayout
+from kvfold.format.codec import Codec
+from kvfold.format.layout import PageLayout
 from kvfold.ops import pdl
 from kvfold.ops.attend.hopper import decode_step as gluon
 

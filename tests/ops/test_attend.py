@@ -16,10 +16,9 @@ from random_layers import fitted
 from recorded_graphs import use_kernels
 from torch import Tensor
 
-from kvfold.codec import Codec
 from kvfold.fitted import Fitted
-from kvfold.geometry import Geometry
-from kvfold.layout import (
+from kvfold.format.codec import Codec
+from kvfold.format.layout import (
     PageLayout,
     Segment,
     SlotLayout,
@@ -29,6 +28,8 @@ from kvfold.layout import (
     mixed_slot,
     raw_slot,
 )
+from kvfold.format.windows import Windows
+from kvfold.geometry import Geometry
 from kvfold.ops import naive
 from kvfold.ops.attend import attend_gpu as kernels
 from kvfold.ops.attend import window_kernel as window_kernel
@@ -39,7 +40,6 @@ from kvfold.ops.tiles import attended_sides
 from kvfold.paged import PagedCache
 from kvfold.recipes import parse
 from kvfold.transforms import Transform
-from kvfold.windows import Windows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYER = 0

@@ -6,12 +6,12 @@ from types import ModuleType
 import pytest
 import torch
 
-from kvfold.layout import PageLayout, affine_slot, channel_slot
+from kvfold.format.layout import PageLayout, affine_slot, channel_slot
+from kvfold.format.windows import Windows
 from kvfold.ops.attend import attend_torch
 from kvfold.ops.dispatch import HOPPER, check_dtype, choose
 from kvfold.paged import PagedCache
 from kvfold.recipes import parse
-from kvfold.windows import Windows
 
 GPU = torch.device("cuda")
 INT4 = PageLayout(affine_slot(128, 4), affine_slot(128, 4), 64)

@@ -15,8 +15,8 @@ from triton import knobs
 
 from kvfold.bench import selftest
 from kvfold.bench.selftest import Case, Tokens
-from kvfold.codec import Codec
-from kvfold.layout import PageLayout, Segment, SlotLayout, affine_slot, codebook_slot, mixed_slot
+from kvfold.format.codec import Codec
+from kvfold.format.layout import PageLayout, Segment, SlotLayout, affine_slot, codebook_slot, mixed_slot
 from kvfold.ops.attend.hopper import codebook_decode as kernel
 from kvfold.ops.attend.hopper import decode_step as gluon
 from kvfold.ops.attend.hopper import level_lookup as levels

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvfold.layout import affine_slot
+from kvfold.format.layout import affine_slot
 from kvfold.ops.attend.hopper import integer_decode as kernel
 from kvfold.ops.attend.hopper.decode_tiles import TILE
 

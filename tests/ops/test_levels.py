@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvfold.codec import Codec
-from kvfold.layout import codebook_slot
+from kvfold.format.codec import Codec
+from kvfold.format.layout import codebook_slot
 from kvfold.ops.attend.hopper import level_lookup as levels
 from kvfold.quantizers import lloyd_max
 

@@ -16,8 +16,8 @@ if torch.cuda.is_available():
 from test_attend import LAYER, World, codecs
 from test_store import Case, Twins, plain
 
-from kvfold.codec import Codec
-from kvfold.layout import (
+from kvfold.format.codec import Codec
+from kvfold.format.layout import (
     PageLayout,
     Segment,
     SlotLayout,
@@ -289,7 +289,7 @@ def test_without_numba_torch_does_it_and_says_how_to_get_it():
 import sys
 sys.modules["numba"] = None
 import torch
-from kvfold.layout import PageLayout, affine_slot
+from kvfold.format.layout import PageLayout, affine_slot
 from kvfold.ops.dispatch import choose
 for choice in choose(PageLayout(affine_slot(64, 4), affine_slot(64, 4), 16), 1, torch.device("cpu")):
     print(choice.implementation, choice.reason)

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from kvfold.format.windows import Windows
 from kvfold.ops.pages import HostLengths, Step, require_shadows
-from kvfold.windows import Windows
 
 
 @dataclass(frozen=True)

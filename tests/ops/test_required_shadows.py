@@ -10,8 +10,8 @@ import torch
 from test_attend import DEVICE, LAYER, World, codecs
 from triton.runtime.errors import InterpreterError
 
-from kvfold.codec import Codec
-from kvfold.layout import affine_slot, channel_slot
+from kvfold.format.codec import Codec
+from kvfold.format.layout import affine_slot, channel_slot
 from kvfold.ops import naive
 from kvfold.ops.attend import attend_gpu as portable
 from kvfold.ops.attend import attend_torch

@@ -4,12 +4,12 @@ import pytest
 import torch
 from random_layers import fitted
 
+from kvfold.format.windows import Windows
 from kvfold.ops.naive import store
 from kvfold.ops.pages import LayerPages
 from kvfold.ops.restore import Restore
 from kvfold.paged import PagedCache
 from kvfold.recipes import parse
-from kvfold.windows import Windows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS, PAGE = 2, 16

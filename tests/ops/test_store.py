@@ -13,16 +13,16 @@ import pytest
 import torch
 from random_layers import fitted
 
-from kvfold.codec import Codec
 from kvfold.fitted import Fitted
+from kvfold.format.codec import Codec
+from kvfold.format.layout import PageLayout, affine_slot, codebook_slot
+from kvfold.format.packing import unpack
+from kvfold.format.windows import Windows
 from kvfold.geometry import Geometry
-from kvfold.layout import PageLayout, affine_slot, codebook_slot
-from kvfold.packing import unpack
 from kvfold.paged import PagedCache
 from kvfold.quantizers import lloyd_max
 from kvfold.recipes import parse
 from kvfold.transforms import Hadamard, Matrix, Transform
-from kvfold.windows import Windows
 
 knobs = pytest.importorskip("triton").knobs
 if not torch.cuda.is_available() and not knobs.runtime.interpret:

@@ -8,8 +8,8 @@ import torch
 from test_attend import DEVICE, LAYER, World, codecs, compare
 from torch import Tensor
 
-from kvfold.codec import Codec
-from kvfold.layout import (
+from kvfold.format.codec import Codec
+from kvfold.format.layout import (
     PageLayout,
     Segment,
     SlotLayout,
@@ -19,13 +19,13 @@ from kvfold.layout import (
     mixed_slot,
     raw_slot,
 )
+from kvfold.format.windows import Windows
 from kvfold.ops import naive
 from kvfold.ops.attend import unpacked_prefill as unpacked
 from kvfold.ops.dequantize_gpu import dequantize
 from kvfold.ops.dispatch import choose
 from kvfold.ops.naive import store
 from kvfold.ops.pages import LayerPages
-from kvfold.windows import Windows
 
 ROOM = 16  # tokens
 ROUNDING = 2.0**-11  # of outputs of chunks, which torch gives in 16 bits on a GPU

@@ -10,8 +10,9 @@ from test_attend import World, codecs
 from test_store import DEVICE, Case, Plain, Twins, places, plain, store_of
 from torch import Tensor
 
-from kvfold.codec import Codec
-from kvfold.layout import Segment, SlotLayout, affine_slot, channel_slot
+from kvfold.format.codec import Codec
+from kvfold.format.layout import Segment, SlotLayout, affine_slot, channel_slot
+from kvfold.format.windows import Windows
 from kvfold.ops import naive
 from kvfold.ops.attend import attend_gpu as portable
 from kvfold.ops.attend import attend_torch
@@ -19,7 +20,6 @@ from kvfold.ops.attend import unpacked_prefill as unpacked
 from kvfold.ops.decode_prologue import prologue
 from kvfold.ops.store import store_gpu as triton
 from kvfold.paged import PagedCache
-from kvfold.windows import Windows
 
 pytestmark = [pytest.mark.usefixtures("_poisoned_memory"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 

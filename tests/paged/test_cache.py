@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from random_layers import random_layer
 
-from kvfold.codec import Codec
 from kvfold.fitted import Fitted
+from kvfold.format.codec import Codec
+from kvfold.format.layout import SlotLayout, affine_slot, channel_slot, raw_slot
+from kvfold.format.windows import Windows
 from kvfold.geometry import Geometry
-from kvfold.layout import SlotLayout, affine_slot, channel_slot, raw_slot
 from kvfold.ops import naive
 from kvfold.ops.attend import attend_torch
 from kvfold.paged import PagedCache
@@ -27,7 +28,6 @@ from kvfold.quantizers.lloyd_max import levels
 from kvfold.recipe import Recipe
 from kvfold.recipes import parse
 from kvfold.transforms import Matrix
-from kvfold.windows import Windows
 
 ROLLBACK = 32  # what the documentation promises
 LAYERS = 2

@@ -19,13 +19,13 @@ from kvfold.bench.dense_attention import dense_calls
 from kvfold.bench.expected_ops import attend_error, store_error
 from kvfold.bench.kernel_cases import CASES, Case
 from kvfold.bench.random_fits import random_codecs, random_states
-from kvfold.layout import PageLayout
+from kvfold.format.layout import PageLayout
+from kvfold.format.windows import Windows
 from kvfold.ops.dispatch import HOPPER, Choice, New, Ops, choose
 from kvfold.ops.pages import LayerPages
 from kvfold.paged import PagedCache
 from kvfold.recipe import Recipe
 from kvfold.recipes import parse
-from kvfold.windows import Windows
 
 PLAIN_STORE = "int4:centre=false"
 COPIED = 2**30  # bytes of the device copy that measures bandwidth

@@ -12,8 +12,8 @@ from kvfold.bench.cuda_graphs import WARM_UP, capture
 from kvfold.bench.dense_cache import DenseCache
 from kvfold.bench.expected_ops import relative_error
 from kvfold.bench.random_fits import random_codecs, random_states
-from kvfold.codec import Codec, sixteen_bit
 from kvfold.engines.transformers import IMPLEMENTATION, PackedCache
+from kvfold.format.codec import Codec, sixteen_bit
 from kvfold.geometry import Geometry
 from kvfold.ops.dispatch import choose
 from kvfold.paged import PagedCache

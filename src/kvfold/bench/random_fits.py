@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kvfold.artifact import TEXT, Artifact, Fingerprint, Metadata, Provenance
-from kvfold.codec import Codec
 from kvfold.fitted import Fitted
+from kvfold.format.codec import Codec
 from kvfold.geometry import Geometry
 from kvfold.recipe import Fit, Recipe
 from kvfold.rope import Rope

@@ -34,8 +34,8 @@ from kvfold.bench.expected_ops import (
     relative_error,
 )
 from kvfold.bench.random_fits import random_codecs, random_states
-from kvfold.codec import Codec
-from kvfold.layout import PageLayout
+from kvfold.format.codec import Codec
+from kvfold.format.layout import PageLayout
 from kvfold.ops import naive
 from kvfold.ops.dispatch import Choice, New, choose
 from kvfold.ops.pages import LayerPages

@@ -32,8 +32,8 @@ from kvfold.bench.model_steps import (
 )
 from kvfold.engines.transformers import PackedCache
 from kvfold.fitted import Fitted
+from kvfold.format.layout import PageLayout
 from kvfold.geometry import Geometry
-from kvfold.layout import PageLayout
 from kvfold.ops.dispatch import choose
 from kvfold.recipe import Recipe
 

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from kvfold.calibration.rope_probe import probe
 from kvfold.calibration.statistics import LayerStatistics, Statistics
 from kvfold.calibration.tap import Seen, tapped
+from kvfold.format.windows import FIRST_TOKENS
 from kvfold.geometry import UnsupportedModel
-from kvfold.windows import FIRST_TOKENS
 
 SAMPLES = 4096  # tokens whose keys and values are kept, at most
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kvfold.artifact import Artifact
-from kvfold.layout import SlotLayout
+from kvfold.format.layout import SlotLayout
 from kvfold.recipes import parse
 
 SPECTRUM_HEAD = 8  # the largest eigenvalues; their share of the sum is shown

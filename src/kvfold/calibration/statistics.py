@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kvfold.calibration.tap import Seen
 from kvfold.files import write_whole
+from kvfold.format.windows import FIRST_TOKENS
 from kvfold.rope import Rope
-from kvfold.windows import FIRST_TOKENS
 
 PROMPT = 512  # tokens of the first passage whose queries, keys and values are kept
 

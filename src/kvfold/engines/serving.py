@@ -12,20 +12,20 @@ import torch
 from torch import Tensor
 
 from kvfold.artifact import Artifact
-from kvfold.codec import Codec, sixteen_bit
 from kvfold.engines.faults import Faults
 from kvfold.engines.shadow_table import ShadowTable, shadows_needed
 from kvfold.engines.start import ARTIFACT, RECIPE
 from kvfold.fitted import Fitted
+from kvfold.format.codec import Codec, sixteen_bit
+from kvfold.format.layout import PageLayout, raw_slot
+from kvfold.format.windows import Windows
 from kvfold.geometry import Geometry
-from kvfold.layout import PageLayout, raw_slot
 from kvfold.ops.dispatch import Ops, check_dtype, choose
 from kvfold.ops.pages import HostLengths, LayerPages, Step
 from kvfold.ops.restore import Restore
 from kvfold.recipe import Recipe
 from kvfold.recipes import parse
 from kvfold.version import __version__
-from kvfold.windows import Windows
 
 if TYPE_CHECKING:
     from kvfold.engines.gauges import Gauges

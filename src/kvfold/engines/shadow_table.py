@@ -7,7 +7,7 @@ for the device, and an update can be captured in a CUDA graph.
 import torch
 from torch import Tensor
 
-from kvfold.windows import Windows
+from kvfold.format.windows import Windows
 
 
 class ShadowTable:

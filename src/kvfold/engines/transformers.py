@@ -18,8 +18,8 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from kvfold.artifact import Artifact, Fingerprint
 from kvfold.calibration.automatic import calibrate_automatically
-from kvfold.codec import Codec, sixteen_bit
 from kvfold.fitted import Fitted
+from kvfold.format.codec import Codec, sixteen_bit
 from kvfold.geometry import Geometry, UnsupportedModel
 from kvfold.models import load_tokenizer
 from kvfold.ops.dispatch import check_dtype, choose

@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 from kvfold.calibration.capture import collect
 from kvfold.calibration.rope_probe import probe
-from kvfold.codec import Codec
 from kvfold.engines.transformers import PackedCache
+from kvfold.format.codec import Codec
 from kvfold.rope import Rope
 
 TOP = 10

@@ -9,7 +9,7 @@ from pydantic import NonNegativeInt
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from kvfold.layout import SlotLayout, codebook_slot, mixed_slot
+from kvfold.format.layout import SlotLayout, codebook_slot, mixed_slot
 from kvfold.methods.allocation import allocate
 from kvfold.methods.turboquant import TurboQuant
 from kvfold.recipe import Fit

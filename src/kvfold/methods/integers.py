@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from pydantic import Field, PositiveInt
 
-from kvfold.layout import SlotLayout, affine_slot
+from kvfold.format.layout import SlotLayout, affine_slot
 from kvfold.recipe import Fit, Recipe
 
 

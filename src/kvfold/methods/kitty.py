@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from pydantic import Field, NonNegativeInt
 
-from kvfold.layout import SlotLayout, affine_slot, channel_slot
+from kvfold.format.layout import SlotLayout, affine_slot, channel_slot
 from kvfold.recipe import Fit, Recipe
 
 

@@ -6,7 +6,7 @@ import torch
 from pydantic import Field, NonNegativeInt
 from torch import Tensor
 
-from kvfold.layout import SlotLayout
+from kvfold.format.layout import SlotLayout
 from kvfold.methods.integers import Integers
 from kvfold.methods.saw import Saw
 from kvfold.quantizers import kmeans

@@ -6,12 +6,12 @@ import torch
 from pydantic import NonNegativeInt
 from torch import Tensor
 
-from kvfold.layout import SlotLayout, affine_slot
+from kvfold.format.layout import SlotLayout, affine_slot
+from kvfold.format.windows import FIRST_TOKENS
 from kvfold.methods.integers import Integers
 from kvfold.recipe import Fit
 from kvfold.transforms import Matrix, Rotation, hadamard_matrix
 from kvfold.transforms.covariance import bit_reversal, eigenvectors, spectrum
-from kvfold.windows import FIRST_TOKENS
 
 if TYPE_CHECKING:
     from kvfold.calibration.statistics import LayerStatistics

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from pydantic import PositiveInt
 
-from kvfold.layout import SlotLayout
+from kvfold.format.layout import SlotLayout
 from kvfold.methods.integers import Integers
 from kvfold.recipe import Fit
 from kvfold.transforms import Hadamard, Rotation, default_order

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from kvfold.layout import SlotLayout, raw_slot
+from kvfold.format.layout import SlotLayout, raw_slot
 from kvfold.recipe import Fit, Recipe
 
 

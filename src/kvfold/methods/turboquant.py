@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from pydantic import Field, NonNegativeInt
 
-from kvfold.layout import SlotLayout, codebook_slot
+from kvfold.format.layout import SlotLayout, codebook_slot
 from kvfold.recipe import Fit, Recipe
 from kvfold.transforms import Matrix, Rotation, random_rotation
 

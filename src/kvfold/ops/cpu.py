@@ -20,7 +20,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from kvfold.layout import META_BYTES, PageLayout
+from kvfold.format.layout import META_BYTES, PageLayout
 from kvfold.ops import segments as slot_segments
 from kvfold.ops.pages import LayerPages
 from kvfold.ops.segments import RULES, SegmentRow, segment_rows

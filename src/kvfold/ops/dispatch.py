@@ -8,7 +8,7 @@ from warnings import warn
 import torch
 from torch import Tensor
 
-from kvfold.layout import PageLayout
+from kvfold.format.layout import PageLayout
 from kvfold.ops import naive
 from kvfold.ops.attend import attend_torch
 from kvfold.ops.pages import LayerPages

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvfold.codec import Codec
-from kvfold.layout import PageLayout
-from kvfold.windows import Windows
+from kvfold.format.codec import Codec
+from kvfold.format.layout import PageLayout
+from kvfold.format.windows import Windows
 
 T = TypeVar("T")
 

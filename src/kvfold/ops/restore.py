@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvfold.layout import PageLayout
+from kvfold.format.layout import PageLayout
 from kvfold.ops.pages import LayerPages
 
 

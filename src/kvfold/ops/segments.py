@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from kvfold.layout import Rule, SlotLayout
+from kvfold.format.layout import Rule, SlotLayout
 
 RULES: dict[Rule, int] = {"affine": 0, "codebook": 1, "raw": 2, "channel": 3}
 

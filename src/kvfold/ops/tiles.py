@@ -14,7 +14,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from kvfold.layout import META_BYTES, ODD_BYTES, PageLayout, SlotLayout
+from kvfold.format.layout import META_BYTES, ODD_BYTES, PageLayout, SlotLayout
 from kvfold.ops import sizes
 from kvfold.ops.segments import RULES, segment_rows
 

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvfold.codec import UNSTORABLE, Codec
-from kvfold.layout import PageLayout
+from kvfold.format.codec import UNSTORABLE, Codec
+from kvfold.format.layout import PageLayout
+from kvfold.format.windows import Windows
 from kvfold.ops.dispatch import Ops, choose
 from kvfold.ops.pages import NO_STEP, HostLengths, LayerPages, Step
 from kvfold.paged.shadows import Shadows
 from kvfold.paged.tables import PageTables
-from kvfold.windows import Windows
 
 
 class PagedCache:

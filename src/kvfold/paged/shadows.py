@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from kvfold.format.windows import ROLLBACK, Windows
 from kvfold.paged.tables import PageTables
-from kvfold.windows import ROLLBACK, Windows
 
 
 class Shadows:

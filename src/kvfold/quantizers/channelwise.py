@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kvfold.packing import pack, unpack
+from kvfold.format.packing import pack, unpack
 from kvfold.quantizers.affine import SMALLEST_SCALE
 
 

@@ -183,7 +183,7 @@ load_plugins()
 print(*sorted(sys.modules.keys() - before))
 print(*[metric.name for metric in REGISTRY.collect() if "kvfold" in metric.name])
 """
-BROKEN = "sys.modules['kvfold.layout'] = None; load_plugins()"
+BROKEN = "sys.modules['kvfold.format.layout'] = None; load_plugins()"
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +203,7 @@ def test_nothing_of_kvfold_is_loaded_where_nothing_asks_for_it(loaded):
     assert loaded[1].status == 0, loaded[1].errors
 
 
-@pytest.mark.parametrize(("number", "named"), [(2, "kvfold.layout"), (3, "unknown recipe 'int5'")])
+@pytest.mark.parametrize(("number", "named"), [(2, "kvfold.format.layout"), (3, "unknown recipe 'int5'")])
 def test_what_fails_while_kvfold_is_loaded_ends_sglang_with_one_line(loaded, number, named):
     """Which would log it and serve in 16 bits."""
     assert loaded[number].status == 1

@@ -161,12 +161,12 @@ with set_current_vllm_config({MAKE}):
 print(*sorted(name for name in sys.modules if name.startswith("kvfold")))
 print(*[metric.name for metric in REGISTRY.collect() if "kvfold" in metric.name])
 """
-BROKEN = "sys.modules['kvfold.layout'] = None; "
+BROKEN = "sys.modules['kvfold.format.layout'] = None; "
 MOVED = "import vllm.v1.attention.backends.registry as registry; del registry.register_backend; "
 PER_KIND = "{'backend_per_kind': {'full_attention': 'TRITON_ATTN'}}"
 ENDS = [  # KVFOLD_RECIPE, what is run, and what the last line names
-    ("", BROKEN + ASK, "kvfold.layout"),
-    ("int4", BROKEN + MAKE, "kvfold.layout"),
+    ("", BROKEN + ASK, "kvfold.format.layout"),
+    ("int4", BROKEN + MAKE, "kvfold.format.layout"),
     ("", MOVED + ASK, "register_backend"),
     ("int4", MOVED + MAKE, "register_backend"),
     ("int5", MAKE, "unknown recipe 'int5'"),

@@ -18,7 +18,7 @@ from packaging.version import Version
 from kvfold.artifact import digest_model
 from kvfold.engines.serving import Config, Plan
 from kvfold.engines.start import aborting
-from kvfold.layout import ALIGNMENT
+from kvfold.format.layout import ALIGNMENT
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig

@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from kvfold.engines.serving import Steps
 from kvfold.engines.vllm.engine import Engine
-from kvfold.layout import ALIGNMENT
+from kvfold.format.layout import ALIGNMENT
 from kvfold.ops.pages import HostLengths
 
 

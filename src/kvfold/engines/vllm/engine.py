@@ -16,8 +16,8 @@ from kvfold.artifact import digest_model
 from kvfold.engines.serving import Plan, Served
 from kvfold.engines.vllm.configuration import asked_for
 from kvfold.engines.vllm.requests import Requests
+from kvfold.format.layout import ALIGNMENT
 from kvfold.geometry import Geometry
-from kvfold.layout import ALIGNMENT
 
 TESTED = "0.32"  # the version of vLLM that kvfold is tested with
 RUNNERS = ("vllm.v1.worker.gpu_model_runner:GPUModelRunner", "vllm.v1.worker.gpu.model_runner:GPUModelRunner")  # V1, V2

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from kvfold.format.windows import Windows
 from kvfold.ops.pages import LayerPages, Step, require_shadows
-from kvfold.windows import Windows
 
 CHUNK_TOKENS = 4096  # per chunk, at most
 CPU_LOGITS, DEVICE_LOGITS = 2**23, 2**27  # query-token pairs per chunk, at most

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, cudnn_sdp_enabled, enable_cudnn_sdp
 from torch.nn.functional import pad
 
-from kvfold.layout import PageLayout
+from kvfold.format.layout import PageLayout
+from kvfold.format.windows import Windows
 from kvfold.ops import tiles
 from kvfold.ops.attend import attend_gpu as portable
 from kvfold.ops.attend import window_kernel
@@ -29,7 +30,6 @@ from kvfold.ops.dequantize_gpu import dequantize
 from kvfold.ops.pages import LayerPages, Step
 from kvfold.ops.rotate import dual, inverse
 from kvfold.ops.sizes import ceil_div, power_of_two
-from kvfold.windows import Windows
 
 WORKSPACE = 2**26  # bytes of unpacked keys and values, at most
 OPERANDS = {"cpu": torch.float32, "cuda": torch.float16}  # also the dtype of outputs: bfloat16 is too coarse

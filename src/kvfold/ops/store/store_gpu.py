@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvfold.codec import Codec
+from kvfold.format.codec import Codec
 from kvfold.ops import tiles
 from kvfold.ops.pages import LayerPages
 from kvfold.ops.pdl import AFTER, ALONE, BESIDE, Overlap, release, wait

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from kvfold.layout import SlotLayout
+from kvfold.format.layout import SlotLayout
 from kvfold.ops.attend.hopper import level_lookup as levels
 from kvfold.ops.attend.hopper.decode_tiles import (
     UNSEEN,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvfold.layout import PageLayout, SlotLayout
+from kvfold.format.layout import PageLayout, SlotLayout
 from kvfold.ops.attend import window_kernel
 from kvfold.ops.attend.hopper import codebook_decode as codebooks
 from kvfold.ops.attend.hopper import integer_decode as integers

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from triton.experimental import gluon
 
-from kvfold.packing import planes
+from kvfold.format.packing import planes
 from kvfold.quantizers import lloyd_max
 
 MAX_BITS = 6

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvfold.layout import SlotLayout
-from kvfold.packing import pack, unpack
+from kvfold.format.layout import SlotLayout
+from kvfold.format.packing import pack, unpack
 from kvfold.quantizers import affine, channelwise, codebook, kmeans
 from kvfold.transforms import Transform
 

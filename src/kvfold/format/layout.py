@@ -13,8 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvfold.packing import packed_bytes
-from kvfold.windows import Windows
+from kvfold.format.packing import packed_bytes
+from kvfold.format.windows import Windows
 
 META_BYTES = 2  # every metadata entry has 16 bits
 ODD_BYTES = "numbers of 16 bits lie at odd bytes"
