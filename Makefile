@@ -8,6 +8,7 @@ INSTALLED := .venv/.installed
 VLLM_BIN := .venv-vllm/bin
 VLLM_PIP := $(VLLM_BIN)/python -m pip --quiet --disable-pip-version-check
 VLLM_INSTALLED := .venv-vllm/.installed
+KERNEL_TESTS := tests/ops tests/paged tests/engines/test_serving.py tests/engines/test_shadow_table.py
 SGLANG_TESTS := tests/engines/in_sglang
 SGLANG_BIN := .venv-sglang/bin
 SGLANG_PIP := $(SGLANG_BIN)/python -m pip --quiet --disable-pip-version-check
@@ -58,16 +59,16 @@ demo: install ## Show what packed caches gain and cost on the embedded model (op
 # Two at a time, with a core for each, in an order in which both are busy to the end.
 # SGLang's engines are forked, which threads of OpenMP would not outlive.
 test: install $(VLLM_INSTALLED) $(SGLANG_INSTALLED) ## Run everything that CI runs
-	OMP_NUM_THREADS=1 $(MAKE) --jobs 2 --keep-going test-kernels test-vllm test-others test-sglang lint
+	OMP_NUM_THREADS=1 $(MAKE) --jobs 2 --keep-going test-others test-kernels test-vllm test-sglang lint
 
 test-all: ## Run all cases of tests of which `make test` runs some
 	$(MAKE) test TEST_ARGS=--whole-product
 
 test-kernels:
-	$(BIN)/pytest --durations=20 $(TEST_ARGS) tests/ops tests/paged
+	$(BIN)/pytest --durations=20 $(TEST_ARGS) $(KERNEL_TESTS)
 
 test-others:
-	$(BIN)/pytest --durations=20 $(TEST_ARGS) --ignore tests/ops --ignore tests/paged
+	$(BIN)/pytest --durations=20 $(TEST_ARGS) $(KERNEL_TESTS:%=--ignore %)
 
 test-vllm:
 	$(VLLM_BIN)/pytest --durations=20 $(TEST_ARGS) tests/engines/in_vllm
