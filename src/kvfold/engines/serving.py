@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, product
+from itertools import product
 from logging import Logger
 from typing import TYPE_CHECKING, Any, Self
 
@@ -94,14 +94,15 @@ class Plan:
                 f"{recipe} needs an artifact of the model: run `kvfold calibrate MODEL --recipe {recipe.fitted_as} "
                 "--out DIR`" + ("" if recipe.learns else ", or use centre=false")
             )
-        for layout in Fitted.of(recipe, geometry, artifact).page_layouts(page_size):
-            if layout.per_page:
-                raise ValueError(f"{recipe} quantizes whole pages, which cannot be served yet: only token-wise recipes")
         parts = min(ranks, geometry.kv_heads)
         if artifact is not None and parts > 1:
             artifact = artifact.shard(rank * parts // ranks, parts)
+        fitted = Fitted.of(recipe, geometry, artifact)
+        for layout in fitted.page_layouts(page_size):
+            if layout.per_page:
+                raise ValueError(f"{recipe} quantizes whole pages, which cannot be served yet: only token-wise recipes")
         raw_dtype = sixteen_bit(dtype)
-        codecs = dict(enumerate(Fitted.of(recipe, geometry, artifact).codecs(raw_dtype, device)))
+        codecs = dict(enumerate(fitted.codecs(raw_dtype, device)))
         heads = geometry.kv_heads // parts, geometry.q_heads // max(ranks, geometry.kv_heads)
         plan = cls(recipe, geometry, *heads, codecs, page_size, raw_dtype, torch.device(device))
         for ops in plan.ops.values() if plan.device.type == "cuda" else ():
@@ -294,7 +295,7 @@ class Served:
         """Split a batch into steps of neighbouring requests: either all of them decode, or none. `starts` and `lengths`
         repeat `host` on the device."""
         counts = host.counts
-        query_starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device="cpu", pin_memory=table.is_cuda)
+        query_starts = torch.tensor(host.query_starts, dtype=torch.int32, device="cpu", pin_memory=table.is_cuda)
         described = locations, query_starts.to(table.device, non_blocking=True), starts, lengths, table.long()
         step = Step(*described, self.shadow_table.of, self.plan.page_size, max(counts, default=0), host)
         return [(rows, part) for _, rows, part in step.split(count == 1 for count in counts)]

@@ -29,6 +29,11 @@ class HostLengths(NamedTuple):
         """New tokens per sequence."""
         return list(map(sub, self.lengths, self.starts))
 
+    @property
+    def query_starts(self) -> list[int]:
+        """The row of each sequence's first new token in q, k and v, and the number of rows."""
+        return [0, *accumulate(self.counts)]
+
 
 @dataclass(frozen=True, eq=False)
 class Step:
@@ -69,7 +74,7 @@ class Step:
         starts, lengths = (torch.tensor(numbers, dtype=torch.int32) for numbers in host)
         # not torch.repeat_interleave: it wakes all threads, for milliseconds, however short the tensors are
         row = torch.from_numpy(np.repeat(np.arange(len(counts)), np.array(counts, dtype=np.int64)))
-        query_starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
+        query_starts = torch.tensor(host.query_starts, dtype=torch.int32)
         position = torch.arange(len(row)) - query_starts[row] + starts[row]
         locations = table[row, position // page_size] * page_size + position % page_size
         device = shadow_of.device
@@ -150,7 +155,7 @@ class Step:
         row, page = torch.tensor(filled, dtype=torch.int64).view(-1, 2).unbind(dim=1)
         first = torch.tensor(starts, dtype=torch.int64)[row].unsqueeze(1)
         token = page.unsqueeze(1) * self.page_size + torch.arange(self.page_size)
-        own = torch.tensor([0, *accumulate(self.known.counts)])[row].unsqueeze(1) + token - first
+        own = torch.tensor(self.known.query_starts)[row].unsqueeze(1) + token - first
         own[token < first] = -1
         return row.to(self.table.device), page.to(self.table.device), own.to(self.table.device)
 

@@ -11,7 +11,6 @@ FlashAttention has this causal mask. cuDNN has it only where the first query rea
 from collections.abc import Iterator
 from dataclasses import replace
 from enum import Enum
-from itertools import accumulate
 
 import torch
 import triton
@@ -128,9 +127,9 @@ def _attend(
     direct = new is None and value.rotation is None  # the last chunk of a run writes to `final`
     if new is not None:
         window_kernel.attend(pages, rotated, new, scale, outs.unsqueeze(0), weights.unsqueeze(0))
-    ends = list(accumulate(step.known.counts))
+    query_starts = step.known.query_starts
     for row, position, n in _query_runs(step, windows, room // 2):
-        first = ends[row] - step.known.lengths[row] + position
+        first = query_starts[row] + position - step.known.starts[row]
         run = slice(first, first + n)
         queries = rotated[run].to(workspace.dtype)
         if more := max(FEWEST_QUERIES, power_of_two(n)) - n:

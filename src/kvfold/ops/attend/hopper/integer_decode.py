@@ -103,8 +103,7 @@ def meta_stages(segments, others):
     `others` words of the rest.
 
     The CTA uses STAGES of them. The rest is padding. Without it, the first SM to become free would take more than WARPS
-    CTAs. The padding is as small as possible, because a CTA that
-    reads windows needs 20 KiB beside them.
+    CTAs. The padding is as small as possible, because a CTA that reads windows needs 20 KiB beside them.
     """
     least = SHARED // (WARPS + 1) - 1023
     return max(STAGES.value, -((4 * TILE * STAGES.value * others - least) // (4 * TILE * segments)))
