@@ -326,7 +326,7 @@ def test_recipes_encode_and_decode_within_the_bound(text, dims, centred):
     x[0, 3, :, 7] = 500
     if centred and recipe.centre:
         x[0, 4:6] += fit["key_mean"]
-    for which, codec in enumerate(recipe.codecs(dims, fit)):
+    for which, codec in enumerate(recipe.codecs(dims, dims, fit)):
         if codec.layout.per_page:  # tests/quantizers/test_channelwise.py
             with pytest.raises(ValueError, match="a token alone has no slot"):
                 codec.encode(x)
@@ -399,7 +399,7 @@ ROW_BY_ROW = [
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_row_by_row_is_all_at_once_bit_for_bit(text, dims, dtype):
     x = heavy_tailed(36, 2, dims, seed=dims).to(dtype)
-    for codec in parse(text).codecs(dims, fitted(text, dims, 2)):
+    for codec in parse(text).codecs(dims, dims, fitted(text, dims, 2)):
         slots = codec.encode(x)
         # what is stored and read is the same; a product with a matrix for each head may add up in another order
         rotation = codec.transform.rotation
@@ -523,7 +523,7 @@ def test_keys_and_values_go_together_only_where_they_are_quantized_alike():
 @pytest.mark.parametrize("bad", BAD)
 def test_recipes_refuse_nan_and_inf(name, bad):
     text = f"{name}:centroids=9" if name.startswith("kmeans") else name
-    for codec in parse(text).codecs(64, fitted(text, 64, 2)):
+    for codec in parse(text).codecs(64, 64, fitted(text, 64, 2)):
         x = heavy_tailed(5, 2, 64)
 
         def store(x: torch.Tensor, codec: Codec = codec) -> None:
@@ -555,7 +555,7 @@ def test_vectors_of_another_size_are_refused():
     "text", ["bf16", "int4:group=32", "saw-int4", "kmeans-int4:centroids=9", "hessian-int4", "oscar-int2", "gtq-k3v3"]
 )
 def test_no_tokens_are_no_slots(text):
-    for codec in parse(text).codecs(64, fitted(text, 64, 2)):
+    for codec in parse(text).codecs(64, 64, fitted(text, 64, 2)):
         slots = codec.encode(torch.zeros(0, 2, 64))
         assert slots.shape == (0, 2, codec.layout.slot_bytes)
         assert codec.decode(slots).shape == (0, 2, 64)

@@ -16,7 +16,7 @@ PLAIN = [name for name in RECIPES if name not in LEARNING and not name.startswit
 
 
 def geometry(head_dim: int = 128, layers: int = 4, kv_heads: int = 2) -> Geometry:
-    return Geometry("TestForCausalLM", layers, 4 * kv_heads, kv_heads, head_dim)
+    return Geometry.uniform("TestForCausalLM", layers, 4 * kv_heads, kv_heads, head_dim)
 
 
 def test_pages_of_a_method_have_its_own_size():
@@ -37,8 +37,8 @@ def test_pages_of_a_method_have_its_own_size():
         ("oscar-int2:group=1", 64, "oscar-int2: group=1: 1 codes of 2 bits do not fill whole bytes"),
         ("kivi-2:group=32", 80, "group=32 does not divide the head dimension 80"),
         ("kmeans-saw-int4:order=32", 80, "kmeans-saw-int4: order=32 does not divide the head dimension 80"),
-        ("int4:skip=4", 64, "int4:skip=4: the model has layers 0 to 3"),
-        ("int4:skip=0+17", 64, r"int4:skip=0\+17: the model has layers 0 to 3"),
+        ("int4:skip=4", 64, "int4:skip=4: layer 4 cannot be skipped: the packed layers are 0 to 3"),
+        ("int4:skip=0+17", 64, r"int4:skip=0\+17: layer 17 cannot be skipped: the packed layers are 0 to 3"),
     ],
 )
 def test_a_recipe_that_does_not_fit_the_model_is_refused(text, head_dim, message):

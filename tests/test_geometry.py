@@ -166,7 +166,7 @@ def test_a_geometry_that_is_written_down_is_checked_too(numbers):
     with pytest.raises(
         ValueError, match=r"^(num_hidden_layers|num_key_value_heads|head_dim|max_position_embeddings) is"
     ):
-        Geometry("any", *numbers)
+        Geometry.uniform("any", *numbers)
 
 
 @pytest.mark.parametrize(
@@ -233,11 +233,11 @@ def test_an_empty_configuration_is_refused():
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("Qwen3-4B", Geometry("Qwen3ForCausalLM", 36, 32, 8, 128, 40960)),
-        ("Qwen3-8B", Geometry("Qwen3ForCausalLM", 36, 32, 8, 128, 40960)),
-        ("Qwen3-32B", Geometry("Qwen3ForCausalLM", 64, 64, 8, 128, 40960)),
-        ("Llama-3.1-8B", Geometry("LlamaForCausalLM", 32, 32, 8, 128, 131072)),
-        ("GLM-4.7", Geometry("Glm4MoeForCausalLM", 92, 96, 8, 128, 202752)),
+        ("Qwen3-4B", Geometry.uniform("Qwen3ForCausalLM", 36, 32, 8, 128, 40960)),
+        ("Qwen3-8B", Geometry.uniform("Qwen3ForCausalLM", 36, 32, 8, 128, 40960)),
+        ("Qwen3-32B", Geometry.uniform("Qwen3ForCausalLM", 64, 64, 8, 128, 40960)),
+        ("Llama-3.1-8B", Geometry.uniform("LlamaForCausalLM", 32, 32, 8, 128, 131072)),
+        ("GLM-4.7", Geometry.uniform("Glm4MoeForCausalLM", 92, 96, 8, 128, 202752)),
     ],
 )
 def test_examples(name, expected):

@@ -126,7 +126,7 @@ def test_any_two_widths_make_a_codebook_recipe():
                 recipe = parse(f"{family}-k{key_bits}v{value_bits}")
                 assert (recipe.key_bits, recipe.value_bits) == (key_bits, value_bits)
                 assert str(recipe) == f"{family}-k{key_bits}v{value_bits}"
-                key, value = recipe.layouts(64, {})
+                key, value = recipe.layouts(64, 64, {})
                 norms = 2 if family == "gtq" and 1 < key_bits < 8 else 1  # a bit above the average, and one below
                 assert (key.slot_bytes, value.slot_bytes) == (8 * key_bits + 2 * norms, 8 * value_bits + 2)
     for text in ("tq-k0v3", "tq-k3v9", "gtq-k10v3"):
@@ -198,23 +198,23 @@ def test_errors_of_parse_name_the_culprit(text, message):
 def test_block_gtq_is_as_large_before_calibration_as_after():
     for text in CODEBOOKS[3:]:
         for name, head_dim, segments in ((text, 64, 2), (text, 128, 3), (f"{text}:widths=two", 128, 2)):
-            key, value = parse(name).layouts(head_dim, fitted(name, head_dim, 2))
-            assert (key, value) == parse(name).layouts(head_dim, {})
+            key, value = parse(name).layouts(head_dim, head_dim, fitted(name, head_dim, 2))
+            assert (key, value) == parse(name).layouts(head_dim, head_dim, {})
             assert len(key.segments) == segments
 
 
 def test_block_gtq_of_many_widths_has_whole_bytes_and_five_norms_before_calibration():
     for head_dim in (128, 256, 80, 96):
-        key, value = parse("gtq-k3v3:widths=all").layouts(head_dim, {})
+        key, value = parse("gtq-k3v3:widths=all").layouts(head_dim, head_dim, {})
         assert (key.code_bytes, key.meta_bytes) == (3 * head_dim // 8, 10)
         assert (value.code_bytes, value.meta_bytes) == (3 * head_dim // 8, 2)
 
 
 def test_centring_can_be_turned_off():
     fit = {"key_mean": torch.ones(2, 64), "value_mean": torch.ones(2, 64)}
-    assert all(codec.transform.mean is None for codec in parse("int4:centre=false").codecs(64, fit))
-    assert all(codec.transform.mean is not None for codec in parse("int4").codecs(64, fit))
-    assert all(codec.transform.mean is None for codec in parse("int4").codecs(64, {}))
+    assert all(codec.transform.mean is None for codec in parse("int4:centre=false").codecs(64, 64, fit))
+    assert all(codec.transform.mean is not None for codec in parse("int4").codecs(64, 64, fit))
+    assert all(codec.transform.mean is None for codec in parse("int4").codecs(64, 64, {}))
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_centring_can_be_turned_off():
     ],
 )
 def test_what_is_rotated(text, orders):
-    codecs = parse(text).codecs(128, {})
+    codecs = parse(text).codecs(128, 128, {})
     assert tuple(c.transform.rotation and c.transform.rotation.order for c in codecs) == orders
 
 

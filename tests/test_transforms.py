@@ -262,7 +262,7 @@ def test_bit_reversal():
 def test_every_recipe_keeps_logits_and_outputs(name, dims, centred):
     """dual(q)·forward(k) is q·k but for a constant of each query, which centring adds; inverse undoes forward."""
     text = f"{name}:centroids=9" if name.startswith("kmeans") else name
-    key, value = parse(text).codecs(dims, fitted(text, dims, 2, centred))
+    key, value = parse(text).codecs(dims, dims, fitted(text, dims, 2, centred))
     q, k, v = numbers(9, 4, dims, seed=1), numbers(11, 2, dims, seed=2), numbers(11, 2, dims, seed=3)
     got = torch.einsum(
         "qhgd,khd->hgqk",

@@ -1,7 +1,10 @@
-"""Fitted: a recipe for one model, with what calibration found per layer. From it come codecs, layouts and sizes."""
+"""Fitted: a recipe for one model, with what calibration found per packed layer. From it come codecs, layouts and sizes.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+Everything per layer has the layer's number in the model as its key.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Self
 
 import torch
@@ -9,7 +12,7 @@ import torch
 from kvfold.artifact import Artifact
 from kvfold.format.codec import Codec
 from kvfold.format.layout import PageLayout, raw_slot
-from kvfold.geometry import Geometry
+from kvfold.geometry import Geometry, listed
 from kvfold.recipe import Fit, Recipe
 from kvfold.recipes import RECIPES
 
@@ -20,45 +23,50 @@ RAW = RECIPES["bf16"]  # how skipped layers are stored
 class Fitted:
     recipe: Recipe
     geometry: Geometry
-    fits: Sequence[Fit] = ()  # per layer; none before calibration: layouts and sizes do without
+    fits: Mapping[int, Fit] = field(default_factory=dict)  # none before calibration: layouts and sizes do without
 
     @classmethod
     def of(cls, recipe: Recipe, geometry: Geometry, artifact: Artifact | None) -> Self:
         """With the fits of the artifact, if there is one."""
-        fits = () if artifact is None else [artifact.fit(recipe, layer) for layer in range(geometry.layers)]
+        fits = {} if artifact is None else {layer: artifact.fit(recipe, layer) for layer in geometry.packed}
         return cls(recipe, geometry, fits)
 
     def check(self) -> None:
         """Refuse a model that the recipe does not fit."""
         self.page_layouts()
 
-    def codecs(self, raw_dtype: torch.dtype, device: torch.device | str) -> list[tuple[Codec, Codec]]:
-        """The key and value codec per layer."""
-        pairs = (self.layer_codecs(layer, raw_dtype) for layer in range(self.geometry.layers))
-        return [(key.to(device), value.to(device)) for key, value in pairs]
+    def codecs(self, raw_dtype: torch.dtype, device: torch.device | str) -> dict[int, tuple[Codec, Codec]]:
+        """The key and value codec per packed layer."""
+        pairs = ((layer, self.layer_codecs(layer, raw_dtype)) for layer in self.geometry.packed)
+        return {layer: (key.to(device), value.to(device)) for layer, (key, value) in pairs}
 
     def layer_codecs(self, layer: int, raw_dtype: torch.dtype = torch.bfloat16) -> tuple[Codec, Codec]:
         """The key and value codec of one layer, in host memory."""
         recipe, fit = self._stored(layer)
-        return recipe.codecs(self.geometry.head_dim, fit, raw_dtype)
+        return recipe.codecs(self.geometry.key_dim, self.geometry.value_dim, fit, raw_dtype)
 
-    def page_layouts(self, page_size: int | None = None) -> list[PageLayout]:
-        """The page layout per layer. If a method's layout depends on calibration, it is nominal without fits. Pages
-        have `page_size` tokens, by default the recipe's number."""
-        recipe, layers = self.recipe, self.geometry.layers
-        if recipe.skip and max(recipe.skip) >= layers:
-            raise ValueError(f"{recipe}: the model has layers 0 to {layers - 1}")
-        layouts = []
+    def page_layouts(self, page_size: int | None = None) -> dict[int, PageLayout]:
+        """The page layout per packed layer. If a method's layout depends on calibration, it is nominal without fits.
+        Pages have `page_size` tokens, by default the recipe's number."""
+        recipe, geometry = self.recipe, self.geometry
+        if others := [layer for layer in recipe.skip if layer not in geometry.packed]:
+            raise ValueError(
+                f"{recipe}: layer {others[0]} cannot be skipped: the packed layers are {listed(geometry.packed)}"
+            )
+        layouts = {}
         try:
-            for stored, fit in map(self._stored, range(layers)):
-                layouts.append(PageLayout(*stored.layouts(self.geometry.head_dim, fit), page_size or recipe.page_size))
+            for layer in geometry.packed:
+                stored, fit = self._stored(layer)
+                slots = stored.layouts(geometry.key_dim, geometry.value_dim, fit)
+                layouts[layer] = PageLayout(*slots, page_size or recipe.page_size)
         except ValueError as error:
             raise ValueError(f"{recipe.name}: {error}") from None
         return layouts
 
     def sequence_bytes(self, context: int, page_size: int | None = None) -> int:
-        """Bytes that one sequence of `context` tokens occupies: its pages, and the shadow pages of its windows."""
-        layouts = self.page_layouts(page_size)
+        """Bytes that one sequence of `context` tokens occupies in packed layers: its pages, and the shadow pages of its
+        windows."""
+        layouts = self.page_layouts(page_size).values()
         return self.geometry.kv_heads * sum(self._head_bytes(layout, context) for layout in layouts)
 
     def bits_per_element(self, context: int, page_size: int | None = None) -> float:

@@ -1,45 +1,43 @@
-"""Geometry: the shape of a model's KV cache, read from its configuration alone."""
+"""Geometry: the shape of every layer's attention, read from a model's configuration alone."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import resources
 from typing import Any, Self
 
+from kvfold.layer_kinds import Kind, layer_kinds
+
 MOST = 10_000  # no model has more layers, heads, or coordinates per head
 
-# The fields of a config.json that a geometry is read from.
+# The fields of a config.json that hold the shape of a layer.
 FIELDS = {
-    "layers": "num_hidden_layers",
     "q_heads": "num_attention_heads",
     "kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
+    "key_dim": "head_dim",
+    "value_dim": "v_head_dim",
 }
-# FIELDS do not describe the cache of a model with one of these fields: fused heads, hybrids, layers that differ.
-UNKNOWN_SHAPES = (
-    "multi_query",
-    "new_decoder_architecture",
-    "layers_block_type",
-    "block_types",
-    "block_configs",
-    "attn_layer_period",
-    "attn_layer_indices",
-    "cross_attention_layers",
-    "num_attention_heads_per_layer",
-    "conv_L_cache",
-    "index_n_heads",
-    "kv_channels",
-    "alibi",
+# Other names of these fields, in configurations without them.
+OTHER_NAMES = {"num_attention_groups": "num_key_value_heads", "attention_head_dim": "head_dim"}
+# Parts of a configuration that hold the fields of the language model of a multimodal model.
+NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
+# Fields of models whose cache this module does not know: fused heads, layers that differ, attention of another kind.
+UNKNOWN = (
+    *("multi_query", "new_decoder_architecture", "block_types", "block_configs", "num_attention_heads_per_layer"),
+    *("kv_channels", "alibi", "layer_group_size", "num_query_heads"),
 )
-# Other names for the number of KV heads, in models without num_key_value_heads.
-OTHER_KV_HEADS = (
-    "num_kv_heads",
-    "n_head_kv",
-    "kv_n_heads",
-    "num_query_groups",
-    "num_attention_groups",
-    "multi_query_group_num",
-)
+# Other names for the number of KV heads. They must agree with num_key_value_heads.
+OTHER_KV_HEADS = ("num_kv_heads", "n_head_kv", "kv_n_heads", "num_query_groups", "multi_query_group_num")
+SINKS = ("gpt_oss", "granite_swa", "granitemoe_swa")  # types with a learned sink in every layer
+RECURRENT = (
+    "mamba",
+    "mamba2",
+    "falcon_mamba",
+    "rwkv",
+    "rwkv7",
+    "bamba",
+)  # types without attention, unless they list it
 
 
 class UnsupportedModel(ValueError):
@@ -47,23 +45,59 @@ class UnsupportedModel(ValueError):
 
 
 @dataclass(frozen=True)
-class Geometry:
-    architecture: str
-    layers: int
+class LayerShape:
+    """The attention of one layer.
+
+    - full: it reads all tokens, so its cache grows with the sequence.
+    - sliding, chunked: it reads a window, so its cache stays small.
+    - linear: no cache that grows. Linear attention, Mamba, a convolution, or no attention at all. It has no heads.
+    - shared: it has no cache of its own and reads that of `target`.
+    """
+
+    kind: Kind
     q_heads: int
     kv_heads: int
-    head_dim: int
-    max_context: int | None = None
+    key_dim: int
+    value_dim: int
+    sink: bool = False  # a learned logit per query head, whose value is zero
+    cap: float | None = None  # of the logits: cap·tanh(logit / cap)
+    target: int | None = None
 
     def __post_init__(self) -> None:
+        if self.kind == "linear":
+            return
         for field, name in FIELDS.items():
             _count(name, getattr(self, field))
         if self.q_heads % self.kv_heads:
             raise ValueError(
                 f"num_key_value_heads is {self.kv_heads}, which does not divide num_attention_heads, {self.q_heads}"
             )
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Only full-attention layers are packed. The other layers stay as the engine has them."""
+
+    architecture: str
+    layers: tuple[LayerShape, ...]
+    max_context: int | None = None
+
+    def __post_init__(self) -> None:
         if self.max_context is not None:
             _count("max_position_embeddings", self.max_context, most=None)
+        if not self.packed:
+            kinds = " and ".join(sorted({layer.kind for layer in self.layers}))
+            raise ValueError(f"all its layers are {kinds}: there is no full attention, whose cache grows, to pack")
+        if len({self.layers[layer] for layer in self.packed}) > 1:
+            raise ValueError("its layers with full attention differ in shape, which is not supported")
+
+    @classmethod
+    def uniform(
+        cls, architecture: str, layers: int, q_heads: int, kv_heads: int, head_dim: int, max_context: int | None = None
+    ) -> Self:
+        """Full attention of one shape in all layers."""
+        shape = LayerShape("full", q_heads, kv_heads, head_dim, head_dim)
+        return cls(architecture, (shape,) * _count("num_hidden_layers", layers), max_context)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
@@ -73,32 +107,58 @@ class Geometry:
             text = text_config(config)
             if reason := _unsupported(text):
                 raise ValueError(reason)
-            q_heads = _count("num_attention_heads", _required(text, "num_attention_heads"))
-            geometry = cls(
-                architecture,
-                layers=_required(text, "num_hidden_layers"),
-                q_heads=q_heads,
-                kv_heads=text.get("num_key_value_heads", q_heads),
-                head_dim=text["head_dim"] if "head_dim" in text else _shared_out(text, q_heads),
-                max_context=text.get("max_position_embeddings"),
-            )
-            if reason := _unsupported_layers(text, geometry):
-                raise ValueError(reason)
+            return cls(architecture, _layers(text), text.get("max_position_embeddings"))
         except ValueError as error:
             raise UnsupportedModel(f"{architecture}: {error}") from None
-        return geometry
+
+    @cached_property
+    def packed(self) -> tuple[int, ...]:
+        """The numbers of the layers that are packed."""
+        return tuple(number for number, layer in enumerate(self.layers) if layer.kind == "full")
+
+    @property
+    def shape(self) -> LayerShape:
+        """The shape that all packed layers have."""
+        return self.layers[self.packed[0]]
+
+    @property
+    def q_heads(self) -> int:
+        return self.shape.q_heads
+
+    @property
+    def kv_heads(self) -> int:
+        return self.shape.kv_heads
+
+    @property
+    def key_dim(self) -> int:
+        return self.shape.key_dim
+
+    @property
+    def value_dim(self) -> int:
+        return self.shape.value_dim
 
     @property
     def elements_per_token(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim
+        """Numbers per token in packed layers."""
+        return len(self.packed) * self.kv_heads * (self.key_dim + self.value_dim)
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """Ascending numbers of layers in words: 0 to 31, or 5, 11, 17."""
+    if len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"{numbers[0]} to {numbers[-1]}"
+    return ", ".join(map(str, numbers))
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of the language model, which multimodal models nest. A null counts as missing."""
-    nested = config.get("text_config")
-    if not isinstance(nested, Mapping | None):
-        raise ValueError(f"text_config is {nested!r}, not an object")
-    return {name: value for name, value in {**config, **(nested or {})}.items() if value is not None}
+    for name in NESTED:
+        nested = config.get(name)
+        if not isinstance(nested, Mapping | None):
+            raise ValueError(f"{name} is {nested!r}, not an object")
+        if nested:
+            config = {**config, name: None, **nested}
+    return {name: value for name, value in config.items() if value is not None}
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
@@ -107,6 +167,66 @@ def _architecture(config: Mapping[str, Any]) -> str:
             return first
         case _:
             return str(config.get("model_type", "unknown"))
+
+
+def _layers(config: Mapping[str, Any]) -> tuple[LayerShape, ...]:
+    """The shape of every layer, from the fields of the language model."""
+    blocks = config.get("layers_block_type", config.get("hybrid_override_pattern", ()))
+    layers = _count("num_hidden_layers", config.get("num_hidden_layers", len(blocks) or None))
+    kinds = layer_kinds(config, layers)
+    owners = layers - config.get("num_kv_shared_layers", 0)
+    shapes = [
+        LayerShape("linear", 0, 0, 0, 0) if kind == "linear" else _shape(config, number, kind)
+        for number, kind in enumerate(kinds)
+    ]
+    last = {kind: number for number, kind in enumerate(kinds[:owners])}
+    for number in range(owners, layers):
+        shape, target = shapes[number], last.get(kinds[number])
+        if target is None:
+            raise ValueError(f"num_kv_shared_layers leaves layer {number} no layer of its kind to read from")
+        shapes[number] = LayerShape(**{**vars(shape), "kind": "shared", "target": target})
+    return tuple(shapes)
+
+
+def _shape(config: Mapping[str, Any], number: int, kind: Kind) -> LayerShape:
+    """The shape of a layer with attention. Some models have other fields for sliding or for full layers."""
+    own = {**config, **_overrides(config, number, kind)}
+    for other, name in OTHER_NAMES.items():
+        if other in own:
+            own.setdefault(name, own[other])
+    q_heads = _count("num_attention_heads", _required(own, "num_attention_heads"))
+    kv_heads = own.get("num_key_value_heads", q_heads)
+    for field in OTHER_KV_HEADS:
+        if own.get(field, kv_heads) != kv_heads:
+            raise ValueError(f"its configuration sets {field!r}; KV heads are read from 'num_key_value_heads' alone")
+    key_dim = own["head_dim"] if "head_dim" in own else _shared_out(own, q_heads)
+    sides = "swa" if kind == "sliding" else "full"
+    sink = own.get(f"add_{sides}_attention_sink_bias", own.get("model_type") in SINKS)
+    return LayerShape(
+        kind,
+        q_heads,
+        kv_heads,
+        key_dim,
+        own.get("v_head_dim", key_dim),
+        bool(sink),
+        own.get("attn_logit_softcapping") or None,
+    )
+
+
+def _overrides(config: Mapping[str, Any], number: int, kind: Kind) -> dict[str, Any]:
+    """The fields of one layer, or of all layers of a kind, that differ from the model's."""
+    if kind == "sliding":
+        fields = {name: config[f"swa_{name}"] for name in FIELDS.values() if f"swa_{name}" in config}
+        other = config.get("attention_other_setting", {})
+        fields |= other if other.get("attention_type") == "sliding_attention" else {}
+    else:
+        fields = {"head_dim": config["global_head_dim"]} if "global_head_dim" in config else {}
+        if config.get("attention_k_eq_v") and "num_global_key_value_heads" in config:
+            fields["num_key_value_heads"] = config["num_global_key_value_heads"]
+    for name, own in config.get("per_layer_config", {}).items():
+        if int(name) == number:
+            fields |= own
+    return fields
 
 
 def _required(config: Mapping[str, Any], field: str) -> Any:
@@ -135,41 +255,29 @@ def _shared_out(config: Mapping[str, Any], q_heads: int) -> int:
 
 
 def _unsupported(config: Mapping[str, Any]) -> str | None:
+    """Why no layer of this model can be packed, whatever its shape."""
+    kind = config.get("model_type")
     if config.get("is_encoder_decoder"):
         return "encoder-decoder models are not supported"
-    if config.get("kv_lora_rank"):
+    if rank := config.get("kv_lora_rank"):
+        rope = config.get("qk_rope_head_dim", 0)
         return (
-            "multi-head latent attention (MLA) caches one compressed vector for all heads, which is not supported yet"
+            f"multi-head latent attention (MLA) caches one latent vector of {rank} and one RoPE key of {rope} numbers "
+            "per token for all heads together, which cannot be packed yet: see docs/mla.md"
         )
-    if config.get("attn_logit_softcapping"):
-        return "attention with logit soft-capping is not supported"
-    if config.get("model_type") == "gpt_oss":
-        return "attention with learned sink logits is not supported"
-    if config.get("num_kv_shared_layers"):
-        return "layers that share another layer's cache are not supported"
-    # if there are `layer_types`, `_unsupported_layers` decides by these
-    recurrent = [] if "layer_types" in config else [field for field in config if field.startswith("mamba")]
-    for field in (*UNKNOWN_SHAPES, *recurrent):
+    if config.get("index_topk") or config.get("index_n_heads"):
+        return "sparse attention with an index of its own is not supported"
+    if config.get("cross_attention_layers"):
+        return "cross attention is not supported"
+    if kind in RECURRENT and "attn_layer_indices" not in config:
+        return "it has no attention, so there is no cache that grows to pack"
+    if kind == "zamba2":
+        return "layers that share the weights of one attention block are not supported"
+    for field in UNKNOWN:
         if config.get(field):
             return f"its configuration sets {field!r}, which is not supported"
-    return None
-
-
-def _unsupported_layers(config: Mapping[str, Any], geometry: Geometry) -> str | None:
-    for field in OTHER_KV_HEADS:
-        if config.get(field, geometry.kv_heads) != geometry.kv_heads:
-            return f"its configuration sets {field!r}; KV heads are read from 'num_key_value_heads' alone"
-    kinds = config.get("layer_types")
-    if kinds is None and config.get("sliding_window") and config.get("use_sliding_window", True):
-        kinds = ["sliding_attention"] * geometry.layers
-    if not isinstance(kinds, list | None):
-        return f"layer_types is {kinds!r}: it must be a list with the kind of each layer"
-    if kinds is not None and len(kinds) != geometry.layers:
-        return f"layer_types has {len(kinds)} entries, and num_hidden_layers is {geometry.layers}"
-    odd = [layer for layer, kind in enumerate(kinds or ()) if kind != "full_attention"]
-    if odd and kinds:
-        kind = str(kinds[odd[0]]).replace("_", " ")
-        return f"{kind} in layers {', '.join(map(str, odd))} is not supported: only full attention can be packed yet"
+    if isinstance(attention := config.get("attn_config"), Mapping) and attention.get("alibi"):
+        return "attention with ALiBi is not supported"
     return None
 
 

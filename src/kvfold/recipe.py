@@ -37,18 +37,19 @@ class Recipe(BaseModel):
     centre: bool = True  # subtract the mean key and value of calibration text
     skip: tuple[NonNegativeInt, ...] = ()  # layers stored raw
 
-    def layouts(self, head_dim: int, fit: Fit) -> tuple[SlotLayout, SlotLayout]:
-        """The key and value slots of one layer. Without a fit, they have the expected size."""
+    def layouts(self, key_dim: int, value_dim: int, fit: Fit) -> tuple[SlotLayout, SlotLayout]:
+        """The slots of keys of `key_dim` and of values of `value_dim` coordinates. Without a fit, they have the
+        expected size."""
         raise NotImplementedError
 
-    def rotations(self, head_dim: int, fit: Fit) -> tuple[Rotation | None, Rotation | None]:
+    def rotations(self, key_dim: int, value_dim: int, fit: Fit) -> tuple[Rotation | None, Rotation | None]:
         """The linear maps of centred keys and of centred values, for one layer."""
         return None, None
 
     def fit(self, layer: "LayerStatistics", rope: "Rope", means: tuple[Tensor | None, Tensor | None]) -> Fit:
         """What the method learns from a layer's statistics: tensors by name. `fit_tensors` lists all names.
 
-        `means` are the mean key and the mean value, float64[kv_heads, head_dim], or None without centring. `key_clip`,
+        `means` are the mean key and the mean value, float64[kv_heads, d], or None without centring. `key_clip`,
         `value_clip`, `key_centroids` and `value_centroids` go to the codecs. The method itself reads every other name.
         """
         return {}
@@ -67,7 +68,9 @@ class Recipe(BaseModel):
     def windows(self) -> Windows:
         return Windows(self.sink, self.recent)
 
-    def codecs(self, head_dim: int, fit: Fit, raw_dtype: torch.dtype = torch.bfloat16) -> tuple[Codec, Codec]:
+    def codecs(
+        self, key_dim: int, value_dim: int, fit: Fit, raw_dtype: torch.dtype = torch.bfloat16
+    ) -> tuple[Codec, Codec]:
         """The key and value codec of a layer that is not skipped."""
         key, value = (
             Codec(
@@ -78,7 +81,10 @@ class Recipe(BaseModel):
                 fit.get(f"{side}_centroids"),
             )
             for side, layout, rotation in zip(
-                ("key", "value"), self.layouts(head_dim, fit), self.rotations(head_dim, fit), strict=True
+                ("key", "value"),
+                self.layouts(key_dim, value_dim, fit),
+                self.rotations(key_dim, value_dim, fit),
+                strict=True,
             )
         )
         return key, value

@@ -92,7 +92,7 @@ def test_rows_and_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     result = run(monkeypatch, "--json", tmp_path / "rows.json", "--csv", tmp_path / "rows.csv")
     assert result.exit_code == 0, result.exception
     shown = " ".join(result.stdout.split())
-    decode = choose(PageLayout(*parse(PLAIN.recipe).layouts(128, {}), 64), 3, torch.device("cpu")).decode
+    decode = choose(PageLayout(*parse(PLAIN.recipe).layouts(128, 128, {}), 64), 3, torch.device("cpu")).decode
     assert f"decode: {decode.implementation}, since {decode.reason}" in shown
     assert all(text in shown for text in ("saw-int4", "6:2, 128, 64", "9 of 9 checks are ok", torch.__version__))
     assert "WRONG" not in shown

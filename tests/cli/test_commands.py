@@ -47,7 +47,7 @@ def test_help_gives_an_example(command: str):
 
 def test_what_is_gained_is_said_alike_everywhere():
     """Of 16 bits: 4-bit integers to 2-bit integers with one group and their windows, at head dimension 128."""
-    shape = Geometry("any", layers=1, q_heads=1, kv_heads=1, head_dim=128)
+    shape = Geometry.uniform("any", layers=1, q_heads=1, kv_heads=1, head_dim=128)
     bits = [Fitted(parse(name), shape).bits_per_element(131072) for name in ("saw-int4", "oscar-int2:group=128")]
     assert [f"{16 / each:.2g}" for each in bits] == ["3.8", "7"]
     root = Path(__file__).parents[2]

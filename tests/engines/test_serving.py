@@ -130,8 +130,8 @@ def test_a_folder_that_is_no_artifact(tmp_path):
 
 def random_plan(recipe):
     recipe = parse(recipe)
-    codecs = {0: recipe.codecs(DIMS, fitted(str(recipe), DIMS, KV_HEADS))}
-    geometry = Geometry("any", 1, KV_HEADS * RATIO, KV_HEADS, DIMS)
+    codecs = {0: recipe.codecs(DIMS, DIMS, fitted(str(recipe), DIMS, KV_HEADS))}
+    geometry = Geometry.uniform("any", 1, KV_HEADS * RATIO, KV_HEADS, DIMS)
     return Plan(recipe, geometry, KV_HEADS, RATIO, codecs, PAGE, torch.bfloat16, torch.device("cpu"))
 
 

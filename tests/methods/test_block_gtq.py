@@ -86,7 +86,7 @@ def test_three_widths(bits):
 @pytest.mark.parametrize(("text", "dims"), [("gtq-k7v2", 32), ("gtq-k3v2", 48), ("gtq-k3v2:per_head=true", 32)])
 def test_three_widths_where_they_do_not_fit(text, dims):
     with pytest.raises(ValueError, match="widths=three is for 2 to 6 bits"):
-        parse(f"{text}{',' if ':' in text else ':'}widths=three").layouts(dims, {})
+        parse(f"{text}{',' if ':' in text else ':'}widths=three").layouts(dims, dims, {})
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
@@ -102,7 +102,7 @@ def test_blocks_of_one_width_are_one_vector_and_rope_pairs_stay_together(rope):
     """A stored segment depends on the coordinates of its own blocks alone, and on all of them."""
     text = "gtq-k3v3:widths=all"
     _, fit = fit_of(text, rope)
-    key, _ = parse(text).codecs(32, fit)
+    key, _ = parse(text).codecs(32, 32, fit)
     widths = fit["key_widths"].flatten()
     assert len(key.layout.segments) == len(set(widths.tolist())) > 1
     rows = [key.transform.forward(row.expand(2, 32)) for row in torch.eye(32)]
@@ -124,7 +124,7 @@ def test_heads_share_the_histogram_and_differ_in_their_blocks():
     assert fit["key_widths"].shape == (1, 32)
     assert fit["key_order"].shape == (3, 32)
     assert len({tuple(row) for row in fit["key_order"].tolist()}) == 3
-    layouts = {parse("gtq-k2v2").layouts(32, fit)[0]}
+    layouts = {parse("gtq-k2v2").layouts(32, 32, fit)[0]}
     assert len(layouts) == 1
     assert layer.statistics.q.count == 3 * layer.statistics.k.count
 
@@ -134,7 +134,7 @@ def test_heads_share_the_histogram_and_differ_in_their_blocks():
 def test_total_bits_of_a_slot(bits, widths):
     text = f"gtq-k{bits}v{bits}:widths={widths}"
     _, fit = fit_of(text)
-    key, value = parse(text).layouts(32, fit)
+    key, value = parse(text).layouts(32, 32, fit)
     assert key.code_bytes == value.code_bytes == 4 * bits
     assert (key.meta_bytes, value.meta_bytes) == (2 * len(set(fit["key_widths"].flatten().tolist())), 2)
 
@@ -142,7 +142,7 @@ def test_total_bits_of_a_slot(bits, widths):
 def test_slots_of_heads_alone_hold_their_own_widths():
     text = "gtq-k3v3:widths=all,per_head=true"
     _, fit = fit_of(text)
-    key, _ = parse(text).layouts(32, fit)
+    key, _ = parse(text).layouts(32, 32, fit)
     for head, widths in zip(key.heads, fit["key_widths"].tolist(), strict=True):
         assert [bits for segment in head.segments for bits in [segment.bits] * segment.dims] == widths
     assert key.code_bytes == max(head.code_bytes for head in key.heads)
@@ -154,7 +154,7 @@ def test_logits_are_kept_and_decoding_undoes_the_map(options, centred):
     text = f"gtq-k8v8{options}"
     layer, fit = fit_of(text, centred=centred)
     means = {"key_mean": layer.means[0].float(), "value_mean": layer.means[1].float()} if centred else {}
-    key, _ = parse(text).codecs(32, {**fit, **means})
+    key, _ = parse(text).codecs(32, 32, {**fit, **means})
     q, k = (torch.from_numpy(x[FIRST:]).float() for x in (layer.q, layer.k))
     transformed = torch.einsum(
         "qhgd,khd->hgqk", key.transform.dual(q).unflatten(1, (2, 3)).double(), key.transform.forward(k).double()
@@ -174,7 +174,7 @@ def test_more_bits_go_where_the_energy_is_and_lower_the_logit_error():
     q, k = (torch.from_numpy(x[FIRST:]).float() for x in (layer.q, layer.k))
     errors = []
     for text, tensors in (("gtq-k3v3", {**fit, **means}), ("tq-k3v3", means)):
-        key, _ = parse(text).codecs(32, tensors)
+        key, _ = parse(text).codecs(32, 32, tensors)
         lost = key.decode(key.encode(k)) - k
         errors.append(torch.einsum("qhgd,khd->hgqk", q.unflatten(1, (2, 3)), lost).square().mean())
     assert errors[0] < errors[1]

@@ -35,7 +35,7 @@ def test_rotation_by_definition(d, order, centred):
 
 def test_queries_are_uncorrelated_in_the_basis_behind_the_hadamard_rotation():
     layer = random_layer(16)
-    key, value = parse("hessian-int4").codecs(16, fitted("hessian-int4", 16, 2))
+    key, value = parse("hessian-int4").codecs(16, 16, fitted("hessian-int4", 16, 2))
     h = torch.tensor(scipy.linalg.hadamard(16)) / 4.0
     q = key.transform.dual(torch.from_numpy(layer.q[FIRST:]).float() @ h.float()).flatten(0, 1).double()  # q·H·H·R
     moment = q.T @ q / len(q)

@@ -20,7 +20,7 @@ def filled(text: str, d: int, tokens: int, page_size: int | None = None, heads: 
     k, v = ((rng.standard_normal((tokens, heads, d)) * sizes).astype(np.float32) for _ in range(2))
     k, v = (torch.from_numpy(x).bfloat16() for x in (k, v))
     size = page_size or recipe.page_size
-    cache = PagedCache([recipe.codecs(d, {})], heads, 1, windows=recipe.windows, page_size=size)
+    cache = PagedCache([recipe.codecs(d, d, {})], heads, 1, windows=recipe.windows, page_size=size)
     cache.extend([tokens])
     new = naive.store(cache.pages(0), k, v)
     return cache, new, k.double().numpy(), v.double().numpy()

@@ -45,7 +45,7 @@ def test_the_nearest_of_all_heads_together_and_not_of_each():
     centroids[:, 1] = 1.0
     x = torch.zeros(1, 2, 16)
     x[0, 0], x[0, 1] = 0.4, 0.8
-    key, _ = parse("kmeans-int4:centroids=2").codecs(16, {"key_centroids": centroids, "value_centroids": centroids})
+    key, _ = parse("kmeans-int4:centroids=2").codecs(16, 16, {"key_centroids": centroids, "value_centroids": centroids})
     codes, meta = key.quantize(key.transform.forward(x).unsqueeze(-2))
     assert meta[..., -1].contiguous().view(torch.int16).flatten().tolist() == [1, 1]
     # what is left is constant over each head, and decodes exactly but for 16 bits
@@ -60,7 +60,7 @@ def test_residuals_are_quantized_as_integers():
     layer = random_layer(16)
     recipe = parse("kmeans-saw-int4:centroids=9")
     fit = recipe.fit(layer.statistics, layer.rope, (None, None))
-    key, _ = recipe.codecs(16, fit)
+    key, _ = recipe.codecs(16, 16, fit)
     x = torch.from_numpy(layer.k[FIRST:]).float()
     y = layer.k[FIRST:] @ (scipy.linalg.hadamard(16) / 4)
     centroids = fit["key_centroids"].double().numpy()  # [kv_heads, centroids, d]

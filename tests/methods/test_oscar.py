@@ -122,7 +122,7 @@ def test_clip_is_a_quantile_of_the_magnitudes():
     """Of 16 coordinates and ρ = 0.9, the 15th smallest magnitude bounds all."""
     fit = dict(fitted("oscar-int2:group=16", 16, 2, centred=False))
     fit["key_clip"] = torch.tensor([0.9])
-    key, _ = parse("oscar-int2:group=16").codecs(16, fit)
+    key, _ = parse("oscar-int2:group=16").codecs(16, 16, fit)
     y = torch.arange(1.0, 17.0) * torch.tensor([1.0, -1.0]).repeat(8)
     codes, meta = key.quantize(y.expand(2, 1, 16))
     decoded = key.dequantize(codes, meta)
@@ -132,7 +132,7 @@ def test_clip_is_a_quantile_of_the_magnitudes():
 
 @pytest.mark.parametrize(("d", "group"), [(64, 32), (128, 64), (256, 128)])
 def test_groups_are_half_a_head(d, group):
-    key, value = parse("oscar-int2").layouts(d, {})
+    key, value = parse("oscar-int2").layouts(d, d, {})
     assert [segment.dims for segment in key.segments] == [group, group]
     assert key == value
     assert (parse("oscar-int2").sink, parse("oscar-int2").recent) == (64, 256)
@@ -141,8 +141,8 @@ def test_groups_are_half_a_head(d, group):
 def test_a_folded_value_rotation_leaves_none():
     fit = {name: tensor for name, tensor in fitted("oscar-int2", 16, 2).items() if name != "value_rotation"}
     with pytest.raises(KeyError, match="value_rotation"):
-        parse("oscar-int2").codecs(16, fit)
+        parse("oscar-int2").codecs(16, 16, fit)
     fit["value_folded"] = torch.ones(1)
-    key, value = parse("oscar-int2").codecs(16, fit)
+    key, value = parse("oscar-int2").codecs(16, 16, fit)
     assert key.transform.rotation is not None
     assert value.transform.rotation is None

@@ -14,7 +14,7 @@ def test_by_definition(text, d):
     """n = ‖x‖; codes of x·R/n for N(0, 1/d); x̂ = n/‖ŷ‖·ŷ·Rᵀ with ŷ the decoded unit vector."""
     recipe = parse(text)
     x = np.random.default_rng(0).standard_t(4, (300, 2, d)).astype(np.float32)
-    for bits, codec in zip((recipe.key_bits, recipe.value_bits), recipe.codecs(d, {}), strict=True):
+    for bits, codec in zip((recipe.key_bits, recipe.value_bits), recipe.codecs(d, d, {}), strict=True):
         matrix = codec.transform.forward(torch.eye(d).unsqueeze(1)).squeeze(1).double().numpy()
         np.testing.assert_allclose(matrix @ matrix.T, np.eye(d), atol=1e-6)
         n = np.linalg.norm(x.astype(np.float64), axis=-1, keepdims=True)
@@ -30,7 +30,7 @@ def test_by_definition(text, d):
 
 def test_rotations_come_from_the_seed_and_differ_for_keys_and_values():
     def matrices(text: str) -> list[torch.Tensor]:
-        return [codec.transform.rotation.matrix for codec in parse(text).codecs(64, {})]
+        return [codec.transform.rotation.matrix for codec in parse(text).codecs(64, 64, {})]
 
     first = matrices("tq-k3v3")
     assert all(torch.equal(a, b) for a, b in zip(first, matrices("tq-k2v4"), strict=True))
@@ -48,7 +48,7 @@ def test_nothing_is_fitted():
 def test_the_corrected_norm_halves_the_shrinkage_of_logits(bits):
     """⟨x̂, x⟩/‖x‖² is 1 − D for the paper's x̂ = ‖x‖·ŷ, with D the distortion, and √(1 − D) with the norm corrected."""
     x = torch.randn(2000, 1, 128, generator=torch.Generator().manual_seed(1))
-    codec = parse(f"tq-k{bits}v{bits}").codecs(128, {})[0]
+    codec = parse(f"tq-k{bits}v{bits}").codecs(128, 128, {})[0]
     codes, meta = codec.quantize(codec.transform.forward(x).unsqueeze(-2))
     y, length = codec.transform.forward(x)[:, 0].double(), x[:, 0].double().norm(dim=-1)
     decoded = codec.dequantize(codes, meta)[:, 0, 0].double()

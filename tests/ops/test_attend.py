@@ -52,7 +52,7 @@ pytestmark = pytest.mark.usefixtures("_poisoned_memory")
 @functools.cache
 def codecs(recipes: str, dims: int, kv_heads: int, raw_dtype: torch.dtype = torch.bfloat16) -> tuple[Codec, Codec]:
     """Of one recipe, or keys as in the first of two and values as in the second: "int8 / bf16"."""
-    geometry = Geometry("any", 1, kv_heads, kv_heads, dims)
+    geometry = Geometry.uniform("any", 1, kv_heads, kv_heads, dims)
     both = [
         Fitted(parse(text), geometry, [fitted(text, dims, kv_heads)]).layer_codecs(LAYER, raw_dtype)[side].to(DEVICE)
         for side, text in enumerate((recipes.split(" / ") * 2)[:2])

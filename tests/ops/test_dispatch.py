@@ -121,7 +121,7 @@ def test_pytorch_reads_on_any_device(windows, n, monkeypatch):
     device = torch.device("meta")
     ops = choose(INT4, 2, device)
     assert ops.decode.reason == "there are kernels for GPUs and CPUs, and the cache is on meta"
-    codecs = [tuple(codec.to(device) for codec in parse("saw-int4:centre=false").codecs(128, {}))]
+    codecs = [tuple(codec.to(device) for codec in parse("saw-int4:centre=false").codecs(128, 128, {}))]
     cache = PagedCache(codecs, 2, 2, windows=windows, page_size=64, device=device)
     cache.extend([70, 40])
     cache.extend([n, n])

@@ -32,7 +32,7 @@ INT4, TQ3 = affine_slot(128, 4), codebook_slot([(128, 3)])
 
 
 def layout(recipe: str, dims: int, page: int = 16) -> PageLayout:
-    return PageLayout(*parse(recipe).layouts(dims, {}), page)
+    return PageLayout(*parse(recipe).layouts(dims, dims, {}), page)
 
 
 @pytest.mark.parametrize("dims", [64, 128, 256])

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("_poisoned_memory")
 def layers(recipe: str, dims: int, count: int) -> list[LayerPages]:
     """Layers of a cache of which 6 pages are full, with other tokens in every layer."""
     codecs = [
-        tuple(c.to(DEVICE) for c in parse(recipe).codecs(dims, fitted(recipe, dims, HEADS), torch.bfloat16))
+        tuple(c.to(DEVICE) for c in parse(recipe).codecs(dims, dims, fitted(recipe, dims, HEADS), torch.bfloat16))
         for _ in range(count)
     ]
     cache = PagedCache(codecs, HEADS, 1, windows=Windows(sink=4, recent=40), page_size=PAGE, device=DEVICE)

@@ -53,7 +53,7 @@ class Case:
     @cached_property
     def codecs(self) -> tuple[Codec, Codec]:
         fit = fitted(self.recipe, self.dims, self.kv_heads, self.centred)
-        geometry = Geometry("any", 1, self.kv_heads, self.kv_heads, self.dims)
+        geometry = Geometry.uniform("any", 1, self.kv_heads, self.kv_heads, self.dims)
         return Fitted(parse(self.recipe), geometry, [fit]).layer_codecs(0, self.dtype)
 
     def __str__(self) -> str:

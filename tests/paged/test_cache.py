@@ -89,7 +89,7 @@ class Setup:
         return dict(fit) if key_mean is None else {"key_mean": key_mean, "value_mean": value_mean, **fit}
 
     def codecs(self) -> list[tuple[Codec, Codec]]:
-        geometry = Geometry("any", LAYERS, self.kv_heads, self.kv_heads, self.dims)
+        geometry = Geometry.uniform("any", LAYERS, self.kv_heads, self.kv_heads, self.dims)
         fits = [self.fit(layer) for layer in range(LAYERS)]
         result = []
         for key, value in Fitted(self.parsed, geometry, fits).codecs(self.raw_dtype, "cpu"):

@@ -28,8 +28,8 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 class Artifact:
     """Means, for any recipe that centres, and the fits of recipes that learn more.
 
-    Tensors are [layers, kv_heads or 1, …]: `key_mean`, `value_mean`, and `RECIPE/NAME` per tensor of a recipe's fit.
-    `text` holds hashes of the calibration text, so that evaluation recognises it.
+    Tensors are [packed layers, kv_heads or 1, …]: `key_mean`, `value_mean`, and `RECIPE/NAME` per tensor of a recipe's
+    fit. `text` holds hashes of the calibration text, so that evaluation recognises it.
     """
 
     metadata: Metadata
@@ -38,9 +38,9 @@ class Artifact:
     def __post_init__(self) -> None:
         model, shard = self.metadata.model, self.metadata.shard
         kv_heads = model.kv_heads // shard.ranks if shard else model.kv_heads
-        shape = (model.layers, kv_heads, model.head_dim)
-        for name in ("key_mean", "value_mean"):
-            tensor = self.tensors.get(name)
+        heads = (len(model.packed), kv_heads)
+        for name, dims in (("key_mean", model.key_dim), ("value_mean", model.value_dim)):
+            tensor, shape = self.tensors.get(name), (*heads, dims)
             if tensor is None or tensor.shape != shape or tensor.dtype != torch.float32:
                 found = "missing" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
                 raise ValueError(f"{name} must be finite float32 of shape {shape}; it is {found}")
@@ -51,7 +51,7 @@ class Artifact:
             if slash and recipe not in self.metadata.recipes:
                 raise ValueError(f"{name} belongs to none of the recipes")
             if slash:
-                check_fit(name, tensor, *shape)
+                check_fit(name, tensor, *heads, model.key_dim, model.value_dim)
             elif name not in ("key_mean", "value_mean", TEXT):
                 raise ValueError(f"unknown tensor {name}")
         text = self.tensors.get(TEXT)
@@ -63,25 +63,29 @@ class Artifact:
 
     def _try_recipes(self) -> None:
         """Refuse tensors that a recipe cannot work with, before it is used."""
-        kv_heads, head_dim = self.tensors["key_mean"].shape[1:]
+        means = [self.tensors[name][:1] for name in ("key_mean", "value_mean")]  # [1, kv_heads, d]
+        model = self.metadata.model
         for name in self.metadata.recipes:
+            fit = self.fit(parse(name), model.packed[0])
             try:
-                for codec in parse(name).codecs(head_dim, self.fit(parse(name), 0)):
-                    codec.transform.inverse(codec.transform.forward(torch.zeros(1, kv_heads, head_dim)))
+                codecs = parse(name).codecs(model.key_dim, model.value_dim, fit)
+                for codec, mean in zip(codecs, means, strict=True):
+                    codec.transform.inverse(codec.transform.forward(torch.zeros_like(mean)))
             except (KeyError, IndexError, RuntimeError) as error:
                 raise ValueError(f"the tensors of {name} are not what it needs: {error}") from None
 
     def fit(self, recipe: Recipe, layer: int) -> dict[str, Tensor]:
-        """The means of one layer and what the recipe learned for it, by name."""
+        """The means of one packed layer and what the recipe learned for it, by name."""
         if recipe.learns and recipe.fitted_as not in self.metadata.recipes:
             has = ", ".join(self.metadata.recipes) or "means alone"
             raise ValueError(
                 f"the artifact was not calibrated for {recipe.fitted_as}, it holds {has}: "
                 f"run `kvfold calibrate MODEL --recipe {recipe.fitted_as} --out DIR`"
             )
+        row = self.metadata.model.packed.index(layer)
         own = {name.rpartition("/"): tensor for name, tensor in self.tensors.items()}
-        fit = {name: tensor[layer] for (of, _, name), tensor in own.items() if of == recipe.fitted_as}
-        return {"key_mean": self.tensors["key_mean"][layer], "value_mean": self.tensors["value_mean"][layer], **fit}
+        fit = {name: tensor[row] for (of, _, name), tensor in own.items() if of == recipe.fitted_as}
+        return {"key_mean": self.tensors["key_mean"][row], "value_mean": self.tensors["value_mean"][row], **fit}
 
     def shard(self, rank: int, ranks: int) -> "Artifact":
         """The part of one rank: an equal share of the KV heads, in order. Recipes with centroids are left out if there

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from safetensors import safe_open
 from torch import Tensor
 
-from kvfold.geometry import Geometry, text_config
+from kvfold.geometry import Geometry, LayerShape, text_config
 from kvfold.models import weight_files
 
 if TYPE_CHECKING:
@@ -34,15 +34,23 @@ class Fingerprint(Strict):
 
     model_type: str
     layers: int
-    q_heads: int
+    packed: tuple[int, ...]  # the layers that an artifact describes
+    q_heads: int  # of packed layers, as are the next three
     kv_heads: int
-    head_dim: int
+    key_dim: int
+    value_dim: int
     rope: dict[str, Any]
     weights: Digests  # of the decoder's parameters, by their names in the decoder
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        Geometry(self.model_type, self.layers, self.q_heads, self.kv_heads, self.head_dim)
+        layers = [LayerShape("linear", 0, 0, 0, 0)] * self.layers
+        for layer in self.packed:
+            if not 0 <= layer < self.layers:
+                raise ValueError(f"packed: the model has layers 0 to {self.layers - 1}, and no layer {layer}")
+            layers[layer] = LayerShape("full", self.q_heads, self.kv_heads, self.key_dim, self.value_dim)
+        if Geometry(self.model_type, tuple(layers)).packed != self.packed:
+            raise ValueError(f"packed: {self.packed} are not ascending numbers of layers")
         return self
 
     @classmethod
@@ -59,13 +67,14 @@ class Fingerprint(Strict):
         """All fields but the weights, from a configuration."""
         geometry, text = Geometry.from_config(config), text_config(config)
         return {
-            "layers": geometry.layers,
+            "layers": len(geometry.layers),
+            "packed": geometry.packed,
             "q_heads": geometry.q_heads,
             "kv_heads": geometry.kv_heads,
-            "head_dim": geometry.head_dim,
+            "key_dim": geometry.key_dim,
+            "value_dim": geometry.value_dim,
             "model_type": text.get("model_type", ""),
-            # some engines add `type`, the older name of rope_type
-            "rope": {name: value for name, value in text.get("rope_parameters", {}).items() if name != "type"},
+            "rope": _rope(text.get("rope_parameters", {})),
         }
 
     def check(self, model: "PreTrainedModel") -> None:
@@ -105,6 +114,15 @@ class Fingerprint(Strict):
                 if theirs.get(front + name, digest) != digest:
                     return name
         return None
+
+
+def _rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """RoPE's parameters, which may be nested by kind of layer. Some engines add `type`, the older name of rope_type."""
+    return {
+        name: _rope(value) if isinstance(value, Mapping) else value
+        for name, value in parameters.items()
+        if name != "type"
+    }
 
 
 def _digest(shape: Sequence[int], numbers: Tensor) -> str:

@@ -11,7 +11,9 @@ NEARLY = 1e-4  # largest |A·Aᵀ − 1| of an orthogonal float32 matrix A; roun
 
 class Kind(NamedTuple):
     dtype: torch.dtype
-    shape: tuple[str, ...]  # after [layers, kv_heads or 1]; "d" is the head dimension, any other name has any size
+    shape: tuple[
+        str, ...
+    ]  # after [layers, kv_heads or 1]; "d" is the dimension of keys or values, any other name has any size
     right: Callable[[Tensor], Tensor]  # whether the numbers are right
     must: str  # the same in words, for the error
 
@@ -40,13 +42,14 @@ KINDS = {
 }
 
 
-def check_fit(name: str, tensor: Tensor, layers: int, kv_heads: int, head_dim: int) -> None:
+def check_fit(name: str, tensor: Tensor, layers: int, kv_heads: int, key_dim: int, value_dim: int) -> None:
     """Refuse a tensor that no calibration finds. `name` is its name in an artifact (RECIPE/key_rotation, …)."""
     side, _, of = name.rpartition("/")[2].partition("_")
     if side not in ("key", "value") or of not in KINDS:
         raise ValueError(f"unknown tensor {name}")
     kind = KINDS[of]
-    behind = [head_dim if dim == "d" else dim for dim in kind.shape]
+    dims = key_dim if side == "key" else value_dim
+    behind = [dims if dim == "d" else dim for dim in kind.shape]
     sizes = zip(tensor.shape[2:], behind, strict=False)
     if (
         tensor.dtype != kind.dtype

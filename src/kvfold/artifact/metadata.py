@@ -10,7 +10,7 @@ from kvfold.artifact.fingerprint import Fingerprint, Strict
 from kvfold.recipes import parse
 from kvfold.rope import Rope
 
-SCHEMA = 3
+SCHEMA = 4
 
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
@@ -43,8 +43,8 @@ class Metadata(Strict):
     def _consistent(self) -> Self:
         if any(parse(name).fitted_as != name for name in self.recipes) or len(set(self.recipes)) < len(self.recipes):
             raise ValueError(f"recipes: {', '.join(self.recipes)} are not as calibration names them, each once")
-        if self.rope.head_dim != self.model.head_dim:
-            raise ValueError(f"rope.head_dim is {self.rope.head_dim}, and model.head_dim {self.model.head_dim}")
+        if self.rope.head_dim != self.model.key_dim:
+            raise ValueError(f"rope.head_dim is {self.rope.head_dim}, and model.key_dim {self.model.key_dim}")
         if self.shard and (self.shard.rank >= self.shard.ranks or self.model.kv_heads % self.shard.ranks):
             raise ValueError(
                 f"shard: {self.model.kv_heads} KV heads have no part {self.shard.rank} of {self.shard.ranks} equal ones"
@@ -55,7 +55,7 @@ class Metadata(Strict):
 class Saved(Metadata):
     """What kvfold.json holds."""
 
-    schema_version: Literal[3]
+    schema_version: Literal[4]
     tensors_sha256: Sha256  # of tensors.safetensors
     shard: Shard | None
 

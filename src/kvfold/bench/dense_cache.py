@@ -53,8 +53,8 @@ class DenseCache(Cache):
     ) -> None:
         self.tokens = start  # per sequence
         self.position = torch.zeros(1, dtype=torch.int64, device=device)
-        shape = (sequences, geometry.kv_heads, capacity, geometry.head_dim)
-        super().__init__(layers=[DenseLayer(self, shape, dtype, device) for _ in range(geometry.layers)])
+        shape = (sequences, geometry.kv_heads, capacity, geometry.key_dim)
+        super().__init__(layers=[DenseLayer(self, shape, dtype, device) for _ in geometry.layers])
 
     @property
     def allocated_bytes(self) -> int:

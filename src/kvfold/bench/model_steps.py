@@ -43,7 +43,7 @@ def random_model(config: Mapping[str, Any], device: torch.device, dtype: torch.d
 
 
 def layer_codecs(recipe: Recipe, geometry: Geometry, layer: int, raw_dtype: torch.dtype) -> tuple[Codec, Codec]:
-    return random_codecs(recipe, geometry.head_dim, geometry.q_heads, geometry.kv_heads, raw_dtype, layer)
+    return random_codecs(recipe, geometry.key_dim, geometry.q_heads, geometry.kv_heads, raw_dtype, layer)
 
 
 def packed_cache(
@@ -52,10 +52,10 @@ def packed_cache(
     """A cache of `start` random tokens per sequence, with room for `capacity` tokens, in pages of random order."""
     geometry = Geometry.from_config(model.config.to_dict())
     raw_dtype = sixteen_bit(model.dtype)
-    codecs = []
-    for layer in range(geometry.layers):
+    codecs = {}
+    for layer in geometry.packed:
         key, value = layer_codecs(recipe, geometry, layer, raw_dtype)
-        codecs.append((key.to(model.device), value.to(model.device)))  # one per layer, as a fitted model has
+        codecs[layer] = key.to(model.device), value.to(model.device)  # one per layer, as a fitted model has
     cache = PackedCache(recipe, geometry, codecs, raw_dtype, model.device, page)
     cache.begin(batch, 0, reserve=capacity)
     assert cache.paged is not None

@@ -22,8 +22,8 @@ def random_codecs(
     recipe: Recipe, head_dim: int, q_heads: int, kv_heads: int, raw_dtype: torch.dtype, layer: int = 0
 ) -> tuple[Codec, Codec]:
     """The codecs of a layer. All layers are fitted to the same states."""
-    geometry = Geometry("any", layer + 1, q_heads, kv_heads, head_dim)
-    fits = [_fit(recipe, head_dim, q_heads, kv_heads)] * geometry.layers
+    geometry = Geometry.uniform("any", layer + 1, q_heads, kv_heads, head_dim)
+    fits = dict.fromkeys(geometry.packed, _fit(recipe, q_heads, kv_heads, head_dim, head_dim))
     return Fitted(recipe, geometry, fits).layer_codecs(layer, raw_dtype)
 
 
@@ -33,22 +33,22 @@ def random_artifact(config: Mapping[str, Any], recipes: Sequence[Recipe], folded
     `folded`: as if `kvfold fold` had made the model. Values then have no rotation.
     """
     geometry = Geometry.from_config(config)
-    shape = (geometry.layers, geometry.kv_heads, geometry.head_dim)
+    layers = len(geometry.packed)
     tensors = {
-        "key_mean": torch.zeros(shape),
-        "value_mean": torch.zeros(shape),
+        "key_mean": torch.zeros(layers, geometry.kv_heads, geometry.key_dim),
+        "value_mean": torch.zeros(layers, geometry.kv_heads, geometry.value_dim),
         TEXT: torch.zeros(0, dtype=torch.int64),
     }
     for recipe in recipes:
-        fit = _fit(recipe, geometry.head_dim, geometry.q_heads, geometry.kv_heads)
+        fit = _fit(recipe, geometry.q_heads, geometry.kv_heads, geometry.key_dim, geometry.value_dim)
         for name, tensor in fit.items():
             key = name if name in tensors else f"{recipe.fitted_as}/{name}"
-            tensors[key] = tensor.expand(geometry.layers, *tensor.shape).contiguous()
+            tensors[key] = tensor.expand(layers, *tensor.shape).contiguous()
         if folded and tensors.pop(f"{recipe.fitted_as}/value_rotation", None) is not None:
-            tensors[f"{recipe.fitted_as}/value_folded"] = torch.ones(geometry.layers, 1)
+            tensors[f"{recipe.fitted_as}/value_folded"] = torch.ones(layers, 1)
     metadata = Metadata(
         model=Fingerprint(**Fingerprint.shape(config), weights={}),
-        rope=_rope(geometry.head_dim),
+        rope=_rope(geometry.key_dim),
         calibration=Provenance(tokens_sha256="0" * 64, tokens=FIT_TOKENS, context=FIT_TOKENS, seed=0, versions={}),
         recipes=tuple(dict.fromkeys(recipe.fitted_as for recipe in recipes if recipe.learns)),
     )
@@ -56,20 +56,19 @@ def random_artifact(config: Mapping[str, Any], recipes: Sequence[Recipe], folded
 
 
 @lru_cache(maxsize=64)
-def _fit(recipe: Recipe, head_dim: int, q_heads: int, kv_heads: int) -> Fit:
+def _fit(recipe: Recipe, q_heads: int, kv_heads: int, key_dim: int, value_dim: int) -> Fit:
     from kvfold.calibration.statistics import LayerStatistics
     from kvfold.calibration.tap import Seen
 
     generator = torch.Generator().manual_seed(0)
-    q, k, v, out = (
-        random_states((FIT_TOKENS, heads, head_dim), generator) for heads in (q_heads, kv_heads, kv_heads, q_heads)
-    )
-    seen = Seen(0, q, k, v, out, head_dim**-0.5)
+    shapes = (q_heads, key_dim), (kv_heads, key_dim), (kv_heads, value_dim), (q_heads, value_dim)
+    q, k, v, out = (random_states((FIT_TOKENS, *shape), generator) for shape in shapes)
+    seen = Seen(0, q, k, v, out, key_dim**-0.5)
     layer = LayerStatistics.begin(seen, FIT_TOKENS)
     layer.add(seen, torch.arange(FIT_TOKENS), 0)
     means = (layer.k.mean, layer.v.mean) if recipe.centre else (None, None)
     centred = {"key_mean": layer.k.mean.float(), "value_mean": layer.v.mean.float()} if recipe.centre else {}
-    return {**centred, **recipe.fit(layer, _rope(head_dim), means)}
+    return {**centred, **recipe.fit(layer, _rope(key_dim), means)}
 
 
 def _rope(head_dim: int) -> Rope:

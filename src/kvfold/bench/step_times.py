@@ -129,11 +129,11 @@ def run(
                 shape=shape,
                 recipe=name,
                 **asdict(case),
-                layers=geometry.layers,
+                layers=len(geometry.layers),
                 page=page,
                 **turn._asdict(),
                 baseline=dense_backend(
-                    geometry.q_heads, geometry.kv_heads, geometry.head_dim, model.dtype, model.device
+                    geometry.q_heads, geometry.kv_heads, geometry.key_dim, model.dtype, model.device
                 ),
                 baseline_us=plain_us,
                 speedup=round(plain_us / turn.us, 4) if plain_us and turn.us else None,
@@ -150,7 +150,7 @@ def run(
 
 def _check(recipe: Recipe, geometry: Geometry, page: int, device: torch.device) -> None:
     Fitted(recipe, geometry).check()
-    for layer in range(geometry.layers):
+    for layer in geometry.packed:
         key, value = layer_codecs(recipe, geometry, layer, torch.bfloat16)
         ops = choose(PageLayout(key.layout, value.layout, page), geometry.q_heads // geometry.kv_heads, device)
         for choice in (ops.store, ops.decode):

@@ -16,13 +16,13 @@ SIDES = ("key", "value")
 
 def describe(artifact: Artifact) -> list[dict[str, Any]]:
     """A row per recipe and layer: widths as dims×bits, clip ratios, the share of the largest eigenvalues."""
-    rows = []
+    rows, model = [], artifact.metadata.model
     for name in artifact.metadata.recipes:
         recipe = parse(name)
-        for layer in range(artifact.metadata.model.layers):
+        for layer in model.packed:
             fit = artifact.fit(recipe, layer)
             row: dict[str, Any] = {"recipe": name, "layer": layer}
-            for side, layout in zip(SIDES, recipe.layouts(artifact.metadata.model.head_dim, fit), strict=True):
+            for side, layout in zip(SIDES, recipe.layouts(model.key_dim, model.value_dim, fit), strict=True):
                 row[f"{side} dims×bits"] = " ".join(f"{dims}×{bits}" for bits, dims in sorted(_widths(layout).items()))
                 if f"{side}_clip" in fit:
                     row[f"{side} clip"] = round(float(fit[f"{side}_clip"]), 4)
@@ -57,12 +57,12 @@ def draw(artifact: Artifact, png: Path) -> None:
         raise ValueError("there is nothing to draw: the artifact holds means alone")
     figure = Figure(figsize=(13, 3.2 * len(recipes)), layout="constrained")
     axes = figure.subplots(len(recipes), 3, squeeze=False)
-    layers = range(model.layers)
+    layers = model.packed
     for (widths, spectra, clips), name in zip(axes, recipes, strict=True):
         recipe = parse(name)
         fits = [artifact.fit(recipe, layer) for layer in layers]
-        keys = [_widths(recipe.layouts(model.head_dim, fit)[0]) for fit in fits]
-        below = torch.zeros(model.layers)
+        keys = [_widths(recipe.layouts(model.key_dim, model.value_dim, fit)[0]) for fit in fits]
+        below = torch.zeros(len(layers))
         for bits in sorted({bits for key in keys for bits in key}):
             dims = torch.tensor([key[bits] for key in keys])
             widths.bar(layers, dims, bottom=below, width=1, label=f"{bits} bits")
@@ -71,7 +71,7 @@ def draw(artifact: Artifact, png: Path) -> None:
         widths.legend(fontsize="small", loc="lower right")
         for side, style in zip(SIDES, ("-", "--"), strict=True):
             if f"{side}_spectrum" in fits[0]:
-                for fit in fits[:: max(1, model.layers // 6)]:
+                for fit in fits[:: max(1, len(layers) // 6)]:
                     spectrum = fit[f"{side}_spectrum"].mean(dim=0)
                     spectra.semilogy(spectrum / spectrum.sum(), style, linewidth=1)
             if f"{side}_clip" in fits[0]:

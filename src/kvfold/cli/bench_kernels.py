@@ -47,7 +47,7 @@ def kernels(
 
     check_files(json_file, csv_file)
     panel = [parse(name) for name in recipe or run.default_recipes(head_dim)]
-    geometry = Geometry("any", layers=1, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim)
+    geometry = Geometry.uniform("any", layers=1, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim)
     for each in panel:
         Fitted(each, geometry).check()
     shape = {"page": page, "head_dim": head_dim, "q_heads": q_heads, "kv_heads": kv_heads, "dtype": dtype}

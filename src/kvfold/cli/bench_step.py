@@ -46,7 +46,7 @@ def step(
     check_files(json_file, csv_file)
     config = with_layers(config_of(shape), layers)
     geometry = Geometry.from_config(config)
-    panel = [parse(name) for name in recipe or run.default_recipes(geometry.head_dim)]
+    panel = [parse(name) for name in recipe or run.default_recipes(geometry.key_dim)]
     for each in panel:
         Fitted(each, geometry).check()
     cases = [run.Case.parse(text) for text in case or run.CASES]

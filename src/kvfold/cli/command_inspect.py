@@ -30,8 +30,9 @@ def inspect(
         return
     model, made = artifact.metadata.model, artifact.metadata.calibration
     out.print(
-        f"{model.model_type}: {model.layers} layers, {model.q_heads} query and {model.kv_heads} KV heads of "
-        f"{model.head_dim}; RoPE on {artifact.metadata.rope.rotary_dim} of them ({artifact.metadata.rope.layout})\n"
+        f"{model.model_type}: {len(model.packed)} of {model.layers} layers packed, "
+        f"{model.q_heads} query and {model.kv_heads} KV heads of "
+        f"{model.key_dim}; RoPE on {artifact.metadata.rope.rotary_dim} of them ({artifact.metadata.rope.layout})\n"
         f"calibrated on {made.tokens:,} tokens in passages of {made.context:,}"
         + (f", drawn with seed {made.seed}" if made.seed is not None else "")
         + f" ({', '.join(f'{name} {version}' for name, version in made.versions.items())})",

@@ -46,8 +46,8 @@ def plan(
     if write_json(json_file, rows):
         return
     title = (
-        f"{model}: {geometry.layers} layers, {geometry.q_heads} query and {geometry.kv_heads} KV heads of "
-        f"{geometry.head_dim}; {memory} of cache"
+        f"{model}: {len(geometry.layers)} layers, {geometry.q_heads} query and {geometry.kv_heads} KV heads of "
+        f"{geometry.key_dim}; {memory} of cache"
     )
     table = new_table(title, "recipe", "bytes per token", "smaller by", "tokens", f"requests of {context:,}")
     for row in rows:

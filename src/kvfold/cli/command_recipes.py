@@ -19,7 +19,7 @@ def recipes(
 
     Example: `kvfold recipes --head-dim 64`
     """
-    geometry = Geometry("any", layers=1, q_heads=1, kv_heads=1, head_dim=head_dim)
+    geometry = Geometry.uniform("any", layers=1, q_heads=1, kv_heads=1, head_dim=head_dim)
     fitting, others = fitting_recipes(geometry)
     rows: list[dict[str, Any]] = []
     for name, recipe in fitting.items():

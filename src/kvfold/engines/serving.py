@@ -1,6 +1,7 @@
 """What vLLM and SGLang share: the configuration, the plan made from it, layers that pack and attend, the report."""
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,7 +20,7 @@ from kvfold.fitted import Fitted
 from kvfold.format.codec import Codec, sixteen_bit
 from kvfold.format.layout import PageLayout, raw_slot
 from kvfold.format.windows import Windows
-from kvfold.geometry import Geometry
+from kvfold.geometry import Geometry, listed
 from kvfold.ops.dispatch import Ops, check_dtype, choose
 from kvfold.ops.pages import HostLengths, LayerPages, Step
 from kvfold.ops.restore import Restore
@@ -60,13 +61,13 @@ class Config:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """How one rank of an engine packs the layers that share a page table: what stays the same in every step."""
+    """How one rank of an engine packs its layers: what stays the same in every step."""
 
     recipe: Recipe
     geometry: Geometry  # of the whole model
     kv_heads: int  # of this rank
     ratio: int  # query heads per KV head
-    codecs: Mapping[int, tuple[Codec, Codec]]  # of keys and of values, by the layer's number in the model
+    codecs: Mapping[int, tuple[Codec, Codec]]  # of keys and of values, by the packed layer's number in the model
     page_size: int
     raw_dtype: torch.dtype  # the 16-bit type
     device: torch.device
@@ -82,9 +83,11 @@ class Plan:
         rank: int = 0,
         ranks: int = 1,
         weights: Mapping[str, str] | None = None,
+        layers: range | None = None,
     ) -> Self:
         """The plan of one tensor-parallel rank. `model` is the model's config.json. `weights` is its `digest_model`, if
-        known. With more ranks than KV heads, every KV head is on the same number of ranks."""
+        known. With more ranks than KV heads, every KV head is on the same number of ranks. `layers` are those of a
+        pipeline-parallel rank, by default all."""
         recipe, geometry = config.recipe, Geometry.from_config(model)
         artifact = None if config.artifact is None else Artifact.load(config.artifact)
         if artifact is not None:
@@ -98,11 +101,13 @@ class Plan:
         if artifact is not None and parts > 1:
             artifact = artifact.shard(rank * parts // ranks, parts)
         fitted = Fitted.of(recipe, geometry, artifact)
-        for layout in fitted.page_layouts(page_size):
+        for layout in fitted.page_layouts(page_size).values():
             if layout.per_page:
                 raise ValueError(f"{recipe} quantizes whole pages, which cannot be served yet: only token-wise recipes")
         raw_dtype = sixteen_bit(dtype)
-        codecs = dict(enumerate(fitted.codecs(raw_dtype, device)))
+        codecs = fitted.codecs(raw_dtype, device)
+        if layers is not None:
+            codecs = {number: pair for number, pair in codecs.items() if number in layers}
         heads = geometry.kv_heads // parts, geometry.q_heads // max(ranks, geometry.kv_heads)
         plan = cls(recipe, geometry, *heads, codecs, page_size, raw_dtype, torch.device(device))
         for ops in plan.ops.values() if plan.device.type == "cuda" else ():
@@ -144,21 +149,31 @@ class Plan:
     def shadow_bytes(self, shadows: int) -> int:
         """Bytes of `shadows` shadow pages, over all layers."""
         packed = sum(not layout.is_raw for layout in self.layouts.values())
-        page = PageLayout(raw_slot(self.geometry.head_dim), raw_slot(self.geometry.head_dim), self.page_size).page_bytes
-        return shadows * packed * self.kv_heads * page
+        raw = PageLayout(raw_slot(self.geometry.key_dim), raw_slot(self.geometry.value_dim), self.page_size)
+        return shadows * packed * self.kv_heads * raw.page_bytes
 
     def allocate_shadows(self, shadows: int) -> Tensor:
         """The shadow pages of one layer. Zeros make them resident: on a CPU, an engine may measure resident memory."""
-        shape = (shadows, self.kv_heads, 2, self.page_size, self.geometry.head_dim)
+        shape = (shadows, self.kv_heads, 2, self.page_size, self.geometry.key_dim)
         return torch.zeros(shape, dtype=self.raw_dtype, device=self.device)
+
+    def _layers(self, kept: Sequence[int]) -> str:
+        """Which layers are packed, and what becomes of the others."""
+        others = Counter(layer.kind for layer in self.geometry.layers if layer.kind != "full")
+        parts = [f"{len(self.layouts) - len(kept)} packed"]
+        if others:
+            parts[0] += f" ({listed([number for number in self.layouts if number not in kept])})"
+        if kept:
+            parts.append(f"{listed(kept)} in 16 bits as the recipe says")
+        parts += [f"{count} {kind} as the engine has them" for kind, count in others.items()]
+        return ", ".join(parts)
 
     def report(self, pages: int, shadows: int) -> str:
         """What is served, for the engine's log at start."""
         kept = [number for number, layout in self.layouts.items() if layout.is_raw]
         lines = [
             f"kvfold {__version__}: {self.recipe}",
-            f"layers: {len(self.layouts) - len(kept)} packed"
-            + (f", {', '.join(map(str, kept))} in 16 bits as the recipe says" if kept else ""),
+            f"layers: {self._layers(kept)}",
             f"bytes per token: {self.token_bytes:,.0f}, against {self.raw_token_bytes:,} in 16 bits: "
             f"{self.raw_token_bytes / self.token_bytes:.2f} times smaller",
             f"pages: {pages:,} of {self.page_size} tokens, so that {pages * self.page_size:,} tokens fit",

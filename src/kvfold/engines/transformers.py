@@ -43,7 +43,7 @@ def cache(
     """
     recipe = parse(recipe) if isinstance(recipe, str) else recipe
     geometry = Geometry.from_config(model.config.to_dict())
-    pages = Fitted(recipe, geometry).page_layouts()  # refuses a model that the recipe does not fit
+    pages = Fitted(recipe, geometry).page_layouts().values()  # refuses a model that the recipe does not fit
     if page_size not in (None, recipe.page_size) and any(page.per_page for page in pages):
         raise ValueError(f"{recipe} quantizes pages of {recipe.page_size} tokens as a whole, so page_size is given")
     ratio = geometry.q_heads // geometry.kv_heads
@@ -95,15 +95,15 @@ class PackedLayer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, cache: "PackedCache", index: int) -> None:
+    def __init__(self, cache: "PackedCache", number: int) -> None:
         super().__init__()
-        self.cache, self.index = cache, index
+        self.cache, self.number = cache, number
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise NotImplementedError("pages are allocated as tokens arrive")
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
-        return Incoming(self.cache, self.index, key_states), Incoming(self.cache, self.index, value_states)
+        return Incoming(self.cache, self.number, key_states), Incoming(self.cache, self.number, value_states)
 
     def get_seq_length(self) -> int:
         return self.cache.tokens - self.cache.begun
@@ -122,12 +122,12 @@ class PackedCache(Cache):
         self,
         recipe: Recipe,
         geometry: Geometry,
-        codecs: list[tuple[Codec, Codec]],  # keys and values, per layer
+        codecs: dict[int, tuple[Codec, Codec]],  # keys and values, per packed layer
         raw_dtype: torch.dtype,
         device: torch.device,
         page_size: int,
     ) -> None:
-        super().__init__(layers=[PackedLayer(self, index) for index in range(geometry.layers)])
+        super().__init__(layers=[PackedLayer(self, number) for number in range(len(geometry.layers))])
         self.recipe, self.geometry, self.codecs = recipe, geometry, codecs
         self.raw_dtype, self.device, self.page_size = raw_dtype, device, page_size
         self.reset()
@@ -154,14 +154,16 @@ class PackedCache(Cache):
     @torch.no_grad()
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
         """Pack a layer's new tokens and attend its queries: [sequences, heads, n, d] -> [sequences, n, heads, d]."""
-        if layer == 0 and not self.begun:
+        if layer == self.geometry.packed[0] and not self.begun:
             self.begin(q.shape[0], q.shape[2], mask)
         assert self.paged is not None
         self.begun = 0
         n = q.shape[2]
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         try:
-            return self.paged.attend(layer, q, k, v, scale, torch.empty(q.shape, dtype=q.dtype, device=q.device))
+            return self.paged.attend(
+                self.geometry.packed.index(layer), q, k, v, scale, torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            )
         except Exception:
             self.crop(-n)  # a step that fails leaves no tokens behind
             raise
@@ -175,7 +177,7 @@ class PackedCache(Cache):
         """
         if self.paged is None:
             self.paged = PagedCache(
-                self.codecs,
+                list(self.codecs.values()),
                 self.geometry.kv_heads,
                 sequences,
                 windows=self.recipe.windows,

@@ -72,30 +72,30 @@ class BlockGtq(TurboQuant):
             return (self.key_bits,)
         return tuple(range(1, 9)) if self.widths == "all" else (self.key_bits - 1, self.key_bits + 1)
 
-    def layouts(self, head_dim: int, fit: Fit) -> tuple[SlotLayout, SlotLayout]:
-        _, value = super().layouts(head_dim, fit)
-        if head_dim % (2 * UNIT):
-            raise ValueError(f"Block-GTQ takes heads of a multiple of {2 * UNIT} dims, not {head_dim}")
+    def layouts(self, key_dim: int, value_dim: int, fit: Fit) -> tuple[SlotLayout, SlotLayout]:
+        _, value = super().layouts(key_dim, value_dim, fit)
+        if key_dim % (2 * UNIT):
+            raise ValueError(f"Block-GTQ takes heads of a multiple of {2 * UNIT} dims, not {key_dim}")
         if "key_widths" in fit:
             slots = [codebook_slot(_runs(head)) for head in fit["key_widths"]]
             return slots[0] if len(slots) == 1 else mixed_slot(slots), value
-        if three := self._three(head_dim):
+        if three := self._three(key_dim):
             return codebook_slot(three), value
         widths = self._widths()
         if len(widths) <= 2:
-            return codebook_slot([(head_dim // len(widths), bits) for bits in reversed(widths)]), value
+            return codebook_slot([(key_dim // len(widths), bits) for bits in reversed(widths)]), value
         # calibration decides the number of norms: without a fit, take the usual one
-        parts = np.array_split(range(head_dim // 8), min(USUAL_NORMS, head_dim // 8))
+        parts = np.array_split(range(key_dim // 8), min(USUAL_NORMS, key_dim // 8))
         return codebook_slot([(8 * len(part), self.key_bits) for part in parts]), value
 
-    def rotations(self, head_dim: int, fit: Fit) -> tuple[Rotation | None, Rotation | None]:
+    def rotations(self, key_dim: int, value_dim: int, fit: Fit) -> tuple[Rotation | None, Rotation | None]:
         """Blocks are sorted by width. A random rotation then mixes the blocks of equal width."""
-        _, value = super().rotations(head_dim, fit)
+        _, value = super().rotations(key_dim, value_dim, fit)
         mixing = [
             torch.block_diag(*(random_rotation(dims, 2 * self.seed) for dims, _ in _runs(head)))
             for head in fit["key_widths"]
         ]
-        order = one_hot(fit["key_order"].long(), head_dim).double().mT  # [kv_heads, d, d]
+        order = one_hot(fit["key_order"].long(), key_dim).double().mT  # [kv_heads, d, d]
         return Matrix((order @ torch.stack(mixing)).float()), value
 
     def fit(self, layer: "LayerStatistics", rope: "Rope", means: tuple[Tensor | None, Tensor | None]) -> Fit:

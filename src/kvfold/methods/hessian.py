@@ -22,7 +22,7 @@ class Hessian(Integers):
     E[qᵀq]. That changes no eigenvector, so it is left out.
     """
 
-    def rotations(self, head_dim: int, fit: Fit) -> tuple[Rotation | None, Rotation | None]:
+    def rotations(self, key_dim: int, value_dim: int, fit: Fit) -> tuple[Rotation | None, Rotation | None]:
         return Matrix(fit["key_rotation"]), None
 
     def fit(self, layer: "LayerStatistics", rope: "Rope", means: tuple[Tensor | None, Tensor | None]) -> Fit:

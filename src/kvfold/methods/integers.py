@@ -15,6 +15,5 @@ class Integers(Recipe):
     bits: int = Field(ge=1, le=8)
     group: PositiveInt | None = None  # dims that share a scale; default: the whole head
 
-    def layouts(self, head_dim: int, fit: Fit) -> tuple[SlotLayout, SlotLayout]:
-        layout = affine_slot(head_dim, self.bits, self.group)
-        return layout, layout
+    def layouts(self, key_dim: int, value_dim: int, fit: Fit) -> tuple[SlotLayout, SlotLayout]:
+        return affine_slot(key_dim, self.bits, self.group), affine_slot(value_dim, self.bits, self.group)

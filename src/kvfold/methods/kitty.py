@@ -25,6 +25,6 @@ class Kitty(Recipe):
     recent: NonNegativeInt = 128
     boost: float = Field(default=0.25, ge=0, le=1)  # share of boosted channels, rounded up to a multiple of 8
 
-    def layouts(self, head_dim: int, fit: Fit) -> tuple[SlotLayout, SlotLayout]:
-        boosted = 8 * math.ceil(self.boost * head_dim / 8)
-        return channel_slot(head_dim, self.bits, boosted), affine_slot(head_dim, self.bits)
+    def layouts(self, key_dim: int, value_dim: int, fit: Fit) -> tuple[SlotLayout, SlotLayout]:
+        boosted = 8 * math.ceil(self.boost * key_dim / 8)
+        return channel_slot(key_dim, self.bits, boosted), affine_slot(value_dim, self.bits)

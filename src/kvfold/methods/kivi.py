@@ -23,8 +23,8 @@ class Kivi(Recipe):
     centre: bool = False
     bits: int = Field(ge=1, le=8)
     recent: NonNegativeInt = 128
-    group: PositiveInt | None = None  # channels of a value that share a scale; default: gcd(32, head_dim)
+    group: PositiveInt | None = None  # channels of a value that share a scale; default: gcd(32, d)
 
-    def layouts(self, head_dim: int, fit: Fit) -> tuple[SlotLayout, SlotLayout]:
-        group = gcd(head_dim, 32) if self.group is None else self.group
-        return channel_slot(head_dim, self.bits), affine_slot(head_dim, self.bits, group)
+    def layouts(self, key_dim: int, value_dim: int, fit: Fit) -> tuple[SlotLayout, SlotLayout]:
+        group = gcd(value_dim, 32) if self.group is None else self.group
+        return channel_slot(key_dim, self.bits), affine_slot(value_dim, self.bits, group)

@@ -29,12 +29,13 @@ class KMeans(Integers):
     centroids: int = Field(default=256, ge=1, le=2**15)  # their numbers are int16
     seed: NonNegativeInt = 0
 
-    def layouts(self, head_dim: int, fit: Fit) -> tuple[SlotLayout, SlotLayout]:
-        key, value = super().layouts(head_dim, fit)
+    def layouts(self, key_dim: int, value_dim: int, fit: Fit) -> tuple[SlotLayout, SlotLayout]:
+        key, value = super().layouts(key_dim, value_dim, fit)
         return SlotLayout(key.segments, centroid=True), SlotLayout(value.segments, centroid=True)
 
     def fit(self, layer: "LayerStatistics", rope: "Rope", means: tuple[Tensor | None, Tensor | None]) -> Fit:
-        rotations = self.rotations(layer.samples[0].shape[-1], {})
+        keys, values = layer.samples
+        rotations = self.rotations(keys.shape[-1], values.shape[-1], {})
         key, value = (
             self._codebook(Transform(None if mean is None else mean.float(), rotation).forward(samples))
             for samples, mean, rotation in zip(layer.samples, means, rotations, strict=True)

@@ -42,11 +42,11 @@ class Oscar(Integers):
     permute: bool = True
     clip: bool = True
 
-    def layouts(self, head_dim: int, fit: Fit) -> tuple[SlotLayout, SlotLayout]:
-        layout = affine_slot(head_dim, self.bits, self.group or head_dim // 2)
-        return layout, layout
+    def layouts(self, key_dim: int, value_dim: int, fit: Fit) -> tuple[SlotLayout, SlotLayout]:
+        key, value = (affine_slot(dims, self.bits, self.group or dims // 2) for dims in (key_dim, value_dim))
+        return key, value
 
-    def rotations(self, head_dim: int, fit: Fit) -> tuple[Rotation | None, Rotation | None]:
+    def rotations(self, key_dim: int, value_dim: int, fit: Fit) -> tuple[Rotation | None, Rotation | None]:
         """Values have no rotation if it was folded into the model's weights."""
         return Matrix(fit["key_rotation"]), None if "value_folded" in fit else Matrix(fit["value_rotation"])
 
@@ -87,7 +87,7 @@ class Oscar(Integers):
         [kv_heads, group, tokens, tokens]. The sink is read raw and has no errors.
         """
         _, k, v = layer.prompt
-        key, value = self.codecs(k.shape[-1], fit)
+        key, value = self.codecs(k.shape[-1], v.shape[-1], fit)
         k_error, v_error = (
             (codec.decode(codec.encode(x.transpose(0, 1))).transpose(0, 1) - x).double()
             for codec, x in ((key, k), (value, v))

@@ -20,13 +20,12 @@ class Saw(Integers):
     order: PositiveInt | None = None  # default: the largest power of two that divides the head dimension, at most 128
     values: bool = False
 
-    def layouts(self, head_dim: int, fit: Fit) -> tuple[SlotLayout, SlotLayout]:
-        self._hadamard(head_dim)
-        return super().layouts(head_dim, fit)
+    def layouts(self, key_dim: int, value_dim: int, fit: Fit) -> tuple[SlotLayout, SlotLayout]:
+        self._hadamard(key_dim)
+        return super().layouts(key_dim, value_dim, fit)
 
-    def rotations(self, head_dim: int, fit: Fit) -> tuple[Rotation | None, Rotation | None]:
-        rotation = self._hadamard(head_dim)
-        return rotation, rotation if self.values else None
+    def rotations(self, key_dim: int, value_dim: int, fit: Fit) -> tuple[Rotation | None, Rotation | None]:
+        return self._hadamard(key_dim), self._hadamard(value_dim) if self.values else None
 
     def _hadamard(self, head_dim: int) -> Hadamard:
         order = default_order(head_dim) if self.order is None else self.order

@@ -12,5 +12,5 @@ class SixteenBit(Recipe):
     options: ClassVar = ()
     centre: bool = False
 
-    def layouts(self, head_dim: int, fit: Fit) -> tuple[SlotLayout, SlotLayout]:
-        return raw_slot(head_dim), raw_slot(head_dim)
+    def layouts(self, key_dim: int, value_dim: int, fit: Fit) -> tuple[SlotLayout, SlotLayout]:
+        return raw_slot(key_dim), raw_slot(value_dim)

@@ -20,9 +20,10 @@ class TurboQuant(Recipe):
     value_bits: int = Field(ge=1, le=8)
     seed: NonNegativeInt = 0
 
-    def layouts(self, head_dim: int, fit: Fit) -> tuple[SlotLayout, SlotLayout]:
-        return codebook_slot([(head_dim, self.key_bits)]), codebook_slot([(head_dim, self.value_bits)])
+    def layouts(self, key_dim: int, value_dim: int, fit: Fit) -> tuple[SlotLayout, SlotLayout]:
+        return codebook_slot([(key_dim, self.key_bits)]), codebook_slot([(value_dim, self.value_bits)])
 
-    def rotations(self, head_dim: int, fit: Fit) -> tuple[Rotation | None, Rotation | None]:
-        key, value = (random_rotation(head_dim, 2 * self.seed + side).float().unsqueeze(0) for side in (0, 1))
+    def rotations(self, key_dim: int, value_dim: int, fit: Fit) -> tuple[Rotation | None, Rotation | None]:
+        sides = enumerate((key_dim, value_dim))
+        key, value = (random_rotation(dims, 2 * self.seed + side).float().unsqueeze(0) for side, dims in sides)
         return Matrix(key), Matrix(value)
