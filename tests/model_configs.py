@@ -15,8 +15,10 @@ ENGINES = ("transformers", "vLLM", "SGLang")
 class Model:
     """`packed` has the layers that kvfold packs; `sliding`, `chunked`, `linear` those that the engine keeps.
 
-    `shared` has the target of each layer that reads the cache of another. Heads and dimensions are of packed layers.
-    A model with `refused` is refused with this reason. `refused_by` has the reasons of single engines.
+    `shared` has the target of each layer that reads the cache of another. Heads and dimensions are of packed layers;
+    `windowed` has query heads, KV heads, key and value dimensions of sliding layers where they are others.
+    A model with `refused` is refused with this reason. `engines` have code for the model, with kvfold or without;
+    `refused_by` has the reasons why kvfold refuses it in single engines.
     """
 
     family: str
@@ -32,7 +34,9 @@ class Model:
     value_dim: int = 128
     sink: bool = False
     cap: float | None = None
+    windowed: tuple[int, int, int, int] | None = None
     refused: str | None = None
+    engines: Sequence[str] = ENGINES
     refused_by: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -80,15 +84,21 @@ MAMBA = "Granite 4-H, Nemotron-H and 3, Jamba, Bamba"
 FALCON_H1 = "Falcon-H1"
 LFM2 = "LFM2"
 MINIMAX_1 = "MiniMax-Text-01, MiniMax-M1"
-VISION = "Qwen2.5-VL, Qwen3-VL, Mistral Small 3.2, InternVL3"
+VISION = "Qwen2.5-VL, Qwen3-VL, Mistral Small 3.2, InternVL3, Step3"
 MLA = "DeepSeek V2 and V3, Kimi K2, Kimi-Linear, GLM-4.7-Flash, GLM-5, Ling-2.5"
 SPARSE = "DeepSeek V4, MiniMax-M3, Qwen4-Exp (sparse attention)"
 ALL_SLIDING = "Mistral-7B-v0.1, Phi-3-mini (every layer slides)"
 RECURRENT = "Mamba, RWKV"
 CROSS = "Llama-3.2-Vision, T5, Whisper (cross attention)"
-OTHER = "Falcon-40B, ChatGLM, Nemotron-NAS, Step3, MPT, BLOOM"
+OTHER = "Falcon-40B, ChatGLM, Nemotron-NAS, MPT, BLOOM"
 
-MLA_REASON = "caches one compressed vector for all heads"
+MLA_REASON = (
+    "multi-head latent attention (MLA) caches one latent vector of 512 and one RoPE key of 64 numbers "
+    "per token for all heads together, which cannot be packed yet: see docs/mla.md"
+)
+SPARSE_REASON = "sparse attention with an index of its own is not supported"
+SLIDING_REASON = "all its layers are sliding: there is no full attention, whose cache grows, to pack"
+RECURRENT_REASON = "it has no attention, so there is no cache that grows to pack"
 
 # fmt: off
 PLAIN_MODELS = {
@@ -111,6 +121,16 @@ PLAIN_MODELS = {
             use_sliding_window=False, sliding_window=None, max_window_layers=36,
         ),
         packed=range(36), q_heads=32, kv_heads=8,
+    ),
+    "Qwen3-4B": Model(
+        PLAIN,
+        config("Qwen3ForCausalLM", "qwen3", layers=36, q=32, kv=8, head_dim=128, hidden=2560, context=40960),
+        packed=range(36), q_heads=32, kv_heads=8,
+    ),
+    "Qwen3-32B": Model(
+        PLAIN,
+        config("Qwen3ForCausalLM", "qwen3", layers=64, q=64, kv=8, head_dim=128, hidden=5120, context=40960),
+        packed=range(64), q_heads=64, kv_heads=8,
     ),
     "Qwen3-30B-A3B": Model(
         PLAIN,
@@ -143,7 +163,7 @@ PLAIN_MODELS = {
             layer_types=[FULL] * 36, no_rope_layers=[1, 1, 1, 0] * 9, no_rope_layer_interval=4,
             use_sliding_window=False, sliding_window=None, max_window_layers=28,
         ),
-        packed=range(36), q_heads=16, kv_heads=4,
+        packed=range(36), q_heads=16, kv_heads=4, engines=("transformers", "vLLM"),
     ),
     "GLM-4.7": Model(
         PLAIN,
@@ -231,6 +251,7 @@ SLIDING_MODELS = {
             "vision_config": text(layers=27, q=16, hidden=1152),
         },
         packed=every(6, 60), sliding=rest(60, every(6, 60)), q_heads=32, kv_heads=4, key_dim=512, value_dim=512,
+        windowed=(32, 16, 256, 256),
     ),
     "Gemma-4-26B-A4B": Model(
         GEMMA_4,
@@ -244,6 +265,7 @@ SLIDING_MODELS = {
             "vision_config": text(layers=27, q=16, hidden=1152),
         },
         packed=every(6, 30), sliding=rest(30, every(6, 30)), q_heads=16, kv_heads=2, key_dim=512, value_dim=512,
+        windowed=(16, 8, 256, 256),
     ),
     "gpt-oss-20b": Model(
         GPT_OSS,
@@ -272,7 +294,7 @@ SLIDING_MODELS = {
             sliding_window=128, sliding_window_size=128, attention_value_scale=0.707,
         ),
         packed=[0, 5, 11, 17, 23, 29, 35, 41, 47], sliding=rest(48, [0, 5, 11, 17, 23, 29, 35, 41, 47]), q_heads=64,
-        kv_heads=4, key_dim=192,
+        kv_heads=4, key_dim=192, windowed=(64, 8, 192, 128),
     ),
     "Olmo-3-7B": Model(
         SLIDING_HYBRIDS,
@@ -286,7 +308,7 @@ SLIDING_MODELS = {
         SLIDING_HYBRIDS,
         config(
             "Exaone4ForCausalLM", "exaone4", layers=64, q=40, kv=8, head_dim=128, hidden=5120, context=131072,
-            sliding_window=4096, sliding_window_pattern="LLLG",
+            sliding_window=4096, sliding_window_pattern="LLLG", layer_types=kinds(64, SLIDING, every(4, 64)),
         ),
         packed=every(4, 64), sliding=rest(64, every(4, 64)), q_heads=40, kv_heads=8,
     ),
@@ -318,6 +340,7 @@ SLIDING_MODELS = {
             },
         ),
         packed=range(0, 45, 4), sliding=rest(45, range(0, 45, 4)), q_heads=64, kv_heads=8,
+        windowed=(96, 8, 128, 128), engines=("vLLM", "SGLang"),
     ),
     "Llama-4-Scout": Model(
         LLAMA_4,
@@ -343,7 +366,7 @@ LINEAR_MODELS = {
         ),
         packed=every(4, 48), linear=rest(48, every(4, 48)), q_heads=16, kv_heads=2, key_dim=256, value_dim=256,
     ),
-    "Qwen3.5-27B": Model(
+    "Qwen3.8-27B": Model(
         QWEN_HYBRIDS,
         {
             "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5",
@@ -401,6 +424,7 @@ LINEAR_MODELS = {
             attn_layer_period=8, attn_layer_offset=4, expert_layer_period=2, expert_layer_offset=1, mamba_d_state=16,
         ),
         packed=[4, 12, 20, 28], linear=rest(32, [4, 12, 20, 28]), q_heads=32, kv_heads=8,
+        engines=("transformers", "vLLM"),
     ),
     "Bamba-9B": Model(
         MAMBA,
@@ -408,7 +432,7 @@ LINEAR_MODELS = {
             "BambaForCausalLM", "bamba", layers=32, q=32, kv=8, hidden=4096, context=262144,
             attn_layer_indices=[9, 18, 27], mamba_d_state=128, mamba_n_heads=128,
         ),
-        packed=[9, 18, 27], linear=rest(32, [9, 18, 27]), q_heads=32, kv_heads=8,
+        packed=[9, 18, 27], linear=rest(32, [9, 18, 27]), q_heads=32, kv_heads=8, engines=("transformers",),
     ),
     # every layer has attention and, beside it, a recurrent state
     "Falcon-H1-7B": Model(
@@ -437,13 +461,21 @@ LINEAR_MODELS = {
         packed=[2, 6, 10, 14, 18, 21], linear=rest(24, [2, 6, 10, 14, 18, 21]), q_heads=32, kv_heads=8, key_dim=64,
         value_dim=64,
     ),
+    "MiniMax-Text-01": Model(
+        MINIMAX_1,
+        config(
+            "MiniMaxForCausalLM", "minimax", layers=80, q=64, kv=8, head_dim=128, hidden=6144, context=10240000,
+            layer_types=kinds(80, LINEAR, every(8, 80)), linear_attn_alpha_factor=3.5565588200778455,
+        ),
+        packed=every(8, 80), linear=rest(80, every(8, 80)), q_heads=64, kv_heads=8, engines=("transformers",),
+    ),
     "MiniMax-M1-80k": Model(
         MINIMAX_1,
         config(
             "MiniMaxM1ForCausalLM", "minimax_m1", layers=80, q=64, kv=8, head_dim=128, hidden=6144, context=10240000,
             attn_type_list=[0, 0, 0, 0, 0, 0, 0, 1] * 10,
         ),
-        packed=every(8, 80), linear=rest(80, every(8, 80)), q_heads=64, kv_heads=8,
+        packed=every(8, 80), linear=rest(80, every(8, 80)), q_heads=64, kv_heads=8, engines=(),
     ),
 }
 
@@ -477,7 +509,7 @@ SHARED_MODELS = {
         },
         packed=[5, 11, 17, 23], sliding=rest(24, [5, 11, 17, 23]),
         shared={layer: 23 if layer in (29, 35, 41) else 22 for layer in range(24, 42)}, q_heads=8, kv_heads=2,
-        key_dim=512, value_dim=512,
+        key_dim=512, value_dim=512, windowed=(8, 2, 256, 256),
     ),
 }
 
@@ -527,7 +559,30 @@ VISION_MODELS = {
             ),
             "vision_config": text(layers=24, q=16, hidden=1024),
         },
-        packed=range(28), q_heads=28, kv_heads=4,
+        packed=range(28), q_heads=28, kv_heads=4, engines=("transformers", "vLLM"),
+    ),
+    "InternVL3-8B": Model(
+        VISION,
+        {
+            "architectures": ["InternVLChatModel"], "model_type": "internvl_chat",
+            "llm_config": config(
+                "Qwen2ForCausalLM", "qwen2", layers=28, q=28, kv=4, hidden=3584, context=32768,
+                use_sliding_window=False, sliding_window=None, max_window_layers=70,
+            ),
+            "vision_config": text(layers=24, q=16, hidden=1024),
+        },
+        packed=range(28), q_heads=28, kv_heads=4, engines=("vLLM", "SGLang"),
+    ),
+    "Step3": Model(
+        VISION,
+        {
+            "architectures": ["Step3VLForConditionalGeneration"], "model_type": "step3_vl",
+            "text_config": text(
+                model_type="step3_text", layers=61, q=64, num_attention_groups=1, head_dim=256, hidden=7168,
+                share_q_dim=2048, max_seq_len=65536,
+            ),
+        },
+        packed=range(61), q_heads=64, kv_heads=1, key_dim=256, value_dim=256, engines=("vLLM", "SGLang"),
     ),
 }
 
@@ -594,12 +649,12 @@ REFUSED_MODELS = {
             q_lora_rank=1024, qk_rope_head_dim=64, index_n_heads=64, index_head_dim=128, index_topk=512,
             sliding_window=128, compress_ratios=[0, 0, *[4, 128] * 20, 4],
         ),
-        refused="its configuration sets 'index_topk'",
+        refused=SPARSE_REASON,
     ),
     "MiniMax-M3": Model(
         SPARSE,
         {
-            "architectures": ["MiniMaxM3VLForConditionalGeneration"], "model_type": "minimax_m3_vl",
+            "architectures": ["MiniMaxM3SparseForConditionalGeneration"], "model_type": "minimax_m3_vl",
             "text_config": text(
                 model_type="minimax_m3_vl_text", layers=60, q=64, kv=4, head_dim=128, hidden=6144, context=524288,
                 sparse_attention_config={
@@ -608,7 +663,7 @@ REFUSED_MODELS = {
                 },
             ),
         },
-        refused="its configuration sets 'sparse_attention_config'",
+        refused=SPARSE_REASON,
     ),
     "Qwen4-Exp": Model(
         SPARSE,
@@ -619,27 +674,27 @@ REFUSED_MODELS = {
                 layer_types=kinds(40, LINEAR, every(4, 40), "qwen_sparse_attention"),
             ),
         },
-        refused="qwen sparse attention in layers 3, 7, 11",
+        refused="qwen sparse attention in layer 3 is not supported",
     ),
     "Mistral-7B-v0.1": Model(
         ALL_SLIDING,
         config("MistralForCausalLM", "mistral", layers=32, q=32, kv=8, hidden=4096, context=32768, sliding_window=4096),
-        refused="no layer of full attention",
+        refused=SLIDING_REASON,
     ),
     "Phi-3-mini-4k": Model(
         ALL_SLIDING,
         config("Phi3ForCausalLM", "phi3", layers=32, q=32, kv=32, hidden=3072, context=4096, sliding_window=2047),
-        refused="no layer of full attention",
+        refused=SLIDING_REASON,
     ),
     "Falcon-Mamba-7B": Model(
         RECURRENT,
         config("FalconMambaForCausalLM", "falcon_mamba", layers=64, hidden=4096, state_size=16, conv_kernel=4),
-        refused="its configuration has no 'num_attention_heads'",
+        refused=RECURRENT_REASON,
     ),
     "RWKV-6-World-7B": Model(
         RECURRENT,
         config("Rwkv6ForCausalLM", "rwkv6", layers=32, q=64, hidden=4096, attention_hidden_size=4096, head_size=64),
-        refused="model type 'rwkv6'",
+        refused=RECURRENT_REASON,
     ),
     "Llama-3.2-11B-Vision": Model(
         CROSS,
@@ -651,7 +706,7 @@ REFUSED_MODELS = {
             ),
             "vision_config": {"hidden_size": 1280, "num_hidden_layers": 32, "attention_heads": 16},
         },
-        refused="its configuration sets 'cross_attention_layers'",
+        refused="cross attention is not supported",
     ),
     "T5-Large": Model(
         CROSS,
@@ -667,7 +722,7 @@ REFUSED_MODELS = {
             "FalconForCausalLM", "falcon", layers=60, q=128, hidden=8192, num_kv_heads=8, alibi=False,
             new_decoder_architecture=True, multi_query=True,
         ),
-        refused="its configuration sets 'multi_query'",
+        refused="its configuration sets 'multi_query', which is not supported",
     ),
     "ChatGLM3-6B": Model(
         OTHER,
@@ -676,7 +731,7 @@ REFUSED_MODELS = {
             "multi_query_attention": True, "multi_query_group_num": 2, "kv_channels": 128, "hidden_size": 4096,
             "seq_length": 8192,
         },
-        refused="its configuration sets 'kv_channels'",
+        refused="its configuration sets 'kv_channels', which is not supported",
     ),
     "Llama-3.3-Nemotron-Super-49B": Model(
         OTHER,
@@ -688,18 +743,7 @@ REFUSED_MODELS = {
             ]
             * 40,
         ),
-        refused="its configuration sets 'block_configs'",
-    ),
-    "Step3": Model(
-        OTHER,
-        {
-            "architectures": ["Step3VLForConditionalGeneration"], "model_type": "step3_vl",
-            "text_config": text(
-                model_type="step3_text", layers=61, q=64, num_attention_groups=1, head_dim=256, hidden=7168,
-                share_q_dim=2048, max_seq_len=65536,
-            ),
-        },
-        refused="its configuration sets 'share_q_dim'",
+        refused="its configuration sets 'block_configs', which is not supported",
     ),
     "MPT-7B": Model(
         OTHER,
@@ -707,12 +751,12 @@ REFUSED_MODELS = {
             "architectures": ["MPTForCausalLM"], "model_type": "mpt", "n_layers": 32, "n_heads": 32, "d_model": 4096,
             "max_seq_len": 2048, "attn_config": {"alibi": True, "attn_type": "multihead_attention"},
         },
-        refused="its configuration has no 'num_attention_heads'",
+        refused="attention with ALiBi is not supported",
     ),
     "BLOOM-7B1": Model(
         OTHER,
         {"architectures": ["BloomForCausalLM"], "model_type": "bloom", "n_layer": 30, "n_head": 32, "n_embed": 4096},
-        refused="its configuration has no 'num_attention_heads'",
+        refused="its configuration has no 'num_hidden_layers'",
     ),
 }
 
