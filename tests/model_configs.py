@@ -96,7 +96,7 @@ MLA_REASON = (
     "multi-head latent attention (MLA) caches one latent vector of 512 and one RoPE key of 64 numbers "
     "per token for all heads together, which cannot be packed yet: see docs/mla.md"
 )
-SPARSE_REASON = "sparse attention with an index of its own is not supported"
+SPARSE_REASON = "sparse attention is not supported"
 SLIDING_REASON = "all its layers are sliding: there is no full attention, whose cache grows, to pack"
 RECURRENT_REASON = "it has no attention, so there is no cache that grows to pack"
 

@@ -242,6 +242,7 @@ def test_a_geometry_that_is_written_down_is_checked_too(numbers):
         # layers of different kinds, and no word of which is which
         ({"mamba_d_ssm": 1024, "mamba_d_state": 256}, "mamba_d_ssm"),
         ({"linear_num_key_heads": 16}, "linear_num_key_heads"),
+        ({"mixer_types": ["minicpm4", "lightning-attn"] * 16}, "mixer_types"),  # MiniCPM-SALA
         ({"global_attn_every_n_layers": 3, "local_attention": 128}, "global_attn_every_n_layers"),
         # heads that differ from layer to layer
         ({"num_key_value_heads": None, "block_configs": [{"attention": {"n_heads_in_group": 8}}]}, "block_configs"),

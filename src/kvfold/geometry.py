@@ -27,8 +27,8 @@ UNKNOWN = (
     *("multi_query", "new_decoder_architecture", "block_types", "block_configs", "num_attention_heads_per_layer"),
     *("kv_channels", "alibi", "layer_group_size", "num_query_heads"),
 )
-# Fields of models that attend to some tokens only, which an index of their own finds.
-SPARSE = ("index_topk", "index_n_heads", "indexer_n_heads", "sparse_attention_config")
+# Fields of models that attend to some tokens only.
+SPARSE = ("index_topk", "index_n_heads", "indexer_n_heads", "sparse_attention_config", "sparse_config")
 # What the published configurations of a type leave out.
 GEMMA = {"head_dim": 256}
 DEFAULTS: dict[str, dict[str, int]] = {
@@ -270,7 +270,7 @@ def _unsupported(config: Mapping[str, Any]) -> str | None:
             "per token for all heads together, which cannot be packed yet: see docs/mla.md"
         )
     if any(config.get(field) for field in SPARSE):
-        return "sparse attention with an index of its own is not supported"
+        return "sparse attention is not supported"
     if config.get("cross_attention_layers"):
         return "cross attention is not supported"
     if kind.startswith(RECURRENT) and "attn_layer_indices" not in config:

@@ -38,7 +38,7 @@ EVERY: dict[str, tuple[int, Kind]] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), (4, "linear")),
 }
 # Beginnings of the fields of models whose layers differ. If nothing above says how, the model is not known.
-DIFFERENT = ("mamba", "linear_", "global_attn_every_n_layers")
+DIFFERENT = ("mamba", "linear_", "mixer_types", "global_attn_every_n_layers", "dense_attention_every_n_layers")
 
 
 def layer_kinds(config: Mapping[str, Any], layers: int) -> list[Kind]:
