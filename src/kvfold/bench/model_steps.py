@@ -56,7 +56,7 @@ def packed_cache(
     for layer in geometry.packed:
         key, value = layer_codecs(recipe, geometry, layer, raw_dtype)
         codecs[layer] = key.to(model.device), value.to(model.device)  # one per layer, as a fitted model has
-    cache = PackedCache(recipe, geometry, codecs, raw_dtype, model.device, page)
+    cache = PackedCache(recipe, model.config, codecs, raw_dtype, model.device, page)
     cache.begin(batch, 0, reserve=capacity)
     assert cache.paged is not None
     tables, pages = cache.paged.tables, len(cache.paged.pools[0])

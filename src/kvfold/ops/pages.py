@@ -18,6 +18,14 @@ from kvfold.format.windows import Windows
 T = TypeVar("T")
 
 
+class Logits(NamedTuple):
+    """How products of queries and keys become the logits of softmax."""
+
+    scale: float
+    cap: float | None = None
+    sinks: Tensor | None = None  # float32[q_heads]
+
+
 class HostLengths(NamedTuple):
     """Tokens per sequence before a step and with it, as the host knows them."""
 

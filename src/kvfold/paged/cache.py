@@ -153,12 +153,16 @@ class PagedCache:
             self.faults.zero_()
             raise ValueError(UNSTORABLE)
 
-    def crop(self, counts: Sequence[int]) -> None:
-        """Forget the last `counts[i]` tokens of sequence i."""
+    def check_crop(self, counts: Sequence[int]) -> None:
+        """Refuse a `crop` that cannot be done."""
         lengths = [length - count for length, count in zip(self.lengths, counts, strict=True)]
         if min(counts, default=0) < 0 or min(lengths, default=0) < 0:
             raise ValueError(f"cannot remove {list(counts)} tokens from sequences of {self.lengths}")
         self.shadow_map.check_crop(self.tables, lengths)
+
+    def crop(self, counts: Sequence[int]) -> None:
+        """Forget the last `counts[i]` tokens of sequence i."""
+        self.check_crop(counts)
         self.tables.crop(counts)
 
     def select(self, rows: Sequence[int]) -> None:
