@@ -39,7 +39,7 @@ _tap: ContextVar[_Tap] = ContextVar("kvfold-capture")
 
 @contextmanager
 def tapped(model: PreTrainedModel, tap: Callable[[Seen], None]) -> Iterator[PreTrainedModel]:
-    """The decoder of `model`, which calls `tap` at every layer that would be packed. It computes what it always does."""
+    """The decoder of `model`, which calls `tap` at every layer that would be packed. It computes the same as ever."""
     decoder = model.get_decoder()
     previous = decoder.config._attn_implementation
     token = _tap.set(_Tap(Geometry.from_config(model.config.to_dict()).packed, tap))
