@@ -51,8 +51,8 @@ def _no_integers(slot: SlotLayout, side: str) -> str | None:
         return "are not affine integers of 2, 4 or 8 bits"
     if len(slot.segments) > 2:
         return f"have {len(slot.segments)} groups, not 1 or 2"
-    if slot.dims not in (64, 128, 256) or slot.code_bytes < 32:
-        return f"of {slot.dims} coordinates have {slot.code_bytes} bytes of codes"
+    if slot.dims not in (64, 128, 256):
+        return f"have {slot.dims} coordinates, not 64, 128 or 256"
     return None
 
 
