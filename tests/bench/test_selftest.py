@@ -123,8 +123,8 @@ def test_without_transformers_it_says_what_to_install(monkeypatch: pytest.Monkey
 def attends(change: Callable[[LayerPages, Tensor], tuple[LayerPages, Tensor]]) -> Callable[..., Tensor]:
     """An `attend` that is given other pages or queries."""
 
-    def broken(right: Any, pages: LayerPages, q: Tensor, new: Any, scale: float, out: Any = None) -> Tensor:
-        return right(*change(pages, q), new, scale, out)
+    def broken(right: Any, pages: LayerPages, q: Tensor, new: Any, logits: Any, out: Any = None) -> Tensor:
+        return right(*change(pages, q), new, logits, out)
 
     return broken
 

@@ -10,6 +10,7 @@ from kvfold.format.layout import PageLayout, affine_slot, channel_slot
 from kvfold.format.windows import Windows
 from kvfold.ops.attend import attend_torch
 from kvfold.ops.dispatch import HOPPER, check_dtype, choose
+from kvfold.ops.pages import Logits
 from kvfold.paged import PagedCache
 from kvfold.recipes import parse
 
@@ -126,5 +127,5 @@ def test_pytorch_reads_on_any_device(windows, n, monkeypatch):
     cache.extend([70, 40])
     cache.extend([n, n])
     q, k = (torch.empty(2 * n, heads, 128, device=device) for heads in (4, 2))
-    out = ops.decode.run(cache.pages(0), q, (k, k) if windows else None, 0.1)
+    out = ops.decode.run(cache.pages(0), q, (k, k) if windows else None, Logits(0.1))
     assert (out.shape, out.device) == (q.shape, device)

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvfold.format.layout import PageLayout
 from kvfold.ops import naive
 from kvfold.ops.attend import attend_torch
-from kvfold.ops.pages import LayerPages
+from kvfold.ops.pages import LayerPages, Logits
 
 New = tuple[Tensor, Tensor] | None
 AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities
@@ -33,17 +33,17 @@ class Ops(NamedTuple):
     extend: Choice
 
     def store_and_attend(
-        self, pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor | None = None
+        self, pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, logits: Logits, out: Tensor | None = None
     ) -> Tensor:
         """Pack k and v [tokens, kv_heads, d], then attend the queries [tokens, q_heads, d]. Outputs have the shape of
         the queries, float32 or in `out`."""
         both = self._attention(pages).store_and_attend
         if both is not None:
-            return both(pages, q, k, v, scale, out)
-        return self.attend(pages, q, self.store.run(pages, k, v), scale, out)
+            return both(pages, q, k, v, logits, out)
+        return self.attend(pages, q, self.store.run(pages, k, v), logits, out)
 
-    def attend(self, pages: LayerPages, q: Tensor, new: New, scale: float, out: Tensor | None = None) -> Tensor:
-        return self._attention(pages).run(pages, q, new, scale, out)
+    def attend(self, pages: LayerPages, q: Tensor, new: New, logits: Logits, out: Tensor | None = None) -> Tensor:
+        return self._attention(pages).run(pages, q, new, logits, out)
 
     def _attention(self, pages: LayerPages) -> Choice:
         return self.decode if pages.step.max_queries == 1 else self.extend

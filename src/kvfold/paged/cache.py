@@ -12,7 +12,7 @@ from kvfold.format.codec import UNSTORABLE, Codec
 from kvfold.format.layout import PageLayout
 from kvfold.format.windows import Windows
 from kvfold.ops.dispatch import Ops, choose
-from kvfold.ops.pages import NO_STEP, HostLengths, LayerPages, Step
+from kvfold.ops.pages import NO_STEP, HostLengths, LayerPages, Logits, Step
 from kvfold.paged.shadows import Shadows
 from kvfold.paged.tables import PageTables
 
@@ -125,7 +125,7 @@ class PagedCache:
         """A layer and the current step, as ops take them."""
         return replace(self._layers[layer], step=self.step)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, logits: Logits, out: Tensor | None = None) -> Tensor:
         """Pack a layer's new tokens and attend its queries, float32 or in `out`.
 
         All are [sequences, n, heads, d]. If a sequence has fewer than n new tokens, they are its last columns. Outputs
@@ -138,10 +138,10 @@ class PagedCache:
         run, pages = self._ops[ratio][layer].store_and_attend, self.pages(layer)
         out = torch.empty(q.shape, device=q.device) if out is None else out
         if sum(self.counts) == q.shape[:2].numel():
-            run(pages, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), scale, out.view(-1, *out.shape[2:]))
+            run(pages, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), logits, out.view(-1, *out.shape[2:]))
         else:
             tokens = self.step.once(_index, tuple(self.counts))
-            out.zero_()[tokens] = run(pages, q[tokens], k[tokens], v[tokens], scale).to(out.dtype)
+            out.zero_()[tokens] = run(pages, q[tokens], k[tokens], v[tokens], logits).to(out.dtype)
         if layer == len(self.layouts) - 1 or self.device.type != "cuda":
             self.check_faults()
         return out

@@ -12,8 +12,18 @@ import triton.language as tl
 from torch import Tensor
 
 from kvfold.ops.attend import window_kernel
-from kvfold.ops.attend.parts import UNSEEN, QueryTiles, empty, merge, raw_from, softmax, tile_rows
-from kvfold.ops.pages import LayerPages
+from kvfold.ops.attend.parts import (
+    LOG2_E,
+    UNSEEN,
+    QueryTiles,
+    empty,
+    learned_sinks,
+    merge,
+    raw_from,
+    softmax,
+    tile_rows,
+)
+from kvfold.ops.pages import LayerPages, Logits
 from kvfold.ops.rotate import dual
 from kvfold.ops.tiles import (
     AFFINE,
@@ -29,7 +39,7 @@ from kvfold.quantizers import lloyd_max
 
 
 def attend(
-    pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scale: float, out: Tensor | None = None
+    pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, logits: Logits, out: Tensor | None = None
 ) -> Tensor:
     """Queries [tokens, q_heads, d] -> outputs of the same shape, float32 or in `out`.
 
@@ -43,13 +53,13 @@ def attend(
     packed = QueryTiles(pages, rotated).splits(tokens, q.device) if tokens > 0 else 0
     outs, weights = empty(packed + (0 if new is None else window_kernel.splits(pages, rotated)), rotated)
     if packed:
-        _attend_packed(pages, rotated, scale, outs[:packed], weights[:packed])
+        _attend_packed(pages, rotated, logits, outs[:packed], weights[:packed])
     if new is not None:
-        window_kernel.attend(pages, rotated, new, scale, outs[packed:], weights[packed:])
-    return merge(outs, weights, pages.value.transform, out)
+        window_kernel.attend(pages, rotated, new, logits, outs[packed:], weights[packed:])
+    return merge(outs, weights, pages.value.transform, out, sinks=learned_sinks(pages, q, logits))
 
 
-def _attend_packed(pages: LayerPages, q: Tensor, scale: float, outs: Tensor, weights: Tensor) -> None:
+def _attend_packed(pages: LayerPages, q: Tensor, logits: Logits, outs: Tensor, weights: Tensor) -> None:
     """Let transformed queries [tokens, q_heads, d] read the packed tokens between their windows, in parts."""
     step, layout, tiles = pages.step, pages.layout, QueryTiles(pages, q)
     # if metadata belong to pages, a tile lies in one page; more than 32 tokens would take too many registers
@@ -72,7 +82,7 @@ def _attend_packed(pages: LayerPages, q: Tensor, scale: float, outs: Tensor, wei
             step.query_starts,
             step.lengths,
             step.table,
-            scale * math.log2(math.e),
+            logits.scale * LOG2_E.value,
             pages.windows.sink,
             pages.windows.recent,
             pages.windows.group,

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from kvfold.format.windows import Windows
-from kvfold.ops.pages import LayerPages, Step, require_shadows
+from kvfold.ops.attend.learned_sinks import sink_part
+from kvfold.ops.pages import LayerPages, Logits, Step, require_shadows
 
 CHUNK_TOKENS = 4096  # per chunk, at most
 CPU_LOGITS, DEVICE_LOGITS = 2**23, 2**27  # query-token pairs per chunk, at most
@@ -17,7 +18,7 @@ UNSEEN = -1e30  # added to logits of tokens that a query does not read; finite, 
 
 
 def attend(
-    pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scale: float, out: Tensor | None = None
+    pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, logits: Logits, out: Tensor | None = None
 ) -> Tensor:
     """Queries [tokens, q_heads, d] -> outputs of the same shape, float32 or in `out`.
 
@@ -28,7 +29,7 @@ def attend(
         pages.step.once(require_shadows, pages.windows)
     for n, tokens, step in pages.step.once(_batches):
         states = [x[tokens].unflatten(0, (-1, n)) for x in (q, *(new or ()))]
-        attended = _attend(replace(pages, step=step), states[0], states[1:], scale)
+        attended = _attend(replace(pages, step=step), states[0], states[1:], logits)
         out[tokens] = attended.flatten(0, 1)
     return out
 
@@ -38,12 +39,15 @@ def _batches(step: Step) -> list[tuple[int, slice, Step]]:
     return step.split(step.known.counts)
 
 
-def _attend(pages: LayerPages, q: Tensor, new: Sequence[Tensor], scale: float) -> Tensor:
+def _attend(pages: LayerPages, q: Tensor, new: Sequence[Tensor], logits: Logits) -> Tensor:
     """`attend` for queries [sequences, n, q_heads, d], and new keys and values in the same shape."""
     sequences, n, q_heads, _ = q.shape
-    parts = _Parts(pages.key.transform.dual(q).transpose(1, 2), scale)
-    logits = CPU_LOGITS if q.device.type == "cpu" else DEVICE_LOGITS
-    tokens = min(CHUNK_TOKENS, max(1, logits // (sequences * q_heads * n)))
+    parts = _Parts(pages.key.transform.dual(q).transpose(1, 2), logits.scale)
+    if logits.sinks is not None:
+        out, weight = sink_part(pages, q, logits)
+        parts.out, parts.weight = out.transpose(1, 2).contiguous(), weight.transpose(1, 2).unsqueeze(-1).contiguous()
+    room = CPU_LOGITS if q.device.type == "cpu" else DEVICE_LOGITS
+    tokens = min(CHUNK_TOKENS, max(1, room // (sequences * q_heads * n)))
     for chunk in pages.step.once(_packed_chunks, pages.windows, tokens):
         parts.add(chunk.columns, chunk.mask, *_unpack(pages, chunk))
     if new:

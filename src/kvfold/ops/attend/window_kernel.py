@@ -1,13 +1,11 @@
 """The part of `attend` that reads windows, on any GPU: raw tokens of shadow pages and of the step itself."""
 
-import math
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvfold.ops.attend.parts import UNSEEN, QueryTiles, raw_from, softmax, tile_rows
-from kvfold.ops.pages import LayerPages
+from kvfold.ops.attend.parts import LOG2_E, UNSEEN, QueryTiles, raw_from, softmax, tile_rows
+from kvfold.ops.pages import LayerPages, Logits
 from kvfold.ops.pdl import ALONE, BESIDE_TO_END, release, wait
 from kvfold.ops.sizes import power_of_two
 
@@ -25,7 +23,7 @@ def attend(
     pages: LayerPages,
     q: Tensor,
     new: tuple[Tensor, Tensor],
-    scale: float,
+    logits: Logits,
     outs: Tensor,
     weights: Tensor,
     overlaps: bool = False,
@@ -50,7 +48,7 @@ def attend(
         step.lengths,
         step.table,
         step.shadow_of,
-        scale * math.log2(math.e),
+        logits.scale * LOG2_E.value,
         windows.sink,
         windows.recent,
         windows.group,
