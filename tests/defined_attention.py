@@ -89,6 +89,8 @@ class Record:
         way = torch.where(exact, EXACT, torch.where(inside, RESTORED, PACKED))
         queries = q.double().unflatten(1, (states.shape[3], -1))
         x = torch.einsum("thgd,wjhd->whgtj", queries, states[:, 0]) * logits.scale
+        if logits.cap is not None:
+            x = logits.cap * torch.tanh(x / logits.cap)
         x = x.gather(0, way.expand(1, *x.shape[1:])).squeeze(0).masked_fill(j > t, -torch.inf)
         if logits.sinks is not None:
             learned = logits.sinks.double().view(*x.shape[:2], 1, 1).expand(-1, -1, n, -1)

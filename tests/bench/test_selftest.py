@@ -205,8 +205,8 @@ def test_a_wrong_kernel_is_found(
 ):
     """In its own rows, and in those of the steps that it is part of; other ops stay right."""
 
-    def chosen(*arguments: Any) -> Ops:
-        ops = choose(*arguments)
+    def chosen(*arguments: Any, **options: Any) -> Ops:
+        ops = choose(*arguments, **options)
         right = getattr(ops, op)
         return ops._replace(**{op: right._replace(run=lambda *given: broken(right.run, *given))})
 

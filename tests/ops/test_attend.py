@@ -79,11 +79,12 @@ class World:
         seed: int = 0,
         pages: int = 160,
         sinks: bool = False,
+        cap: float | None = None,
     ) -> None:
         self.kv_heads, self.q_heads, self.dims = kv_heads, kv_heads * ratio, codecs[0].layout.dims
         self.dtype = dtype
         learned = 3 * torch.randn(self.q_heads, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
-        self.logits = Logits(self.dims**-0.5, learned if sinks else None)
+        self.logits = Logits(self.dims**-0.5, cap, learned if sinks else None)
         self.generator = torch.Generator().manual_seed(seed)
         self.cache = PagedCache(
             [codecs], kv_heads, sequences,
@@ -157,20 +158,21 @@ class Seen:
     """What a query sees besides keys and values: [kv_heads, ratio, 1], to base 2."""
 
     of_mean: Tensor | float = 0.0  # its product with the mean key
+    cap: float | None = None
     sinks: Tensor | None = None
-    zero: Tensor | None = None  # [1, kv_heads, d], transformed
+    zero: Tensor | None = None  # [kv_heads, 1, d], transformed
 
 
 def seen(pages: LayerPages, q: Tensor, logits: Logits) -> Seen:
     """By queries [q_heads, d]."""
     heads, key, value = pages.pool.shape[1], pages.key.transform, pages.value.transform
-    found = Seen()
+    found = Seen(cap=None if logits.cap is None else LOG2_E * logits.cap)
     if key.mean is not None:
         grouped = q.double().unflatten(0, (heads, -1))
         found.of_mean = LOG2_E * logits.scale * grouped @ key.mean.double().unsqueeze(-1)
     if logits.sinks is not None:
         found.sinks = LOG2_E * logits.sinks.double().view(heads, -1, 1)
-        found.zero = value.forward(torch.zeros(1, heads, pages.value.layout.dims, device=DEVICE))
+        found.zero = value.forward(torch.zeros(heads, pages.value.layout.dims, device=DEVICE)).double().unsqueeze(1)
     return found
 
 
@@ -180,10 +182,15 @@ def attention(
     """Of queries [kv_heads, ratio, d] over k, v [tokens, kv_heads, d], in float64 but for what `narrow` does."""
     seen = seen or Seen()
     logits = torch.einsum("hgd,jhd->hgj", narrow(query), narrow(k)) + seen.of_mean
+    if seen.cap is not None:
+        logits = seen.cap * torch.tanh(logits / seen.cap)
+    highest = logits.amax(dim=-1, keepdim=True)
+    weights = torch.exp2(logits - highest)
+    mixed, total = torch.einsum("hgj,jhd->hgd", narrow(weights), narrow(v)), weights.sum(dim=-1, keepdim=True)
     if seen.sinks is not None:
-        logits, v = torch.cat((logits, seen.sinks), dim=-1), torch.cat((v, seen.zero))
-    weights = torch.exp2(logits - logits.amax(dim=-1, keepdim=True))
-    return torch.einsum("hgj,jhd->hgd", narrow(weights), narrow(v)) / weights.sum(dim=-1, keepdim=True)
+        learned = torch.exp2(seen.sinks - highest)
+        mixed, total = mixed + learned * seen.zero, total + learned
+    return mixed / total
 
 
 def fp16_error(query: Tensor, k: Tensor, v: Tensor, seen: Seen | None = None) -> float:
@@ -499,6 +506,34 @@ def test_learned_sinks(recipes, windows):
     world = World(codecs(recipes, 32, 2), 2, ratio=3, sinks=True, **windows)
     for counts in ((1, 70), (1, 1), (3, 0)):
         world.step(*counts)
+
+
+@pytest.mark.parametrize("cap", [0.7, 30.0])
+@pytest.mark.parametrize(
+    ("recipes", "options"),
+    [
+        ("int4", {}),
+        ("saw-int4:values=true", {"sink": 3, "recent": 7}),
+        ("int8:centre=false", {"recent": 70, "sinks": True}),
+        ("oscar-int2:per_head=true", {"sink": 3, "recent": 7, "sinks": True}),
+    ],
+)
+def test_capped_logits(recipes, options, cap):
+    """By much and by little; with learned sinks, which are not."""
+    world = World(codecs(recipes, 32, 2), 2, cap=cap, **options)
+    world.fill(70, 0)
+    world.step(2, 1)
+
+
+def test_capped_logits_of_any_size():
+    """Where tanh is ±1, at up to 10⁴ times the cap."""
+    world = World(codecs("int8:centre=false", 64, 1), kv_heads=1, ratio=1, dtype=torch.float32, cap=1.0)
+    world.cache.extend([40])
+    pages = world.cache.pages(LAYER)
+    k, v = 40 * world.randn(40, 1, 64).sign(), world.randn(40, 1, 64)
+    new = store(pages, k, v)
+    for q in (k, -k, 100 * k):
+        compare(kernels.attend(pages, q, new, world.logits), pages, q, new, world.logits)
 
 
 @pytest.mark.parametrize(("sink", "recent"), [(3, 70), (0, 1), (2, 0)])

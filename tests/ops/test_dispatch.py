@@ -94,6 +94,19 @@ def test_before_triton_3_6_the_portable_kernel_decodes(monkeypatch, triton):
     assert choose(INT4, 4, GPU, (8, 0)).decode.reason == "the GPU is older than Hopper: (8, 0)"
 
 
+# --- soft-caps
+
+
+@pytest.mark.parametrize("capability", [(8, 0), HOPPER])
+@pytest.mark.filterwarnings("ignore:.*slower")
+def test_capped_logits_are_left_to_the_portable_kernel(triton, capability):
+    ops = choose(INT4, 4, GPU, capability, cap=True)
+    assert [choice.implementation for choice in ops] == ["triton"] * 3
+    assert ops.extend.reason == "flash attention has no soft-cap"
+    if capability == HOPPER:
+        assert ops.decode.reason == "logits have a soft-cap"
+
+
 # --- float32
 
 

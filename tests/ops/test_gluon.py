@@ -176,7 +176,7 @@ def test_a_step_stores_and_reads_what_the_definitions_do(case, monkeypatch):
     emulated_gluon.use(monkeypatch)
     stored = Choice("triton", "interpreted", partial(store.store, overlaps=True))
     ops = Ops(stored, Choice("gluon", "emulated", gluon.attend, gluon.store_and_attend), stored)
-    monkeypatch.setattr(selftest, "choose", lambda *_: ops)
+    monkeypatch.setattr(selftest, "choose", lambda *_, **__: ops)
     layer = selftest.Layer(case, torch.device("cpu"))
     for row in (layer.step(), layer.attend("decode", ops.decode)):
         assert row.ok, row

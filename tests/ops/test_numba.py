@@ -177,9 +177,10 @@ def test_windows(recipe, sink, recent, raw_dtype):
     check(world, 1, 0, 1, 1)
 
 
+@pytest.mark.parametrize("options", [{"sinks": True}, {"cap": 2.0}, {"sinks": True, "cap": 30.0}], ids=str)
 @pytest.mark.parametrize("windows", [{}, {"sink": 3, "recent": 7}])
-def test_learned_sinks(windows):
-    world = World(codecs("saw-int4:values=true", 32, 2), 3, ratio=3, pages=400, sinks=True, **windows)
+def test_learned_sinks_and_capped_logits(options, windows):
+    world = World(codecs("saw-int4:values=true", 32, 2), 3, ratio=3, pages=400, **options, **windows)
     world.fill(530, 0, 66)
     check(world, 1, 1, 1)
 

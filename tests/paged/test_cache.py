@@ -57,6 +57,7 @@ class Setup:
     value_bits: int | None = None  # where values are stored in another width than keys
     value_by_channel: bool = False  # where values are quantized over whole pages, as keys may be
     sinks: bool = False  # learned ones
+    cap: float | None = None  # of logits
 
     @property
     def parsed(self) -> Recipe:
@@ -69,7 +70,7 @@ class Setup:
     @property
     def logits(self) -> Logits:
         learned = 4 * torch.randn(self.kv_heads * self.ratio, generator=torch.Generator().manual_seed(7))
-        return Logits(self.dims**-0.5, learned if self.sinks else None)
+        return Logits(self.dims**-0.5, self.cap, learned if self.sinks else None)
 
     def means(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
         if not self.centred:
@@ -274,6 +275,8 @@ def attention(setup: Setup, layer: int, tokens: Sequence[Token], q: torch.Tensor
     queries = keys.dual(grouped) * setup.logits.scale
     logits = np.where(wide[:, None, None], *(np.einsum("nhgd,jhd->nhgj", queries, form) for form in k))
     logits += setup.logits.scale * np.einsum("nhgd,hd->nhg", grouped, keys.mean)[..., None]
+    if setup.cap is not None:
+        logits = setup.cap * np.tanh(logits / setup.cap)
     logits = np.where((j <= t)[:, None, None], logits, -np.inf)
     learned = np.full(logits.shape[:-1], -np.inf)
     if setup.logits.sinks is not None:
@@ -520,6 +523,8 @@ def setups() -> list[Setup]:
         Setup("int4", 3, sinks=True, dtype=torch.bfloat16),
         Setup("oscar-int2:per_head=true,group=8,recent=2", 16, centred=False, sinks=True),
         Setup("kivi-2:recent=7,group=8", 4, sinks=True),
+        Setup("saw-int4:sink=3,recent=7,values=true", 4, cap=5.0),
+        Setup("int8", 3, cap=0.5, sinks=True),
         *BY_PAGE,
     ]
     return result
@@ -528,7 +533,7 @@ def setups() -> list[Setup]:
 def describe(setup: Setup) -> str:
     values = "" if setup.value_bits is None else f"-v{setup.value_bits}"
     values += "-v-by-channel" if setup.value_by_channel else ""
-    values += "-sinks" if setup.sinks else ""
+    values += ("-sinks" if setup.sinks else "") + (f"-cap{setup.cap}" if setup.cap else "")
     return f"{setup.recipe}-page{setup.page_size}-{setup.kv_heads}x{setup.ratio}-d{setup.dims}{values}"
 
 

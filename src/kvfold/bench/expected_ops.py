@@ -77,7 +77,10 @@ def attend(
     for head, query in enumerate(rotated):
         x = query.new_full((), -math.inf)
         for states, mask in read:
-            x = torch.where(mask, logits.scale * query @ rounded(states[:, head, 0]).mT + of_mean[head], x)
+            products = logits.scale * query @ rounded(states[:, head, 0]).mT + of_mean[head]
+            if logits.cap is not None:
+                products = logits.cap * torch.tanh(products / logits.cap)
+            x = torch.where(mask, products, x)
         if logits.sinks is not None:
             x = torch.cat((x, logits.sinks.double().view(len(outs), -1, 1, 1)[head].expand(-1, len(x[0]), -1)), dim=-1)
         weights = rounded(torch.softmax(x, dim=-1))

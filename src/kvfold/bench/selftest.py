@@ -88,6 +88,7 @@ class Case:
     dtype: str = "bfloat16"
     kv_heads: int = 2
     sinks: bool = False  # learned ones
+    cap: float | None = None  # of logits
 
     @property
     def q_heads(self) -> int:
@@ -99,7 +100,7 @@ class Case:
 
     def __str__(self) -> str:
         shape = f"{self.q_heads}:{self.kv_heads} heads of {self.head_dim}, pages of {self.page}, {self.dtype}"
-        return f"{shape}, learned sinks" if self.sinks else shape
+        return shape + ", learned sinks" * self.sinks + (f", logits up to {self.cap}" if self.cap else "")
 
 
 # Each kernel meets 1 to 8 query heads per KV head, both page sizes, both head dimensions and all kinds of windows
@@ -226,12 +227,12 @@ class Layer:
     def __init__(self, case: Case, device: torch.device) -> None:
         self.case, recipe = case, parse(case.recipe)
         key, value = random_codecs(recipe, case.head_dim, case.q_heads, case.kv_heads, case.torch_dtype)
-        self.ops = choose(PageLayout(key.layout, value.layout, case.page), case.ratio, device)
+        self.ops = choose(PageLayout(key.layout, value.layout, case.page), case.ratio, device, cap=case.cap is not None)
         self.cache = _poisoned_cache(case, recipe, (key.to(device), value.to(device)), device)
         self.generator = torch.Generator().manual_seed(0)
         self.turn = count()
         sinks = torch.linspace(-3, 3, case.q_heads) if case.sinks else None
-        self.logits = Logits(case.head_dim**-0.5, sinks)
+        self.logits = Logits(case.head_dim**-0.5, case.cap, sinks)
         self.expected = on_cpu(self.pages)
         self.keys = [torch.empty(0, case.kv_heads, case.head_dim)] * len(case.tokens.new)  # per sequence
         for start in range(0, max(case.tokens.history), CHUNK):

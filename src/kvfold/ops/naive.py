@@ -97,6 +97,8 @@ def attend(pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, logi
             if key.mean is not None:
                 own = q[i].double().unflatten(0, (kv_heads, -1))
                 x += logits.scale * torch.einsum("hgd,hd->hg", own, key.mean.double()).unsqueeze(-1)
+            if logits.cap is not None:
+                x = logits.cap * torch.tanh(x / logits.cap)
             if logits.sinks is not None:
                 x = torch.cat((x, logits.sinks.double().view(kv_heads, -1, 1)), dim=-1)
                 v = torch.cat((v, value.forward(torch.zeros_like(v[:1]))))

@@ -22,10 +22,12 @@ T = TypeVar("T")
 class Logits(NamedTuple):
     """How products of queries and keys become the logits of softmax, and which logits learned sinks add.
 
-    A learned sink is one more logit of a query head. Its value is zero, before values are centred.
+    A soft-cap bounds logits, those of sinks excepted: x becomes cap·tanh(x / cap). A learned sink is one more logit of
+    a query head. Its value is zero, before values are centred.
     """
 
     scale: float
+    cap: float | None = None
     sinks: Tensor | None = None  # float32[q_heads]
 
     def of_mean(self, key: Transform, q: Tensor) -> Tensor | None:

@@ -53,7 +53,8 @@ class PagedCache:
             for layout in self.layouts
         ]
         self._layers = self._views()
-        self._ops: dict[int, list[Ops]] = {}  # per layer, by query heads per KV head
+        # per layer, by query heads per KV head and whether logits are capped
+        self._ops: dict[tuple[int, bool], list[Ops]] = {}
 
     @property
     def lengths(self) -> list[int]:
@@ -132,10 +133,11 @@ class PagedCache:
         before them are zero. A token that cannot be stored raises, on a GPU with the last layer. Then take the step
         back by `crop`.
         """
-        ratio = q.shape[2] // self.kv_heads
-        if ratio not in self._ops:
-            self._ops[ratio] = [choose(layout, ratio, self.device) for layout in self.layouts]
-        run, pages = self._ops[ratio][layer].store_and_attend, self.pages(layer)
+        kind = q.shape[2] // self.kv_heads, logits.cap is not None
+        if kind not in self._ops:
+            ratio, cap = kind
+            self._ops[kind] = [choose(layout, ratio, self.device, cap=cap) for layout in self.layouts]
+        run, pages = self._ops[kind][layer].store_and_attend, self.pages(layer)
         out = torch.empty(q.shape, device=q.device) if out is None else out
         if sum(self.counts) == q.shape[:2].numel():
             run(pages, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), logits, out.view(-1, *out.shape[2:]))

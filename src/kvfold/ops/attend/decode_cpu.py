@@ -46,9 +46,10 @@ Arguments = arguments(
     "q", "queries", "parts", "weights", "out", "scratch", "workers", "width",
     "shadows", "shadow_pages", "new_keys", "new_values",
     "table", "table_stride", "starts", "lengths", "shadow_of",
-    "key_rotation", "key_rotations", "value_rotation", "value_rotations", "value_mean", "sinks", "sink_values",
+    "key_rotation", "key_rotations", "value_rotation", "value_rotations", "value_mean",
+    "sinks", "sink_values", "of_mean",
     "sequences", "chunks", "kv_heads", "ratio", "dims", "page_size", "windows", "sink", "recent",
-    floats=("scale", "key_factor", "value_factor"),
+    floats=("scale", "cap", "key_factor", "value_factor"),
 )  # fmt: skip
 
 
@@ -65,6 +66,8 @@ def attend(
     if new is not None:
         pages.step.once(require_shadows, windows)
     sinks = [] if logits.sinks is None else [sink_part(pages, q, logits)[1] * LOG2_E, sink_values(pages)]
+    of_mean = None if logits.cap is None else logits.of_mean(pages.key.transform, q)
+    of_mean = None if of_mean is None else of_mean * LOG2_E
     q = q.float().contiguous()
     result = out if out is not None and out.dtype == torch.float32 and out.is_contiguous() else torch.empty_like(q)
     queries, parts = torch.empty_like(q), torch.empty(chunks, *q.shape)
@@ -81,10 +84,10 @@ def attend(
         step.table.data_ptr(), step.table.stride(0),
         starts.data_ptr(), lengths.data_ptr(), step.shadow_of.data_ptr(),
         key.matrix.data_ptr(), key.matrix.shape[0], value.inverse.data_ptr(), value.inverse.shape[0],
-        value.mean.data_ptr(), *([x.data_ptr() for x in sinks] or (0, 0)),
+        value.mean.data_ptr(), *([x.data_ptr() for x in sinks] or (0, 0)), 0 if of_mean is None else of_mean.data_ptr(),
         sequences, chunks, kv_heads, q_heads // kv_heads, dims, pages.layout.page_size,
         new is not None, windows.sink, windows.recent,
-        logits.scale * LOG2_E, key.factor, value.factor,
+        logits.scale * LOG2_E, (logits.cap or 0) * LOG2_E, key.factor, value.factor,
     )  # fmt: skip
     _rotate_queries(told, sequences * q_heads)
     _attend_chunks(told, sequences * kv_heads * chunks)
@@ -115,9 +118,10 @@ def _exp2(x):
 
 
 @njit(**FAST)
-def _weigh(query, tile, count, shares, weight, mixed):
+def _weigh(query, tile, count, shares, weight, mixed, lacking, cap):
     """Compute the weights of the first `count` tokens of a tile, relative to the highest logit so far.
 
+    With a soft-cap, logits get what they lack, and are capped.
     The sums over earlier tiles are rescaled to that logit.
     """
     for i in range(0, count, ROWS):
@@ -129,6 +133,9 @@ def _weigh(query, tile, count, shares, weight, mixed):
             y2 += query[j] * x2[j]
             y3 += query[j] * x3[j]
         shares[i], shares[i + 1], shares[i + 2], shares[i + 3] = y0, y1, y2, y3
+    if cap > 0:
+        for i in range(count):
+            shares[i] = cap * np.tanh((shares[i] + lacking) / cap)
     highest = max(weight[0], shares[:count].max())
     fade, total = _exp2(weight[0] - highest), f4(0)
     for i in range(count):
@@ -184,6 +191,7 @@ def _attend_chunks(p):
     shadows = array(a.shadows, (a.shadow_pages, a.kv_heads, 2, a.page_size, a.dims), np.uint16)
     new_keys = array(a.new_keys, (a.sequences, a.kv_heads, a.dims), np.uint16)
     new_values = array(a.new_values, (a.sequences, a.kv_heads, a.dims), np.uint16)
+    of_mean = array(a.of_mean, (a.sequences, a.kv_heads, a.ratio), np.float32)
     scratch = array(a.scratch, (a.workers, TILE + a.ratio, a.width), np.float32)[take(p, WORKER)]
     tile, shares = scratch[:TILE], scratch[TILE:]
     half, task = a.half != 0, take(p, TASK)
@@ -216,7 +224,10 @@ def _attend_chunks(p):
                     i += run
                 for r in range(a.ratio):
                     if side == 0:
-                        _weigh(queries[sequence, head, r], tile, count, shares[r], weight[r], part[r])
+                        lacking = of_mean[sequence, head, r] if a.of_mean else f4(0)
+                        _weigh(
+                            queries[sequence, head, r], tile, count, shares[r], weight[r], part[r], lacking, f4(a.cap)
+                        )
                     else:
                         _mix(shares[r], tile, count, part[r])
         task = take(p, TASK)

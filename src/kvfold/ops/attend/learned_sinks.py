@@ -10,10 +10,11 @@ from kvfold.transforms import Transform
 def sink_part(pages: LayerPages, q: Tensor, logits: Logits) -> tuple[Tensor, Tensor]:
     """The part of queries [..., q_heads, d]: outputs [..., q_heads, d] and logits [..., q_heads], float32.
 
-    Logits over centred keys lack scale·q·mean. So the logits of sinks have to lack it too.
+    Logits over centred keys lack scale·q·mean. So the logits of sinks have to lack it too. With a soft-cap, no logit
+    lacks it.
     """
     assert logits.sinks is not None
-    values, lacking = sink_values(pages), logits.of_mean(pages.key.transform, q)
+    values, lacking = sink_values(pages), None if logits.cap else logits.of_mean(pages.key.transform, q)
     weight = logits.sinks.float().expand(q.shape[:-1])
     out = values.repeat_interleave(q.shape[-2] // len(values), dim=0)
     return out.expand(*q.shape[:-1], -1), weight.contiguous() if lacking is None else weight - lacking

@@ -77,8 +77,23 @@ def learned_sinks(pages: LayerPages, q: Tensor, logits: Logits) -> Sinks | None:
     """The learned sinks of queries [tokens, q_heads, d], if there are any."""
     if logits.sinks is None:
         return None
-    scale, mean = logits.scale * LOG2_E.value, pages.key.transform.mean
+    scale, mean = logits.scale * LOG2_E.value, pages.key.transform.mean if logits.cap is None else None
     return Sinks(logits.sinks, sink_values(pages), q, q.stride(0), q.stride(1), mean, scale)
+
+
+class Cap(NamedTuple):
+    """A soft-cap of logits to base 2."""
+
+    at: float
+    of_mean: Tensor | None  # float32[tokens, q_heads]: what logits over centred keys lack
+
+
+def soft_cap(pages: LayerPages, q: Tensor, logits: Logits) -> Cap | None:
+    """The soft-cap for queries [tokens, q_heads, d] as the model gives them, if there is one."""
+    if logits.cap is None:
+        return None
+    of_mean = logits.of_mean(pages.key.transform, q)
+    return Cap(logits.cap * LOG2_E.value, None if of_mean is None else of_mean * LOG2_E.value)
 
 
 def merge(
@@ -212,6 +227,22 @@ def tile_rows(
 def raw_from(position, recent, group):
     """`Windows.raw_from`: the first of the recent tokens that a query at `position` reads raw."""
     return tl.minimum((position + 1) // group * group, position + 1 - recent)
+
+
+@triton.jit
+def lacking(cap, row, live):
+    """What the logits of rows of queries lack before they are capped. `row`: their place in [tokens, q_heads]."""
+    if cap.of_mean is None:
+        return tl.zeros(row.shape, tl.float32)
+    else:
+        return tl.load(cap.of_mean + row, mask=live, other=0.0)
+
+
+@triton.jit
+def capped(logits, cap, lacked):
+    """cap·tanh(x / cap) of complete logits x, as tanh(z) = 1 − 2 / (1 + e^2z)."""
+    x = logits + lacked[:, None]
+    return cap.at - 2 * cap.at / (1 + tl.exp2(x * (2 * LOG2_E / cap.at)))
 
 
 @triton.jit
