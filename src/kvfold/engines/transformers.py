@@ -30,12 +30,13 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from kvfold.artifact import Artifact, Fingerprint
 from kvfold.calibration.automatic import calibrate_automatically
-from kvfold.engines.unpacked_attention import attend_unpacked
+from kvfold.engines.unpacked_attention import attend_unpacked, logits_of
 from kvfold.fitted import Fitted
 from kvfold.format.codec import Codec, sixteen_bit
 from kvfold.geometry import Geometry, UnsupportedModel, listed
 from kvfold.models import load_tokenizer
 from kvfold.ops.dispatch import check_dtype, choose
+from kvfold.ops.pages import Logits
 from kvfold.paged import PagedCache
 from kvfold.recipe import Recipe
 from kvfold.recipes import parse
@@ -61,7 +62,8 @@ def cache(
     if page_size not in (None, recipe.page_size) and any(page.per_page for page in pages):
         raise ValueError(f"{recipe} quantizes pages of {recipe.page_size} tokens as a whole, so page_size is given")
     ratio = geometry.q_heads // geometry.kv_heads
-    check_dtype([choose(layout, ratio, model.device) for layout in set(pages)], model.dtype)
+    capped = geometry.cap is not None
+    check_dtype([choose(layout, ratio, model.device, cap=capped) for layout in set(pages)], model.dtype)
     if model.config._attn_implementation != IMPLEMENTATION:
         model.set_attn_implementation(IMPLEMENTATION)
         if model.config._attn_implementation != IMPLEMENTATION:
@@ -211,7 +213,7 @@ class PackedCache(Cache):
         return sum(tensor.untyped_storage().nbytes() for tensor in held if tensor is not None)
 
     @torch.no_grad()
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, logits: Logits) -> Tensor:
         """Pack a layer's new tokens and attend its queries: [sequences, heads, n, d] -> [sequences, n, heads, d]."""
         if layer == self.geometry.packed[0] and not self.begun:
             self.begin(q.shape[0], q.shape[2], mask)
@@ -221,7 +223,7 @@ class PackedCache(Cache):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         try:
             return self.paged.attend(
-                self.geometry.packed.index(layer), q, k, v, scale, torch.empty(q.shape, dtype=q.dtype, device=q.device)
+                self.geometry.packed.index(layer), q, k, v, logits, torch.empty(q.shape, dtype=q.dtype, device=q.device)
             )
         except Exception:
             # A step that fails leaves no tokens behind. Other layers cannot take it back, so all tokens go with it.
@@ -311,7 +313,7 @@ def _attention(
         if attention_mask is not None and attention_mask.ndim == 2:
             attention_mask = _causal_mask(attention_mask, n)
         return attend_unpacked(module, query, key, value, attention_mask, scaling=scaling, **kwargs), None
-    for unsupported in ("sliding_window", "softcap", "s_aux", "position_bias"):
+    for unsupported in ("sliding_window", "position_bias"):
         if kwargs.get(unsupported) is not None:
             raise UnsupportedModel(
                 f"{type(module).__name__}: attention with {unsupported} cannot run over packed pages"
@@ -320,8 +322,8 @@ def _attention(
         raise ValueError(
             "a packed cache takes attention_mask [batch, tokens]; masks of four dimensions are not supported"
         )
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return key.cache.attend(key.layer, query, key.states, value.states, attention_mask, scale), None
+    logits = logits_of(query, scaling, kwargs)
+    return key.cache.attend(key.layer, query, key.states, value.states, attention_mask, logits), None
 
 
 def _mask(mask_function: Callable = causal_mask_function, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
