@@ -62,7 +62,7 @@ def cache(
     if page_size not in (None, recipe.page_size) and any(page.per_page for page in pages):
         raise ValueError(f"{recipe} quantizes pages of {recipe.page_size} tokens as a whole, so page_size is given")
     ratio = geometry.q_heads // geometry.kv_heads
-    capped = geometry.cap is not None
+    capped = geometry.shape.cap is not None
     check_dtype([choose(layout, ratio, model.device, cap=capped) for layout in set(pages)], model.dtype)
     if model.config._attn_implementation != IMPLEMENTATION:
         model.set_attn_implementation(IMPLEMENTATION)
@@ -131,10 +131,8 @@ class PackedLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
-    def reset(self) -> None:
-        """The cache resets all pages at once. It also crops and reorders them."""
-
-    def crop(self, tokens_to_remove: int) -> None: ...
+    def crop(self, tokens_to_remove: int) -> None:
+        """The cache crops and reorders the pages of all layers at once."""
 
     def reorder_cache(self, beam_idx: Tensor) -> None: ...
 
@@ -167,10 +165,10 @@ class PackedCache(Cache):
         self.recipe, self.config, self.codecs = recipe, config, codecs
         self.raw_dtype, self.device, self.page_size = raw_dtype, device, page_size
         self.geometry = Geometry.from_config(config.to_dict())
-        super().__init__(layers=self._layers())
+        super().__init__(layers=[])
         self.reset()
 
-    def _layers(self) -> list[Any]:
+    def _new_layers(self) -> list[Any]:
         layers: list[Any] = DynamicCache(config=self.config).layers
         grow = tuple(n for n, layer in enumerate(layers) if type(layer) in GROWING)
         if grow != self.geometry.packed:
@@ -189,7 +187,7 @@ class PackedCache(Cache):
 
     def reset(self) -> None:
         """Forget every sequence, and free their pages."""
-        super().reset()
+        self.layers = self._new_layers()
         self.paged: PagedCache | None = None
         self.tokens = 0  # columns of the batch so far, padding included
         self.begun = 0  # columns of a step that `begin` has made and no forward call has used yet
@@ -227,7 +225,7 @@ class PackedCache(Cache):
             )
         except Exception:
             # A step that fails leaves no tokens behind. Other layers cannot take it back, so all tokens go with it.
-            self.crop(-n) if len(self.geometry.packed) == len(self.layers) else self.reset()
+            self.crop(-n) if all(type(own) is PackedLayer for own in self.layers) else self.reset()
             raise
 
     def begin(self, sequences: int, n: int, mask: Tensor | None = None, reserve: int = 0) -> None:
