@@ -162,7 +162,7 @@ class PackedCache(Cache):
         n = q.shape[2]
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         try:
-            return self.paged.attend(layer, q, k, v, logits, torch.empty(q.shape, dtype=q.dtype, device=q.device))
+            return self.paged.attend(layer, q, k, v, logits, q.new_empty(*q.shape[:3], v.shape[-1]))
         except Exception:
             self.crop(-n)  # a step that fails leaves no tokens behind
             raise
