@@ -309,6 +309,7 @@ def test_types_of_sixteen_bits(recipes, raw_dtype):
         ("kmeans-int4:centroids=8", 80, 6, 2),
         ("kmeans-saw-int4:centroids=8", 256, 2, 1),
         ("saw-int4", 192, 4, 2),
+        ("gtq-k3v3", 192, 2, 1),
         ("oscar-int2", (192, 128), 4, 1),
         ("int8 / tq-k3v3", (32, 80), 3, 40),
         ("kivi-2", (96, 64), 2, 3),

@@ -261,6 +261,7 @@ ROTATED = [
     Case("tq-k2v2", 256),
     Case("gtq-k3v3", 128),
     Case("gtq-k2v4:sink=3,recent=5", 64, torch.float16),
+    Case("gtq-k3v3:recent=2", 192),
     Case("saw-int4:values=true,sink=3", 192, value_dims=128),
     Case("tq-k3v4:recent=5", 64, torch.float16, value_dims=192),
 ]

@@ -150,7 +150,8 @@ def test_recipes(recipes):
 
 
 @pytest.mark.parametrize(
-    ("dims", "kv_heads", "ratio"), [(16, 1, 1), (80, 1, 3), (96, 3, 2), (128, 2, 4), (256, 1, 2), (32, 2, 7)]
+    ("dims", "kv_heads", "ratio"),
+    [(16, 1, 1), (80, 1, 3), (96, 3, 2), (128, 2, 4), (192, 1, 2), (256, 1, 2), (32, 2, 7)],
 )
 def test_shapes_of_heads(dims, kv_heads, ratio):
     world = World(codecs("int4", dims, kv_heads), kv_heads=kv_heads, ratio=ratio, recent=2)
