@@ -76,7 +76,8 @@ def fill(cache: PagedCache, recipe: Recipe) -> None:
     one.extend([size])
     generator = torch.Generator(device).manual_seed(0)
     for layer, layout in enumerate(cache.layouts):
-        k, v = (random_states((size, cache.kv_heads, layout.key.dims), generator).to(dtype) for _ in range(2))
+        dims = layout.key.dims, layout.value.dims
+        k, v = (random_states((size, cache.kv_heads, d), generator).to(dtype) for d in dims)
         choose(layout, 1, device).store.run(one.pages(layer), k, v)
         cache.pools[layer].view(torch.int64)[:] = one.pools[layer].view(torch.int64)[0]
         if len(cache.shadows[layer]):

@@ -97,11 +97,19 @@ def _calibrate_once(model: PreTrainedModel, recipe: Recipe) -> Artifact:
 
 @dataclass(frozen=True)
 class Incoming:
-    """New keys or values [sequences, kv_heads, n, d] of a layer, on their way into a PackedCache."""
+    """New keys or values [sequences, kv_heads, n, d] of a layer, on their way into a PackedCache.
+
+    Layers that share this layer's cache get them too.
+    """
 
     cache: "PackedCache"
     layer: int
     states: Tensor
+
+    def to(self, device: torch.device) -> "Incoming":
+        """What models do before they hand keys and values on to a layer that shares them."""
+        assert device == self.states.device, "a packed cache is on one device"
+        return self
 
 
 class PackedLayer(CacheLayerMixin):
@@ -211,18 +219,23 @@ class PackedCache(Cache):
         return sum(tensor.untyped_storage().nbytes() for tensor in held if tensor is not None)
 
     @torch.no_grad()
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, logits: Logits) -> Tensor:
-        """Pack a layer's new tokens and attend its queries: [sequences, heads, n, d] -> [sequences, n, heads, d]."""
-        if layer == self.geometry.packed[0] and not self.begun:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, logits: Logits, again: bool = False
+    ) -> Tensor:
+        """Pack a layer's new tokens and attend its queries: [sequences, heads, n, d] -> [sequences, n, heads, d].
+
+        `again`: the queries are those of another layer, which shares this one's tokens. Packing them once more changes
+        no byte.
+        """
+        if layer == self.geometry.packed[0] and not self.begun and not again:
             self.begin(q.shape[0], q.shape[2], mask)
         assert self.paged is not None
         self.begun = 0
         n = q.shape[2]
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         try:
-            return self.paged.attend(
-                self.geometry.packed.index(layer), q, k, v, logits, torch.empty(q.shape, dtype=q.dtype, device=q.device)
-            )
+            out = q.new_empty(*q.shape[:3], v.shape[-1])
+            return self.paged.attend(self.geometry.packed.index(layer), q, k, v, logits, out)
         except Exception:
             # A step that fails leaves no tokens behind. Other layers cannot take it back, so all tokens go with it.
             self.crop(-n) if all(type(own) is PackedLayer for own in self.layers) else self.reset()
@@ -321,7 +334,8 @@ def _attention(
             "a packed cache takes attention_mask [batch, tokens]; masks of four dimensions are not supported"
         )
     logits = logits_of(query, scaling, kwargs)
-    return key.cache.attend(key.layer, query, key.states, value.states, attention_mask, logits), None
+    again = module.layer_idx != key.layer
+    return key.cache.attend(key.layer, query, key.states, value.states, attention_mask, logits, again), None
 
 
 def _mask(mask_function: Callable = causal_mask_function, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:

@@ -33,6 +33,8 @@ def unsupported(layout: PageLayout, ratio: int) -> str | None:
     for side, slot in (("keys", layout.key), ("values", layout.value)):
         if reason := check(slot, side):
             return f"{side} {reason}"
+    if layout.key.dims != layout.value.dims:
+        return f"keys have {layout.key.dims} coordinates and values {layout.value.dims}, not equally many"
     if layout.page_size % 16:
         return f"pages of {layout.page_size} tokens are no multiple of 16"
     return f"{ratio} query heads share a KV head, not 1 to 8" if ratio > 8 else None
@@ -128,7 +130,7 @@ def _attend(
     ratio = q_heads // kv_heads
     tiles = ceil_div(step.table.shape[1] * layout.page_size, TILE)
     splits = _splits(sequences * kv_heads, tiles, kernel.warps, q.device)
-    outs, weights = empty(splits + (0 if new is None else window_kernel.splits(pages, q)), q)
+    outs, weights = empty(splits + (0 if new is None else window_kernel.splits(pages, q)), q, dims)
     heads = 4 if ratio <= 4 else 8
     # With windows, the next kernels pack tokens and read windows beside this one. So this one waits for their inputs
     # before it releases them. Without windows, the next kernel merges.
