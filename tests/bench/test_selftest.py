@@ -14,7 +14,6 @@ from torch import Tensor
 from typer.testing import CliRunner, Result
 
 from kvfold.bench import selftest
-from kvfold.bench.random_fits import random_codecs
 from kvfold.bench.selftest import CASES, CPU_CASES, Case, Tokens
 from kvfold.cli import app
 from kvfold.format.layout import PageLayout
@@ -26,7 +25,8 @@ from kvfold.recipes import RECIPES, parse
 FEW = Tokens((130, 37), (5, 9))
 WINDOWS, PLAIN = Case("int2:sink=4,recent=40", 64, 2, 16, FEW), Case("saw-int4", 128, 3, 64, FEW)
 ASKED = {  # columns of rows
-    *("path", "kernel", "reason", "recipe", "page", "head_dim", "q_heads", "kv_heads", "dtype", "tokens"),
+    *("path", "kernel", "reason", "recipe", "page", "head_dim", "value_dim", "q_heads", "kv_heads", "dtype"),
+    *("sinks", "cap", "tokens"),
     *("error", "allowed_error", "ok", "problem", "device", "kvfold", "torch", "triton", "date"),
 }
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, on which other cases are checked")
@@ -51,9 +51,9 @@ def test_every_kernel_meets_every_number_of_heads_and_all_pages_dims_and_windows
     met: dict[str, list[Case]] = {}
     paths = set()
     for case in CASES:
-        key, value = random_codecs(parse(case.recipe), case.head_dim, case.q_heads, case.kv_heads, case.torch_dtype)
+        key, value = case.codecs
         layout = PageLayout(key.layout, value.layout, case.page)
-        ops = choose(layout, case.ratio, torch.device("cuda"), HOPPER)
+        ops = choose(layout, case.ratio, torch.device("cuda"), HOPPER, case.cap is not None)
         kind = "codebooks" if key.layout.segments[0].rule == "codebook" else "integers"
         met.setdefault(kind if ops.decode.implementation == "gluon" else "portable", []).append(case)
         paths |= {(path, choice.implementation) for path, choice in ops._asdict().items()}
@@ -124,8 +124,8 @@ def test_without_transformers_it_says_what_to_install(monkeypatch: pytest.Monkey
 def attends(change: Callable[[LayerPages, Tensor], tuple[LayerPages, Tensor]]) -> Callable[..., Tensor]:
     """An `attend` that is given other pages or queries."""
 
-    def broken(right: Any, pages: LayerPages, q: Tensor, new: Any, scale: float, out: Any = None) -> Tensor:
-        return right(*change(pages, q), new, scale, out)
+    def broken(right: Any, pages: LayerPages, q: Tensor, new: Any, logits: Any, out: Any = None) -> Tensor:
+        return right(*change(pages, q), new, logits, out)
 
     return broken
 
@@ -206,8 +206,8 @@ def test_a_wrong_kernel_is_found(
 ):
     """In its own rows, and in those of the steps that it is part of; other ops stay right."""
 
-    def chosen(*arguments: Any) -> Ops:
-        ops = choose(*arguments)
+    def chosen(*arguments: Any, **options: Any) -> Ops:
+        ops = choose(*arguments, **options)
         right = getattr(ops, op)
         return ops._replace(**{op: right._replace(run=lambda *given: broken(right.run, *given))})
 

@@ -19,6 +19,7 @@ from transformers import (
 import kvfold
 from kvfold.geometry import UnsupportedModel
 from kvfold.ops.naive import read
+from kvfold.ops.pages import Logits
 from kvfold.recipe import PAGE_SIZE
 from kvfold.recipes import parse
 
@@ -186,10 +187,10 @@ def test_same_keys_and_values_give_the_same_bytes_and_reads(recipe):
         begin = 0
         for size in sizes:
             end = begin + size
-            packed.attend(0, q[:, :, begin:end], k[:, :, begin:end], v[:, :, begin:end], None, 0.125)
+            packed.attend(0, q[:, :, begin:end], k[:, :, begin:end], v[:, :, begin:end], None, Logits(0.125))
             begin = end
         packed.crop(-1)  # the last token once more, so that every way of feeding ends with the same step
-        packed.attend(0, *(x[:, :, 74:] for x in (q, k, v)), None, 0.125)
+        packed.attend(0, *(x[:, :, 74:] for x in (q, k, v)), None, Logits(0.125))
         pages = packed.paged.pages(0)
         size = pages.layout.page_size
         assert size == {"kivi-2": 32, "kitty-2": 128}.get(packed.recipe.name, PAGE_SIZE)
@@ -454,7 +455,7 @@ def test_refusals():
         )
     with pytest.raises(ValueError, match="pass artifact"):
         kvfold.cache(tiny(), "saw-int4")
-    with pytest.raises(UnsupportedModel, match=r"sliding attention in layers 0, 1"):
+    with pytest.raises(UnsupportedModel, match="all its layers are sliding"):
         kvfold.cache(tiny(MistralForCausalLM, MistralConfig, sliding_window=16), "int4:centre=false")
     with pytest.raises(ValueError, match="order=3"):
         kvfold.cache(model, "saw-int4:order=3", artifact)
@@ -462,7 +463,7 @@ def test_refusals():
 
 def test_what_kernels_cannot_store_is_refused_before_calibration(monkeypatch):
     """As on a GPU, where a kernel would refuse the first token of a float32 model."""
-    monkeypatch.setattr("kvfold.engines.transformers.choose", lambda *_: KERNELS)
+    monkeypatch.setattr("kvfold.engines.transformers.choose", lambda *_, **__: KERNELS)
     with pytest.raises(ValueError, match=r"the model is in torch.float32: load it with dtype=torch.bfloat16"):
         kvfold.cache(tiny(), "saw-int4")
     assert kvfold.cache(tiny().half(), "saw-int4:centre=false").raw_dtype == torch.float16

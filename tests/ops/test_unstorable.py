@@ -192,7 +192,7 @@ def test_what_only_the_copy_cannot_hold_is_zero_in_both(implementation):
     assert (new[1][2, 0] != 0).all()
     assert (new[0][2, 1, :7] != 0).all()
     shadow = int(twins.got.step.shadow_of[page])
-    assert (twins.got.shadows[0][shadow, 1, 1, place] == 0).all()
+    assert (twins.got.pages(0).shadow_sides[1][shadow, 1, place] == 0).all()
     _, meta = twins.got.layouts[0].value_views(twins.got.pools[0])
     assert (meta[page, 1, place] == 0).all()
     assert (meta[page, 0, place, 0] != 0).all()
@@ -264,10 +264,10 @@ def test_a_query_with_nan_changes_no_other(attend, counts, monkeypatch):
     world.fill(20, 33, 7)
     pages, new = world.fill(*counts)
     q = world.queries()
-    expected = attend(pages, q, new, world.scale)
+    expected = attend(pages, q, new, world.logits)
     poisoned = torch.zeros(q.shape[:2], dtype=torch.bool, device=q.device)
     poisoned[counts[0] : counts[0] + counts[1]] = True
     poisoned[-1, 3] = True  # one head of one token
     q[poisoned] = torch.nan
-    got = attend(pages, q, new, world.scale)
+    got = attend(pages, q, new, world.logits)
     assert torch.equal(got[~poisoned], expected[~poisoned])

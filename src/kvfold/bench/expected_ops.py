@@ -6,7 +6,7 @@ flash attention.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvfold.ops import naive
 from kvfold.ops.dispatch import New
-from kvfold.ops.pages import LayerPages
+from kvfold.ops.pages import LayerPages, Logits
 from kvfold.transforms import Transform
 
 NAIVE_QUERIES = 256  # with more, `naive.attend` is too slow; `attend` computes the same
@@ -24,11 +24,11 @@ TIE_ERROR = 2**-7  # always allowed for stored numbers: a tie may round to the n
 EPSILON = torch.finfo(torch.float32).eps
 
 
-def attend_error(pages: LayerPages, q: Tensor, new: New, scale: float, outputs: Tensor) -> tuple[float, float]:
+def attend_error(pages: LayerPages, q: Tensor, new: New, logits: Logits, outputs: Tensor) -> tuple[float, float]:
     """The relative and the allowed error of outputs [tokens, q_heads, d], for the first and last sequence."""
     rows = sorted({0, len(pages.step.lengths) - 1})
     exact, rounded = (
-        torch.cat([attend(pages, q, new, scale, row, dtype) for row in rows]) for dtype in (None, q.dtype)
+        torch.cat([attend(pages, q, new, logits, row, dtype) for row in rows]) for dtype in (None, q.dtype)
     )
     found = torch.cat([outputs[queries(pages, row)] for row in rows])
     return relative_error(found, exact), allowed_error(rounded, exact)
@@ -39,7 +39,9 @@ def queries(pages: LayerPages, row: int) -> slice:
     return slice(*pages.step.query_starts[row : row + 2].tolist())
 
 
-def attend(pages: LayerPages, q: Tensor, new: New, scale: float, row: int, dtype: torch.dtype | None = None) -> Tensor:
+def attend(
+    pages: LayerPages, q: Tensor, new: New, logits: Logits, row: int, dtype: torch.dtype | None = None
+) -> Tensor:
     """What `naive.attend` returns for one sequence, float32[n, q_heads, d].
 
     All queries are computed at once. Transformed queries, keys, values, weights and outputs are rounded to `dtype`, if
@@ -51,47 +53,62 @@ def attend(pages: LayerPages, q: Tensor, new: New, scale: float, row: int, dtype
     token = torch.arange(length, device=q.device)
     page, offset = step.table[row, token // step.page_size], token % step.page_size
     seen = token <= position  # [n, tokens]
-    read = [(pages.unpack(page, offset), seen)]  # states [tokens, kv_heads, 2, d], and which queries read them
+    read = [(pages.unpack(page, offset), seen)]  # k, v [tokens, kv_heads, d], and which queries read them
     if new is not None:
         raw = (token < windows.sink) | (token >= windows.raw_from(position))
-        kept = pages.shadows[step.shadow_of[page].clamp_min(0), :, :, offset]
-        kept[start:] = torch.stack([side[own] for side in new], dim=2)
-        read = [(read[0][0], seen & ~raw), (kept, seen & raw)]
+        k, v = (side[step.shadow_of[page].clamp_min(0), :, offset] for side in pages.shadow_sides)
+        k[start:], v[start:] = (side[own] for side in new)
+        read = [(read[0][0], seen & ~raw), ((k, v), seen & raw)]
     for states, mask in read:
-        states[~mask.any(dim=0)] = 0  # no query reads these, so they may never have been written
+        for side in states:
+            side[~mask.any(dim=0)] = 0  # no query reads these, so they may never have been written
 
     def rounded(x: Tensor) -> Tensor:
         return x.double() if dtype is None else x.to(dtype).double()
 
-    rotated = rounded(pages.key.transform.dual(q[own])).unflatten(1, (pages.pool.shape[1], -1)).permute(1, 2, 0, 3)
-    outs = torch.zeros_like(rotated)  # [kv_heads, ratio, n, d]
+    def by_head(x: Tensor) -> Tensor:
+        return x.unflatten(1, (pages.pool.shape[1], -1)).permute(1, 2, 0, 3)  # [kv_heads, ratio, n, d]
+
+    key, value = pages.key.transform, pages.value.transform
+    rotated = by_head(rounded(key.dual(q[own])))
+    of_mean = torch.zeros_like(rotated[..., :1])
+    if key.mean is not None:
+        of_mean = logits.scale * by_head(q[own].double()) @ key.mean.double()[:, None, :, None]
+    outs = rotated.new_zeros(*rotated.shape[:3], pages.layout.value.dims)
     for head, query in enumerate(rotated):
-        logits = query.new_full((), -math.inf)
-        for states, mask in read:
-            logits = torch.where(mask, scale * query @ rounded(states[:, head, 0]).mT, logits)
-        weights = rounded(torch.softmax(logits, dim=-1))
-        for states, mask in read:
-            outs[head] += (weights * mask) @ rounded(states[:, head, 1])
-    return pages.value.transform.inverse(rounded(outs).permute(2, 0, 1, 3).flatten(1, 2).float())
+        x = query.new_full((), -math.inf)
+        for (k, _), mask in read:
+            products = logits.scale * query @ rounded(k[:, head]).mT + of_mean[head]
+            if logits.cap is not None:
+                products = logits.cap * torch.tanh(products / logits.cap)
+            x = torch.where(mask, products, x)
+        if logits.sinks is not None:
+            x = torch.cat((x, logits.sinks.double().view(len(outs), -1, 1, 1)[head].expand(-1, len(x[0]), -1)), dim=-1)
+        weights = rounded(torch.softmax(x, dim=-1))
+        for (_, v), mask in read:
+            outs[head] += (weights[..., :length] * mask) @ rounded(v[:, head])
+        if logits.sinks is not None:
+            zero = value.forward(torch.zeros_like(outs[:, 0, 0]))[head]
+            outs[head] += weights[..., length:] * zero
+    return value.inverse(rounded(outs).permute(2, 0, 1, 3).flatten(1, 2).float())
 
 
 def store_error(pages: LayerPages, k: Tensor, v: Tensor, new: New) -> tuple[float, float]:
     """The relative and the allowed error of what a step stored and returned as `new`. The codecs are the definition."""
     step = pages.step
     sides = zip((pages.key, pages.value), (k, v), strict=True)
-    y = torch.stack([codec.transform.forward(x) for codec, x in sides], dim=2)
-    narrow = y.to(k.dtype)
+    y = [codec.transform.forward(x) for codec, x in sides]
+    narrow = [side.to(k.dtype) for side in y]
     page, _, offset = step.places
     stored, exact, rounded = [], [], []
     for part, codes, meta in pages.sides:
         codec = pages.codec(part)
         stored.append(codec.dequantize(codes[page, offset], meta[page, offset]))
-        exact.append(codec.dequantize(*codec.quantize(y[:, :, part])))
-        rounded.append(codec.dequantize(*codec.quantize(narrow[:, :, part].float())))
-    expected = torch.cat(exact, dim=2)
-    error, allowed = (relative_error(torch.cat(parts, dim=2), expected) for parts in (stored, rounded))
+        exact.append(codec.dequantize(*codec.quantize(torch.stack(y[part], dim=2))))
+        rounded.append(codec.dequantize(*codec.quantize(torch.stack(narrow[part], dim=2).float())))
+    error, allowed = (relative_error(flat(parts), flat(exact)) for parts in (stored, rounded))
     if new is not None:
-        error = max(error, relative_error(torch.stack(new, dim=2), narrow))
+        error = max(error, relative_error(flat(new), flat(narrow)))
     return error, 2 * allowed
 
 
@@ -125,13 +142,13 @@ def _copied(x: Tensor) -> Tensor:
 
 
 @one_thread()
-def naive_attend_error(pages: LayerPages, q: Tensor, new: New, scale: float, outputs: Tensor) -> tuple[float, float]:
+def naive_attend_error(pages: LayerPages, q: Tensor, new: New, logits: Logits, outputs: Tensor) -> tuple[float, float]:
     """The relative and the allowed error of outputs [tokens, q_heads, d]."""
 
     def attended(dtype: torch.dtype | None) -> Tensor:
-        return torch.cat([attend(pages, q, new, scale, row, dtype) for row in range(len(pages.step.lengths))])
+        return torch.cat([attend(pages, q, new, logits, row, dtype) for row in range(len(pages.step.lengths))])
 
-    exact = naive.attend(pages, q, new, scale) if len(q) <= NAIVE_QUERIES else attended(None)
+    exact = naive.attend(pages, q, new, logits) if len(q) <= NAIVE_QUERIES else attended(None)
     return relative_error(outputs.cpu(), exact), allowed_error(attended(q.dtype), exact)
 
 
@@ -149,7 +166,7 @@ def naive_store_error(
 
 
 def _packed(pages: LayerPages) -> Tensor:
-    """The decoded tokens that a step packed, [tokens, kv_heads, 2, d].
+    """The numbers of the decoded tokens that a step packed, keys and values.
 
     Where whole pages are quantized, these are the tokens of the pages that the step filled.
     """
@@ -160,7 +177,7 @@ def _packed(pages: LayerPages) -> Tensor:
         for token in range(start // group * group, length // group * group)
     ]
     row, token = torch.tensor(tokens, dtype=torch.int64).view(-1, 2).unbind(dim=1)
-    return pages.unpack(step.table[row, token // step.page_size], token % step.page_size)
+    return flat(pages.unpack(step.table[row, token // step.page_size], token % step.page_size))
 
 
 def differing_share(before: Tensor, expected: Tensor, got: Tensor) -> float:
@@ -169,6 +186,11 @@ def differing_share(before: Tensor, expected: Tensor, got: Tensor) -> float:
 
 
 # --- Errors.
+
+
+def flat(tensors: Iterable[Tensor]) -> Tensor:
+    """All numbers of keys and values, which may differ in d."""
+    return torch.cat([x.flatten() for x in tensors])
 
 
 def relative_error(x: Tensor, exact: Tensor) -> float:

@@ -27,6 +27,7 @@ from torch import Tensor
 from kvfold.bench.expected_ops import (
     allowed_error,
     differing_share,
+    flat,
     naive_attend_error,
     naive_store_error,
     on_cpu,
@@ -38,7 +39,7 @@ from kvfold.format.codec import Codec
 from kvfold.format.layout import PageLayout
 from kvfold.ops import naive
 from kvfold.ops.dispatch import Choice, New, choose
-from kvfold.ops.pages import LayerPages
+from kvfold.ops.pages import LayerPages, Logits
 from kvfold.ops.restore import Restore
 from kvfold.paged import PagedCache
 from kvfold.recipe import Recipe
@@ -87,17 +88,35 @@ class Case:
     tokens: Tokens = SHORT
     dtype: str = "bfloat16"
     kv_heads: int = 2
+    sinks: bool = False  # learned ones
+    cap: float | None = None  # of logits
+    value_dim: int | None = None  # None: as head_dim
 
     @property
     def q_heads(self) -> int:
         return self.ratio * self.kv_heads
 
     @property
+    def dims(self) -> tuple[int, int]:
+        """Of keys and of values."""
+        return self.head_dim, self.value_dim or self.head_dim
+
+    @property
+    def codecs(self) -> tuple[Codec, Codec]:
+        both = (
+            random_codecs(parse(self.recipe), dim, self.q_heads, self.kv_heads, self.torch_dtype) for dim in self.dims
+        )
+        (key, _), (_, value) = both
+        return key, value
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
 
     def __str__(self) -> str:
-        return f"{self.q_heads}:{self.kv_heads} heads of {self.head_dim}, pages of {self.page}, {self.dtype}"
+        dims = "/".join(map(str, dict.fromkeys(self.dims)))
+        shape = f"{self.q_heads}:{self.kv_heads} heads of {dims}, pages of {self.page}, {self.dtype}"
+        return shape + ", learned sinks" * self.sinks + (f", logits up to {self.cap}" if self.cap else "")
 
 
 # Each kernel meets 1 to 8 query heads per KV head, both page sizes, several head dimensions and all kinds of windows
@@ -151,9 +170,12 @@ class Row:
     recipe: str
     page: int
     head_dim: int
+    value_dim: int
     q_heads: int
     kv_heads: int
     dtype: str
+    sinks: bool
+    cap: float | None
     tokens: str
     error: float | None  # relative; None: not finite
     allowed_error: float | None  # twice the error of the definition with operands and outputs of 16 bits
@@ -222,12 +244,13 @@ class Layer:
     """The layer of a case: a cache on the device, and the same cache as the definitions fill it."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
-        self.case, recipe = case, parse(case.recipe)
-        key, value = random_codecs(recipe, case.head_dim, case.q_heads, case.kv_heads, case.torch_dtype)
-        self.ops = choose(PageLayout(key.layout, value.layout, case.page), case.ratio, device)
+        self.case, recipe, (key, value) = case, parse(case.recipe), case.codecs
+        self.ops = choose(PageLayout(key.layout, value.layout, case.page), case.ratio, device, cap=case.cap is not None)
         self.cache = _poisoned_cache(case, recipe, (key.to(device), value.to(device)), device)
         self.generator = torch.Generator().manual_seed(0)
-        self.scale, self.turn = case.head_dim**-0.5, count()
+        self.turn = count()
+        sinks = torch.linspace(-3, 3, case.q_heads) if case.sinks else None
+        self.logits = Logits(case.head_dim**-0.5, case.cap, sinks)
         self.expected = on_cpu(self.pages)
         self.keys = [torch.empty(0, case.kv_heads, case.head_dim)] * len(case.tokens.new)  # per sequence
         for start in range(0, max(case.tokens.history), CHUNK):
@@ -249,13 +272,13 @@ class Layer:
         self.resume()
         self.cache.extend(counts)
         self.before, self.expected = on_cpu(self.pages), on_cpu(self.pages)
-        self.k, self.v = (self._random(sum(counts), self.case.kv_heads) for _ in range(2))
+        self.k, self.v = (self._random(sum(counts), self.case.kv_heads, dim) for dim in self.case.dims)
         for row, new in enumerate(self.k.split(list(counts))):
             self.keys[row] = torch.cat([self.keys[row], new.float()])
         self.new = naive.store(self.expected, self.k, self.v)
 
-    def _random(self, tokens: int, heads: int) -> Tensor:
-        return random_states((tokens, heads, self.case.head_dim), self.generator).to(self.case.torch_dtype)
+    def _random(self, tokens: int, heads: int, dim: int) -> Tensor:
+        return random_states((tokens, heads, dim), self.generator).to(self.case.torch_dtype)
 
     def queries(self) -> Tensor:
         """Queries of the current step. Each puts about half of its weight on one token.
@@ -263,7 +286,7 @@ class Layer:
         That token lies beside a border of a tile, page or window, or anywhere. A kernel that misses it is far off.
         """
         windows, step = self.pages.windows, self.pages.step
-        q = 0.3 * self._random(len(step.locations), self.case.q_heads).float()
+        q = 0.3 * self._random(len(step.locations), self.case.q_heads, self.case.head_dim).float()
         query = iter(q)
         for keys, new in zip(self.keys, self.cache.counts, strict=True):
             length, keys = len(keys), keys - keys.mean(dim=0)
@@ -273,10 +296,9 @@ class Layer:
                 anywhere = torch.randint(position + 1, (len(near),), generator=self.generator).tolist()
                 sought = [[*near, *anywhere][next(self.turn) % (2 * len(near))] for _ in range(self.case.q_heads)]
                 found = keys[sought, torch.arange(self.case.q_heads) // self.case.ratio]  # [q_heads, d]
-                heavy = (
-                    (math.log(position + 1) + 1) / self.scale / found.square().sum(dim=-1, keepdim=True).clamp_min(1)
-                )
-                next(query).add_(heavy * found)
+                logit = math.log(position + 1) + 1
+                squares = found.square().sum(dim=-1, keepdim=True).clamp_min(1)
+                next(query).add_(logit / self.logits.scale / squares * found)
         return q.to(self.case.torch_dtype)
 
     def resume(self) -> None:
@@ -286,6 +308,11 @@ class Layer:
 
     def _there(self, *tensors: Tensor) -> list[Tensor]:
         return [x.to(self.cache.device) for x in tensors]
+
+    @property
+    def _logits_there(self) -> Logits:
+        sinks = self.logits.sinks
+        return self.logits if sinks is None else self.logits._replace(sinks=sinks.to(self.cache.device))
 
     def store(self) -> Row:
         """`store` of several tokens per sequence."""
@@ -300,8 +327,8 @@ class Layer:
 
         def found() -> Found:
             new = self._there(*self.new) if self.new else None
-            out = choice.run(self.pages, *self._there(q), new, self.scale)
-            return Found(*naive_attend_error(self.expected, q, self.new, self.scale, out))
+            out = choice.run(self.pages, *self._there(q), new, self._logits_there)
+            return Found(*naive_attend_error(self.expected, q, self.new, self.logits, out))
 
         return self._row(path, choice, found)
 
@@ -312,9 +339,9 @@ class Layer:
 
         def found() -> Found:
             q, k, v = self._there(*states)
-            out = self.ops.store_and_attend(self.pages, q, k, v, self.scale)
+            out = self.ops.store_and_attend(self.pages, q, k, v, self._logits_there)
             stored = self.stored(self.new)
-            read = Found(*naive_attend_error(on_cpu(self.pages), states[0], self.new, self.scale, out))
+            read = Found(*naive_attend_error(on_cpu(self.pages), states[0], self.new, self.logits, out))
             return stored if stored.wrong else read
 
         return self._row("step", self.ops.decode, found)
@@ -341,10 +368,12 @@ class Layer:
             asked = torch.tensor([3], dtype=torch.int32)
             Restore([self.pages])(*self._there(table, torch.tensor(kept), asked))
             page, offset = table[:3].repeat_interleave(self.case.page), torch.arange(self.case.page).repeat(3)
-            unpacked = self.expected.unpack(page, offset).unflatten(0, (3, -1)).permute(0, 2, 3, 1, 4)
-            got = on_cpu(self.pages).shadows
-            untouched = torch.equal(_bits(got[3:]), _bits(before[3:]))
-            error = relative_error(got[kept[:3]], unpacked), allowed_error(unpacked.to(got.dtype), unpacked)
+            sides = self.expected.unpack(page, offset)
+            unpacked = flat(side.unflatten(0, (3, -1)).transpose(1, 2) for side in sides)
+            got = on_cpu(self.pages)
+            untouched = torch.equal(_bits(got.shadows[3:]), _bits(before[3:]))
+            restored = flat(side[kept[:3]] for side in got.shadow_sides)
+            error = relative_error(restored, unpacked), allowed_error(unpacked.to(restored.dtype), unpacked)
             return Found(*error, "" if untouched else "it changes shadows of other pages")
 
         on_gpu = self.pages.pool.is_cuda
@@ -365,9 +394,12 @@ class Layer:
             recipe=case.recipe,
             page=case.page,
             head_dim=case.head_dim,
+            value_dim=case.dims[1],
             q_heads=case.q_heads,
             kv_heads=case.kv_heads,
             dtype=case.dtype,
+            sinks=case.sinks,
+            cap=case.cap,
             tokens=str(case.tokens),
             error=_number(found.error),
             allowed_error=_number(found.allowed),

@@ -22,7 +22,7 @@ from kvfold.format.layout import PageLayout, raw_slot
 from kvfold.format.windows import Windows
 from kvfold.geometry import Geometry, listed
 from kvfold.ops.dispatch import Ops, check_dtype, choose
-from kvfold.ops.pages import HostLengths, LayerPages, Step
+from kvfold.ops.pages import HostLengths, LayerPages, Logits, Step
 from kvfold.ops.restore import Restore
 from kvfold.recipe import Recipe
 from kvfold.recipes import parse
@@ -154,7 +154,8 @@ class Plan:
 
     def allocate_shadows(self, shadows: int) -> Tensor:
         """The shadow pages of one layer. Zeros make them resident: on a CPU, an engine may measure resident memory."""
-        shape = (shadows, self.kv_heads, 2, self.page_size, self.geometry.key_dim)
+        dims = self.geometry.key_dim + self.geometry.value_dim
+        shape = (shadows, self.kv_heads, self.page_size * dims)
         return torch.zeros(shape, dtype=self.raw_dtype, device=self.device)
 
     def _layers(self, kept: Sequence[int]) -> str:
@@ -196,7 +197,7 @@ class Layer:
         self.ops, self.ratio = plan.ops[number], plan.ratio
         self.pages = LayerPages.of(plan.codecs[number], plan.layouts[number], plan.windows, pool, shadows, faults)
 
-    def attend(self, steps: Steps, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor) -> None:
+    def attend(self, steps: Steps, q: Tensor, k: Tensor, v: Tensor, logits: Logits, out: Tensor) -> None:
         """Pack k and v [tokens, kv_heads, d], then attend the queries [tokens, q_heads, d]. Outputs go to `out`.
 
         Requests of one batch may share pages. So the tokens of all other steps are packed before the first step runs.
@@ -204,9 +205,9 @@ class Layer:
         """
         (tokens, first), *others = ((rows, replace(self.pages, step=step)) for rows, step in steps)
         stored = [self.ops.store.run(pages, k[rows], v[rows]) for rows, pages in others]
-        self.ops.store_and_attend(first, q[tokens], k[tokens], v[tokens], scale, out[tokens])
+        self.ops.store_and_attend(first, q[tokens], k[tokens], v[tokens], logits, out[tokens])
         for (rows, pages), new in zip(others, stored, strict=True):
-            self.ops.attend(pages, q[rows], new, scale, out[rows])
+            self.ops.attend(pages, q[rows], new, logits, out[rows])
 
     def warm_up(self) -> None:
         """Compile the kernels, by steps that store nothing."""
@@ -221,10 +222,11 @@ class Layer:
             step = Step.of(host, table, shadow_of, layout.page_size)
             step.locations.fill_(-1)
             tokens = len(step.locations)
-            k = torch.zeros(tokens, pool.shape[1], layout.key.dims, dtype=self.pages.shadows.dtype, device=pool.device)
-            q = k.repeat_interleave(self.ratio, dim=1)
-            self.attend([(slice(tokens), step)], q, k, k, 1.0, torch.empty_like(q))
-        parts.warm_up(q[:1], self.pages.value.transform, torch.empty_like(q[:1]))
+            sides = layout.key, layout.value
+            k, v = (self.pages.shadows.new_zeros(tokens, pool.shape[1], side.dims) for side in sides)
+            q, out = (x.repeat_interleave(self.ratio, dim=1) for x in (k, v))
+            self.attend([(slice(tokens), step)], q, k, v, Logits(1.0), out)
+        parts.warm_up(self.pages, q[:1], Logits(1.0), out[:1])
 
 
 class Served:

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from kvfold.format.windows import Windows
-from kvfold.ops.pages import LayerPages, Step, require_shadows
+from kvfold.ops.attend.learned_sinks import sink_part
+from kvfold.ops.pages import LayerPages, Logits, Step, require_shadows
 
 CHUNK_TOKENS = 4096  # per chunk, at most
 CPU_LOGITS, DEVICE_LOGITS = 2**23, 2**27  # query-token pairs per chunk, at most
@@ -17,18 +18,19 @@ UNSEEN = -1e30  # added to logits of tokens that a query does not read; finite, 
 
 
 def attend(
-    pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scale: float, out: Tensor | None = None
+    pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, logits: Logits, out: Tensor | None = None
 ) -> Tensor:
-    """Queries [tokens, q_heads, d] -> outputs of the same shape, float32 or in `out`.
+    """Queries [tokens, q_heads, d] -> outputs [tokens, q_heads, d], float32 or in `out`. Keys and values may differ in
+    d.
 
     `new` is what `store` returned for the same step. Neighbouring sequences with equal numbers of queries form a batch.
     """
-    out = torch.empty(q.shape, device=q.device) if out is None else out
+    out = torch.empty(*q.shape[:2], pages.layout.value.dims, device=q.device) if out is None else out
     if new is not None:
         pages.step.once(require_shadows, pages.windows)
     for n, tokens, step in pages.step.once(_batches):
         states = [x[tokens].unflatten(0, (-1, n)) for x in (q, *(new or ()))]
-        attended = _attend(replace(pages, step=step), states[0], states[1:], scale)
+        attended = _attend(replace(pages, step=step), states[0], states[1:], logits)
         out[tokens] = attended.flatten(0, 1)
     return out
 
@@ -38,23 +40,29 @@ def _batches(step: Step) -> list[tuple[int, slice, Step]]:
     return step.split(step.known.counts)
 
 
-def _attend(pages: LayerPages, q: Tensor, new: Sequence[Tensor], scale: float) -> Tensor:
+def _attend(pages: LayerPages, q: Tensor, new: Sequence[Tensor], logits: Logits) -> Tensor:
     """`attend` for queries [sequences, n, q_heads, d], and new keys and values in the same shape."""
     sequences, n, q_heads, _ = q.shape
-    parts = _Parts(pages.key.transform.dual(q).transpose(1, 2), scale)
-    logits = CPU_LOGITS if q.device.type == "cpu" else DEVICE_LOGITS
-    tokens = min(CHUNK_TOKENS, max(1, logits // (sequences * q_heads * n)))
+    parts = _Parts(pages.key.transform.dual(q).transpose(1, 2), logits)
+    if logits.cap is not None and (of_mean := logits.of_mean(pages.key.transform, q)) is not None:
+        parts.of_mean = of_mean.transpose(1, 2)
+    if logits.sinks is not None:
+        out, weight = sink_part(pages, q, logits)
+        parts.out, parts.weight = out.transpose(1, 2).contiguous(), weight.transpose(1, 2).unsqueeze(-1).contiguous()
+    room = CPU_LOGITS if q.device.type == "cpu" else DEVICE_LOGITS
+    tokens = min(CHUNK_TOKENS, max(1, room // (sequences * q_heads * n)))
     for chunk in pages.step.once(_packed_chunks, pages.windows, tokens):
         parts.add(chunk.columns, chunk.mask, *_unpack(pages, chunk))
     if new:
         for window in pages.step.once(_window_chunks, pages.windows, tokens):
-            parts.add(window.columns, window.mask, *window.gather(pages.shadows, *new))
+            parts.add(window.columns, window.mask, *window.gather(pages.shadow_sides, new))
     return pages.value.transform.inverse(parts.out.transpose(1, 2))
 
 
 def _unpack(pages: LayerPages, chunk: "_PackedChunk") -> tuple[Tensor, Tensor]:
     """The keys and values [sequences, kv_heads, tokens, d] of a chunk, float32."""
-    sequences, parts = len(pages.step.table), []
+    sequences = len(pages.step.table)
+    unpacked: list[Tensor] = []
     tokens = len(chunk.pages) // sequences * pages.step.page_size
     for sides, *views in pages.sides:
         # [pages, page_size, kv_heads, sides, …] -> [kv_heads, sides, pages, page_size, …]
@@ -64,18 +72,18 @@ def _unpack(pages: LayerPages, chunk: "_PackedChunk") -> tuple[Tensor, Tensor]:
             for array in (codes, meta) if codec.layout.has_raw else (meta,):
                 last = array.unflatten(2, (sequences, -1))[:, :, :, -chunk.unwritten.shape[1] :]
                 last.masked_fill_(chunk.unwritten[:, :, : array.shape[3]], 0)
-        parts.append(codec.dequantize(codes, meta, heads=-5))
-    x = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-    x = x.view(*x.shape[:2], sequences, tokens, x.shape[-1]).narrow(3, 0, chunk.tokens)
-    k, v = x.transpose(0, 2).unbind(1)
-    return k, v
+        x = codec.dequantize(codes, meta, heads=-5)
+        x = x.view(*x.shape[:2], sequences, tokens, x.shape[-1]).narrow(3, 0, chunk.tokens)
+        unpacked += x.transpose(0, 2).unbind(1)
+    return unpacked[0], unpacked[1]
 
 
 class _Parts:
     """Attention of queries [sequences, q_heads, n, d], part by part."""
 
-    def __init__(self, queries: Tensor, scale: float) -> None:
-        self.queries, self.scale = queries, scale
+    def __init__(self, queries: Tensor, logits: Logits) -> None:
+        self.queries, self.logits = queries, logits
+        self.of_mean: Tensor | None = None  # [sequences, q_heads, n]: what logits lack before they are capped
         self.weight: Tensor | None = None  # log-sum-exp so far; None before the first part
         self.out: Tensor
 
@@ -84,33 +92,52 @@ class _Parts:
         tokens] is added to their logits."""
         queries = self.queries
         whole = columns == slice(0, queries.shape[2])
-        part, weight = _flash(queries if whole else queries[:, :, columns], k, v, mask, self.scale)
+        part, weight = self._attend(queries if whole else queries[:, :, columns], columns, mask, k, v)
         weight = weight.unsqueeze(-1)
         if self.weight is None and whole:
             self.out, self.weight = part, weight
             return
         if self.weight is None:
-            self.out = part.new_zeros(queries.shape)
+            self.out = part.new_zeros((*queries.shape[:-1], part.shape[-1]))
             self.weight = part.new_full((*queries.shape[:-1], 1), 2 * UNSEEN)
         out, old = self.out[:, :, columns], self.weight[:, :, columns]
         # the sigmoid is this part's share of both. `lerp_` does not round at 0 and 1: an unseen part changes no bit
         out.lerp_(part, torch.sigmoid(weight - old))
         old.copy_(torch.logaddexp(old, weight))
 
+    def _attend(self, q: Tensor, columns: slice, mask: Tensor | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if self.logits.cap is None:
+            return _flash(q, k, v, mask, self.logits.scale)
+        of_mean = None if self.of_mean is None else self.of_mean[:, :, columns]
+        return _softmax(q, k, v, mask, self.logits.scale, self.logits.cap, of_mean)
+
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """softmax(scale·q·kᵀ + mask)·v with q [sequences, q_heads, n, d] and k, v [sequences, kv_heads, tokens, d], and the
     log-sum-exp of the logits."""
-    if q.device.type == "cpu":
+    if q.device.type == "cpu" and k.shape == v.shape:
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return flash(q, k, v, attn_mask=mask, scale=scale)
     return _softmax(q, k, v, mask, scale)
 
 
-def _softmax(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """`_flash` by matrix products. Queries and heads that read the same keys are the rows of one product."""
+def _softmax(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    cap: float | None = None,
+    of_mean: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`_flash` by matrix products, with a soft-cap. Queries and heads that read the same keys are the rows of one
+    product. `of_mean` [sequences, q_heads, n] is added to logits before they are capped."""
     shape, n = (k.shape[1], -1), q.shape[2]
     logits = (q.unflatten(1, shape).flatten(2, 3) @ k.transpose(-1, -2)).mul_(scale)
+    if of_mean is not None:
+        logits += of_mean.unflatten(1, shape).flatten(2, 3).unsqueeze(-1)
+    if cap is not None:
+        logits.div_(cap).tanh_().mul_(cap)
     if mask is not None:
         logits.unflatten(2, (-1, n)).add_(mask.unsqueeze(1))
     out = torch.softmax(logits, dim=-1) @ v
@@ -160,13 +187,13 @@ class _WindowChunk:
     old: tuple[Tensor, Tensor]  # row and index of tokens older than the step
     shadow: tuple[Tensor, Tensor]  # their shadow page and offset
 
-    def gather(self, shadows: Tensor, new_k: Tensor, new_v: Tensor) -> tuple[Tensor, Tensor]:
+    def gather(self, shadow_sides: Sequence[Tensor], new: Sequence[Tensor]) -> list[Tensor]:
         """The keys and values [sequences, kv_heads, tokens, d], float32."""
         row = torch.arange(len(self.column), device=self.column.device).unsqueeze(1)
-        old = shadows[self.shadow[0], :, :, self.shadow[1]]  # [tokens, kv_heads, 2, d]
-        k, v = new_k[row, self.column], new_v[row, self.column]  # [sequences, tokens, kv_heads, d]
-        k[self.old], v[self.old] = old[:, :, 0], old[:, :, 1]
-        return k.transpose(1, 2).float(), v.transpose(1, 2).float()
+        sides = [side[row, self.column] for side in new]  # [sequences, tokens, kv_heads, d]
+        for side, shadows in zip(sides, shadow_sides, strict=True):
+            side[self.old] = shadows[self.shadow[0], :, self.shadow[1]]
+        return [side.transpose(1, 2).float() for side in sides]
 
 
 def _window_chunks(step: Step, windows: Windows, chunk_tokens: int) -> list[_WindowChunk]:
