@@ -90,9 +90,9 @@ class Setup:
 
     def codecs(self) -> list[tuple[Codec, Codec]]:
         geometry = Geometry.uniform("any", LAYERS, self.kv_heads, self.kv_heads, self.dims)
-        fits = [self.fit(layer) for layer in range(LAYERS)]
+        fits = {layer: self.fit(layer) for layer in range(LAYERS)}
         result = []
-        for key, value in Fitted(self.parsed, geometry, fits).codecs(self.raw_dtype, "cpu"):
+        for key, value in Fitted(self.parsed, geometry, fits).codecs(self.raw_dtype, "cpu").values():
             if self.value_by_channel:
                 value = Codec(channel_slot(self.dims, 4), value.transform, self.raw_dtype)
             elif self.value_bits is not None:
