@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvfold.engines.serving import Plan, Steps
 from kvfold.engines.sglang.packed_pool import packed_pool_of
-from kvfold.ops.pages import HostLengths
+from kvfold.ops.pages import HostLengths, Logits
 
 
 class PackedBackend(AttentionBackend):
@@ -123,13 +123,15 @@ class PackedBackend(AttentionBackend):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
+        sinks: Tensor | None = None,
         **others: Any,
     ) -> Tensor:
         if k is None or v is None or not save_kv_cache or any(other is not None for other in others.values()):
             raise ValueError(f"kvfold: layer {layer.layer_id} wants another attention than can run over packed pages")
         queries = q.view(-1, layer.tp_q_head_num, layer.head_dim)
         out = torch.empty_like(queries)
-        self.served.layers[layer.layer_id].attend(self.steps, queries, k, v, layer.scaling, out)
+        logits = Logits(layer.scaling, layer.logit_cap or None, None if sinks is None else sinks.float())
+        self.served.layers[layer.layer_id].attend(self.steps, queries, k, v, logits, out)
         return out.flatten(1)
 
     forward_decode = forward_extend
@@ -141,7 +143,6 @@ def check(layer: RadixAttention, plan: Plan) -> None:
     unsupported = {
         "a sliding window": layer.sliding_window_size > -1,
         "chunks": layer.use_irope,
-        "logit soft-capping": (layer.logit_cap or 0) > 0,
         "a temperature of its own": layer.xai_temperature_len > 0,
         "values of another size than keys": layer.v_head_dim != layer.head_dim,
         "bidirectional or cross attention": layer.is_cross_attention or layer.attn_type != AttentionType.DECODER,
