@@ -10,7 +10,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from torch import Tensor
 
 from kvfold.engines.serving import Plan, Steps
-from kvfold.engines.sglang.packed_pool import packed_pool_of
+from kvfold.engines.sglang.packed_pool import logger, packed_pool_of
 from kvfold.ops.pages import HostLengths, Logits
 
 
@@ -22,9 +22,15 @@ class PackedBackend(AttentionBackend):
         self.token_to_kv_pool, self.req_to_token_pool = runner.token_to_kv_pool, runner.req_to_token_pool
         self.pool = packed_pool_of(runner.token_to_kv_pool)
         self.served = self.pool.served
-        for layer in runner.model.modules():
-            if isinstance(layer, RadixAttention) and layer.layer_id in self.served.layers:
-                check(layer, self.served.plan)
+        packed = [
+            layer
+            for layer in runner.model.modules()
+            if isinstance(layer, RadixAttention) and layer.layer_id in self.served.layers
+        ]
+        for layer in packed:
+            check(layer, self.served.plan)
+        if any(scale not in (None, 1) for layer in packed for scale in (layer.k_scale_float, layer.v_scale_float)):
+            logger.info("kvfold: packed layers ignore the checkpoint's scales of an FP8 cache")
         self.req_to_token = self.req_to_token_pool.req_to_token
         self.lengths = torch.zeros(len(self.req_to_token), dtype=torch.int32, device=runner.device)  # per request
         # per page of a request: the position of its first token

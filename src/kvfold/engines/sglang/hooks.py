@@ -227,12 +227,19 @@ def verify(result: Any, configurator: "KVCacheConfigurator", **_: Any) -> None:
 
     from kvfold.engines.sglang.packed_pool import packed_pool_of
 
-    takes = packed_pool_of(result.token_to_kv_pool).token_bytes
+    packed = packed_pool_of(result.token_to_kv_pool)
+    takes = packed.token_bytes
     sizes = create_memory_pool_configurator(configurator)
     full = configurator.is_hybrid_swa
     counted = sizes._full_per_token * sizes._full_layers_num if full else sizes._cell_size
     if math.ceil(counted) != math.ceil(takes):
         raise ValueError(f"kvfold: SGLang counts {counted:g} bytes for a token, and it takes {takes:g}")
+    if (own := packed.beside or getattr(result.token_to_kv_pool, "swa_kv_pool", None)) is not None:
+        token_bytes = sum(own.get_kv_size_bytes()) / (own.size + own.page_size)
+        logger.info(
+            f"kvfold: {own.layer_num} layers in SGLang's own pool: {token_bytes:,.0f} bytes per token, for "
+            f"{own.size:,} tokens"
+        )
 
 
 def build_backend(
