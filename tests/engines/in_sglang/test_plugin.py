@@ -470,7 +470,9 @@ class Crowd:
         """With so many tokens in pages that an earlier request has left, whose copies are gone. Further pages of the
         former request stay in the table."""
         self.lengths[row] = prefix
-        self.backend.requests.free_slots = sorted(set(range(1, len(self.backend.lengths))) - self.lengths.keys())
+        self.backend.req_to_token_pool.free_slots = sorted(
+            set(range(1, len(self.backend.lengths))) - self.lengths.keys()
+        )
         self.grow(row, 0, prefix)
 
     def grow(self, row: int, start: int, length: int) -> None:
