@@ -334,7 +334,7 @@ def _attention(
             "a packed cache takes attention_mask [batch, tokens]; masks of four dimensions are not supported"
         )
     logits = logits_of(query, scaling, kwargs)
-    again = module.layer_idx != key.layer
+    again = bool(module.layer_idx != key.layer)
     return key.cache.attend(key.layer, query, key.states, value.states, attention_mask, logits, again), None
 
 
