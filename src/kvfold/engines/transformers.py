@@ -30,7 +30,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from kvfold.artifact import Artifact, Fingerprint
 from kvfold.calibration.automatic import calibrate_automatically
-from kvfold.engines.unpacked_attention import attend_unpacked, logits_of
+from kvfold.engines.unpacked_attention import attend_masked, attend_unpacked, logits_of
 from kvfold.fitted import Fitted
 from kvfold.format.codec import Codec, sixteen_bit
 from kvfold.geometry import Geometry, UnsupportedModel, listed
@@ -227,19 +227,39 @@ class PackedCache(Cache):
         `again`: the queries are those of another layer, which shares this one's tokens. Packing them once more changes
         no byte.
         """
+        n, causal = q.shape[2], mask is None or mask.ndim == 2
         if layer == self.geometry.packed[0] and not self.begun and not again:
-            self.begin(q.shape[0], q.shape[2], mask)
+            self.begin(q.shape[0], n, mask if causal else mask.any(dim=2).squeeze(1))
         assert self.paged is not None
         self.begun = 0
-        n = q.shape[2]
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        states = [x.transpose(1, 2) for x in (q, k, v)]
         try:
-            out = q.new_empty(*q.shape[:3], v.shape[-1])
-            return self.paged.attend(self.geometry.packed.index(layer), q, k, v, logits, out)
+            if not causal:
+                self._check_mask(mask, n)
+            out = q.new_empty(*states[0].shape[:3], v.shape[-1])
+            self.paged.attend(self.geometry.packed.index(layer), *states, logits, out)
+            if causal:
+                return out
+            return attend_masked(q, k, v, mask, logits, self.codecs[layer], self.recipe.windows, self.raw_dtype).to(
+                q.dtype
+            )
         except Exception:
             # A step that fails leaves no tokens behind. Other layers cannot take it back, so all tokens go with it.
             self.crop(-n) if all(type(own) is PackedLayer for own in self.layers) else self.reset()
             raise
+
+    def _check_mask(self, mask: Tensor, n: int) -> None:
+        """Refuse a mask of four dimensions that `attend_masked` does not take."""
+        if mask.dtype != torch.bool or self.tokens > n:
+            raise ValueError(
+                "a packed cache takes a mask of four dimensions in the first step only, and of booleans: pass "
+                "attention_mask [batch, tokens], and images with the beginning of the prompt"
+            )
+        if self.paged is not None and any(layout.per_page for layout in self.paged.layouts):
+            raise ValueError(
+                f"{self.recipe} quantizes whole pages, and tokens that see later ones cannot be read from these: use "
+                "another recipe"
+            )
 
     def begin(self, sequences: int, n: int, mask: Tensor | None = None, reserve: int = 0) -> None:
         """Make room for a step of n tokens per sequence. The first step also makes pages for `reserve` tokens.
@@ -329,10 +349,6 @@ def _attention(
             raise UnsupportedModel(
                 f"{type(module).__name__}: attention with {unsupported} cannot run over packed pages"
             )
-    if attention_mask is not None and attention_mask.ndim != 2:
-        raise ValueError(
-            "a packed cache takes attention_mask [batch, tokens]; masks of four dimensions are not supported"
-        )
     logits = logits_of(query, scaling, kwargs)
     again = bool(module.layer_idx != key.layer)
     return key.cache.attend(key.layer, query, key.states, value.states, attention_mask, logits, again), None
