@@ -58,7 +58,7 @@ def codecs(
     both = []
     for side, text in enumerate((recipes.split(" / ") * 2)[:2]):
         d = dims if isinstance(dims, int) else dims[side]
-        layer = Fitted(parse(text), Geometry("any", 1, kv_heads, kv_heads, d), [fitted(text, d, kv_heads)])
+        layer = Fitted(parse(text), Geometry.uniform("any", 1, kv_heads, kv_heads, d), {0: fitted(text, d, kv_heads)})
         both.append(layer.layer_codecs(LAYER, raw_dtype)[side].to(DEVICE))
     return both[0], both[1]
 
