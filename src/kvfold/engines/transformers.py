@@ -224,41 +224,41 @@ class PackedCache(Cache):
     ) -> Tensor:
         """Pack a layer's new tokens and attend its queries: [sequences, heads, n, d] -> [sequences, n, heads, d].
 
-        `again`: the queries are those of another layer, which shares this one's tokens. Packing them once more changes
-        no byte.
+        `again`: the queries are those of another layer, which reads the tokens that this one has packed.
         """
-        n, causal = q.shape[2], mask is None or mask.ndim == 2
-        if layer == self.geometry.packed[0] and not self.begun and not again:
-            self.begin(q.shape[0], n, mask if causal else mask.any(dim=2).squeeze(1))
+        n, padding, number = q.shape[2], mask, self.geometry.packed.index(layer)
+        if mask is not None and mask.ndim == 4:
+            self._check(mask, n)
+            padding = mask.any(dim=2).squeeze(1)
+        if number == 0 and not self.begun and not again:
+            self.begin(q.shape[0], n, padding)
         assert self.paged is not None
         self.begun = 0
-        states = [x.transpose(1, 2) for x in (q, k, v)]
+        states, out = [x.transpose(1, 2) for x in (q, k, v)], q.new_empty(q.shape[0], n, q.shape[1], v.shape[-1])
         try:
-            if not causal:
-                self._check_mask(mask, n)
-            out = q.new_empty(*states[0].shape[:3], v.shape[-1])
-            self.paged.attend(self.geometry.packed.index(layer), *states, logits, out)
-            if causal:
-                return out
-            return attend_masked(q, k, v, mask, logits, self.codecs[layer], self.recipe.windows, self.raw_dtype).to(
-                q.dtype
-            )
+            if again:
+                self.paged.read(number, states[0], logits, out)
+            else:
+                self.paged.attend(number, states[0], states[1], states[2], logits, out)
         except Exception:
             # A step that fails leaves no tokens behind. Other layers cannot take it back, so all tokens go with it.
             self.crop(-n) if all(type(own) is PackedLayer for own in self.layers) else self.reset()
             raise
+        if mask is None or mask is padding:
+            return out
+        codecs, windows = self.codecs[layer], self.recipe.windows
+        return attend_masked(q, k, v, mask, logits, codecs, windows, self.raw_dtype).to(q.dtype)
 
-    def _check_mask(self, mask: Tensor, n: int) -> None:
+    def _check(self, mask: Tensor, n: int) -> None:
         """Refuse a mask of four dimensions that `attend_masked` does not take."""
-        if mask.dtype != torch.bool or self.tokens > n:
+        if mask.dtype != torch.bool or self.tokens not in (0, n):
             raise ValueError(
-                "a packed cache takes a mask of four dimensions in the first step only, and of booleans: pass "
-                "attention_mask [batch, tokens], and images with the beginning of the prompt"
+                "a packed cache takes a mask of four dimensions only if it is boolean, and only in the first step: pass "
+                "attention_mask [batch, tokens], and images at the beginning of the prompt"
             )
-        if self.paged is not None and any(layout.per_page for layout in self.paged.layouts):
+        if any(codec.layout.per_page for codecs in self.codecs.values() for codec in codecs):
             raise ValueError(
-                f"{self.recipe} quantizes whole pages, and tokens that see later ones cannot be read from these: use "
-                "another recipe"
+                f"{self.recipe} quantizes whole pages, which tokens of an image cannot read: use another recipe"
             )
 
     def begin(self, sequences: int, n: int, mask: Tensor | None = None, reserve: int = 0) -> None:
@@ -269,6 +269,7 @@ class PackedCache(Cache):
         counts the step only after a forward call. A replay is not a forward call.
         """
         if self.paged is None:
+            targets = {shape.target for shape in self.geometry.layers}
             self.paged = PagedCache(
                 list(self.codecs.values()),
                 self.geometry.kv_heads,
@@ -277,6 +278,7 @@ class PackedCache(Cache):
                 page_size=self.page_size,
                 raw_dtype=self.raw_dtype,
                 device=self.device,
+                shared=[n for n, layer in enumerate(self.geometry.packed) if layer in targets],
             )
             if reserve:
                 self.paged.reserve(reserve)
