@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace

@@ -253,8 +253,8 @@ class PackedCache(Cache):
         """Refuse a mask of four dimensions that `attend_masked` does not take."""
         if mask.dtype != torch.bool or self.tokens not in (0, n):
             raise ValueError(
-                "a packed cache takes a mask of four dimensions only if it is boolean, and only in the first step: pass "
-                "attention_mask [batch, tokens], and images at the beginning of the prompt"
+                "a packed cache takes a mask of four dimensions only if it is boolean, and only in the first step: "
+                "pass attention_mask [batch, tokens], and images at the beginning of the prompt"
             )
         if any(codec.layout.per_page for codecs in self.codecs.values() for codec in codecs):
             raise ValueError(
