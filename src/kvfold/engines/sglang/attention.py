@@ -132,12 +132,16 @@ class PackedBackend(AttentionBackend):
         sinks: Tensor | None = None,
         **others: Any,
     ) -> Tensor:
-        if k is None or v is None or not save_kv_cache or any(other is not None for other in others.values()):
+        if any(other is not None for other in others.values()) or (k is not None and not save_kv_cache):
             raise ValueError(f"kvfold: layer {layer.layer_id} wants another attention than can run over packed pages")
         queries = q.view(-1, layer.tp_q_head_num, layer.head_dim)
-        out = torch.empty_like(queries)
+        out = queries.new_empty(*queries.shape[:2], layer.v_head_dim)
         logits = Logits(layer.scaling, layer.logit_cap or None, None if sinks is None else sinks.float())
-        self.served.layers[layer.layer_id].attend(self.steps, queries, k, v, logits, out)
+        target = self.served.layers[layer.layer_id]
+        if k is None or v is None:  # a layer without a cache of its own has the number of the one whose pages it reads
+            target.read(self.steps, queries, logits, out)
+        else:
+            target.attend(self.steps, queries, k, v, logits, out)
         return out.flatten(1)
 
     forward_decode = forward_extend
@@ -150,10 +154,11 @@ def check(layer: RadixAttention, plan: Plan) -> None:
         "a sliding window": layer.sliding_window_size > -1,
         "chunks": layer.use_irope,
         "a temperature of its own": layer.xai_temperature_len > 0,
-        "values of another size than keys": layer.v_head_dim != layer.head_dim,
         "bidirectional or cross attention": layer.is_cross_attention or layer.attn_type != AttentionType.DECODER,
-        "heads of another number or size than its configuration says": (layer.tp_k_head_num, layer.head_dim)
-        != (plan.kv_heads, shape.key_dim),
+        "heads of another number or size than its configuration says": (
+            (layer.tp_k_head_num, layer.head_dim, layer.v_head_dim)
+            != (plan.kv_heads, shape.key_dim, shape.value_dim)
+        ),
     }
     for what, applies in unsupported.items():
         if applies:
