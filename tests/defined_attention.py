@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvfold.engines.serving import Layer
 from kvfold.format.codec import Codec
-from kvfold.ops.pages import Step
+from kvfold.ops.pages import Logits, Step
 
 EXACT, PACKED, RESTORED = range(3)  # ways to read a token
 
@@ -77,7 +77,7 @@ class Record:
                 self.copied[page].zero_()
             self.shadow[page] = shadow
 
-    def attend(self, pages: Sequence[int], start: int, q: Tensor, scale: float) -> tuple[Tensor, float, int]:
+    def attend(self, pages: Sequence[int], start: int, q: Tensor, logits: Logits) -> tuple[Tensor, float, int]:
         """Queries [n, q_heads, d] from position `start` on: their outputs, the largest value, and how many reads were
         of restored tokens."""
         n, length = len(q), start + len(q)
@@ -88,9 +88,14 @@ class Record:
         exact = inside & ((j >= start) | copied)
         way = torch.where(exact, EXACT, torch.where(inside, RESTORED, PACKED))
         queries = q.double().unflatten(1, (states.shape[3], -1))
-        logits = torch.einsum("thgd,wjhd->whgtj", queries, states[:, 0]) * scale
-        logits = logits.gather(0, way.expand(1, *logits.shape[1:])).squeeze(0).masked_fill(j > t, -torch.inf)
-        weights = logits.softmax(-1) * (way == torch.arange(3).view(3, 1, 1, 1, 1))
+        x = torch.einsum("thgd,wjhd->whgtj", queries, states[:, 0]) * logits.scale
+        if logits.cap is not None:
+            x = logits.cap * torch.tanh(x / logits.cap)
+        x = x.gather(0, way.expand(1, *x.shape[1:])).squeeze(0).masked_fill(j > t, -torch.inf)
+        if logits.sinks is not None:
+            learned = logits.sinks.double().view(*x.shape[:2], 1, 1).expand(-1, -1, n, -1)
+            x = torch.cat((x, learned), dim=-1)
+        weights = x.softmax(-1)[..., :length] * (way == torch.arange(3).view(3, 1, 1, 1, 1))
         out = torch.einsum("whgtj,wjhd->thgd", weights, states[:, 1]).reshape(n, *q.shape[1:])
         return out, states[:, 1].abs().max().item(), int(((way == RESTORED) & (j <= t)).sum())
 
@@ -100,8 +105,8 @@ def defined_attention() -> Iterator[Found]:
     """Compare all attention of packed layers with its definition."""
     found, records, attend = Found(), {}, Layer.attend
 
-    def watched(layer: Layer, steps, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor) -> None:
-        attend(layer, steps, q, k, v, scale, out)
+    def watched(layer: Layer, steps, q: Tensor, k: Tensor, v: Tensor, logits: Logits, out: Tensor) -> None:
+        attend(layer, steps, q, k, v, logits, out)
         record = records.setdefault(layer.pages.pool.data_ptr(), Record(layer))
         record.see(steps[0][1].shadow_of)
         for tokens, step in steps:
@@ -111,7 +116,7 @@ def defined_attention() -> Iterator[Found]:
             for row, (start, length) in enumerate(zip(*step.known, strict=True)):
                 own = slice(first, first := first + length - start)
                 pages = step.table[row, : -(-length // step.page_size)].tolist()
-                expected, largest, restored = record.attend(pages, start, q[own], scale)
+                expected, largest, restored = record.attend(pages, start, q[own], logits)
                 error = (out[own].double() - expected).abs().max().item() / largest
                 found.add(error, length - start, restored)
 

@@ -87,4 +87,4 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable, Callable], 
 def use_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches on the CPU run Triton's kernels, interpreted."""
     for module in ("kvfold.paged.cache", "kvfold.bench.model_steps"):
-        monkeypatch.setattr(f"{module}.choose", lambda *_: KERNELS)
+        monkeypatch.setattr(f"{module}.choose", lambda *_, **__: KERNELS)

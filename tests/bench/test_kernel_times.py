@@ -129,8 +129,8 @@ def test_bytes_of_codebooks():
 def test_the_reference_is_that_of_the_naive_op(recipe: str, op: str, text: str):
     case = Case.parse(op, text, **SMALL)
     _, pages, q, _, _, new = fill(case, parse(recipe), CPU)
-    expected = naive.attend(pages, q, new, case.scale)
-    got = torch.cat([expected_ops.attend(pages, q, new, case.scale, row) for row in range(case.batch)])
+    expected = naive.attend(pages, q, new, case.logits)
+    got = torch.cat([expected_ops.attend(pages, q, new, case.logits, row) for row in range(case.batch)])
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -139,8 +139,8 @@ def test_the_reference_of_uneven_steps_is_that_of_the_naive_op(recipe: str):
     layer = Layer(selftest.Case(recipe, 64, 2, 16, selftest.Tokens((40, 17, 0), (3, 9, 5))), CPU)
     layer.begin((3, 9, 5))
     q = layer.queries()
-    expected = naive.attend(layer.expected, q, layer.new, layer.scale)
-    got = torch.cat([expected_ops.attend(layer.expected, q, layer.new, layer.scale, row) for row in range(3)])
+    expected = naive.attend(layer.expected, q, layer.new, layer.logits)
+    got = torch.cat([expected_ops.attend(layer.expected, q, layer.new, layer.logits, row) for row in range(3)])
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -149,7 +149,7 @@ def test_errors_are_allowed_by_the_precision():
     for dtype in ("bfloat16", "float16"):
         case = Case.parse("extend", "2x60+4", **SMALL, dtype=dtype)
         _, pages, q, _, _, new = fill(case, parse("saw-int4:recent=8"), CPU)
-        error, allowed = expected_ops.attend_error(pages, q, new, case.scale, naive.attend(pages, q, new, case.scale))
+        error, allowed = expected_ops.attend_error(pages, q, new, case.logits, naive.attend(pages, q, new, case.logits))
         assert error < 1e-5
         largest.append(allowed)
     assert 2**-12 < largest[0] < 2**-6

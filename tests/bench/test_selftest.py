@@ -123,8 +123,8 @@ def test_without_transformers_it_says_what_to_install(monkeypatch: pytest.Monkey
 def attends(change: Callable[[LayerPages, Tensor], tuple[LayerPages, Tensor]]) -> Callable[..., Tensor]:
     """An `attend` that is given other pages or queries."""
 
-    def broken(right: Any, pages: LayerPages, q: Tensor, new: Any, scale: float, out: Any = None) -> Tensor:
-        return right(*change(pages, q), new, scale, out)
+    def broken(right: Any, pages: LayerPages, q: Tensor, new: Any, logits: Any, out: Any = None) -> Tensor:
+        return right(*change(pages, q), new, logits, out)
 
     return broken
 
@@ -205,8 +205,8 @@ def test_a_wrong_kernel_is_found(
 ):
     """In its own rows, and in those of the steps that it is part of; other ops stay right."""
 
-    def chosen(*arguments: Any) -> Ops:
-        ops = choose(*arguments)
+    def chosen(*arguments: Any, **options: Any) -> Ops:
+        ops = choose(*arguments, **options)
         right = getattr(ops, op)
         return ops._replace(**{op: right._replace(run=lambda *given: broken(right.run, *given))})
 

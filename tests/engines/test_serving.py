@@ -15,7 +15,7 @@ from kvfold.engines.serving import Config, Plan, Served
 from kvfold.geometry import Geometry, UnsupportedModel
 from kvfold.ops.attend import unpacked_prefill as unpacked
 from kvfold.ops.dispatch import Ops, choose
-from kvfold.ops.pages import HostLengths, Step
+from kvfold.ops.pages import HostLengths, Logits, Step
 from kvfold.recipes import parse
 
 pytestmark = pytest.mark.usefixtures("_poisoned_memory")
@@ -196,7 +196,7 @@ class World:
             for side, (codec, x, kept) in enumerate(zip(self.plan.codecs[0], given, (k, v), strict=True)):
                 x[poisoned, side:, 7] = (torch.nan, -torch.inf)[side]
                 kept[poisoned, side:] = codec.transform.mean[side:].to(self.dtype)
-        self.layer.attend(steps, q, *given, DIMS**-0.5, out)
+        self.layer.attend(steps, q, *given, Logits(DIMS**-0.5), out)
         for row, (new_k, new_v) in enumerate(zip(k.split(counts), v.split(counts), strict=True)):
             self.keys[row] = torch.cat((self.keys[row], new_k.float()))
             self.values[row] = torch.cat((self.values[row], new_v.float()))

@@ -19,6 +19,7 @@ from transformers import (
 import kvfold
 from kvfold.geometry import UnsupportedModel
 from kvfold.ops.naive import read
+from kvfold.ops.pages import Logits
 from kvfold.recipe import PAGE_SIZE
 from kvfold.recipes import parse
 
@@ -186,10 +187,10 @@ def test_same_keys_and_values_give_the_same_bytes_and_reads(recipe):
         begin = 0
         for size in sizes:
             end = begin + size
-            packed.attend(0, q[:, :, begin:end], k[:, :, begin:end], v[:, :, begin:end], None, 0.125)
+            packed.attend(0, q[:, :, begin:end], k[:, :, begin:end], v[:, :, begin:end], None, Logits(0.125))
             begin = end
         packed.crop(-1)  # the last token once more, so that every way of feeding ends with the same step
-        packed.attend(0, *(x[:, :, 74:] for x in (q, k, v)), None, 0.125)
+        packed.attend(0, *(x[:, :, 74:] for x in (q, k, v)), None, Logits(0.125))
         pages = packed.paged.pages(0)
         size = pages.layout.page_size
         assert size == {"kivi-2": 32, "kitty-2": 128}.get(packed.recipe.name, PAGE_SIZE)

@@ -5,11 +5,11 @@ from torch import Tensor
 
 from kvfold.bench.expected_ops import naive_attend_error, naive_store_error, on_cpu
 from kvfold.ops import naive
-from kvfold.ops.pages import LayerPages
+from kvfold.ops.pages import LayerPages, Logits
 
 
 def assert_defined(
-    before: LayerPages, after: LayerPages, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor
+    before: LayerPages, after: LayerPages, q: Tensor, k: Tensor, v: Tensor, logits: Logits, out: Tensor
 ) -> None:
     """A step of q, k and v that led from the bytes `before` to those `after`, both on the CPU, and to `out`."""
     expected = on_cpu(before)
@@ -17,7 +17,7 @@ def assert_defined(
     new = naive.store(expected, k, v)
     for error, allowed in (
         naive_store_error(before, expected, after, k, v),
-        naive_attend_error(after, q, new, scale, out),
+        naive_attend_error(after, q, new, logits, out),
     ):
         assert error <= allowed
     assert torch.isfinite(out).all()

@@ -61,7 +61,7 @@ def test_replays_with_growing_lengths_are_the_definitions(recipe, page):
             to.copy_(x)
 
     def attend():
-        return layer.cache.attend(0, *(x.unsqueeze(1) for x in (q, k, v)), layer.scale).squeeze(1)
+        return layer.cache.attend(0, *(x.unsqueeze(1) for x in (q, k, v)), layer.logits).squeeze(1)
 
     graph, out = capture(begin, attend)
     for step in range(steps):
@@ -69,7 +69,7 @@ def test_replays_with_growing_lengths_are_the_definitions(recipe, page):
             begin()
         graph.replay()
         assert layer.stored(layer.new).wrong == ""
-        error, allowed = naive_attend_error(on_cpu(layer.pages), q.cpu(), layer.new, layer.scale, out)
+        error, allowed = naive_attend_error(on_cpu(layer.pages), q.cpu(), layer.new, layer.logits, out)
         assert error <= allowed
 
 

@@ -22,7 +22,7 @@ from kvfold.bench.random_fits import random_artifact
 from kvfold.engines.serving import Config, Layer, Plan
 from kvfold.geometry import example_configs
 from kvfold.ops import naive
-from kvfold.ops.pages import HostLengths, Step
+from kvfold.ops.pages import HostLengths, Logits, Step
 from kvfold.recipes import parse
 
 DEVICE = torch.device("cuda")
@@ -91,7 +91,7 @@ def test_a_step_in_a_row_is_one_that_waits_after_every_kernel(recipe, text):
     def step():
         for to, x in zip(given, source, strict=True):
             to.copy_(x)  # as after somebody else's kernels
-        return ops.store_and_attend(pages, *given, case.scale)
+        return ops.store_and_attend(pages, *given, case.logits)
 
     def begin(queries, keys, values):
         ops.store.run(pages, 100 * keys, 100 * values)
@@ -106,7 +106,7 @@ def test_a_step_in_a_row_is_one_that_waits_after_every_kernel(recipe, text):
         with waiting():
             expected.append((step().clone(), pages.pool.clone()))
         if len(expected) == 1 and case.context > 1:  # to a single token 16 bits add no error that would be allowed
-            assert_defined(before, on_cpu(pages), *each, case.scale, expected[0][0])
+            assert_defined(before, on_cpu(pages), *each, case.logits, expected[0][0])
     graph, replayed = capture(lambda: None, step)
     for each, (out, pool) in zip(states, expected, strict=True):
         begin(*each)
@@ -132,7 +132,7 @@ def test_requests_that_decode_share_a_page(recipe, tmp_path):
 
     def attended(starts, lengths, states):
         out = torch.empty(states[0].shape, device=DEVICE)
-        layer.attend(steps(starts, lengths, shadow_of), *states, 128**-0.5, out)
+        layer.attend(steps(starts, lengths, shadow_of), *states, Logits(128**-0.5), out)
         return out
 
     def both(states):
@@ -148,7 +148,7 @@ def test_requests_that_decode_share_a_page(recipe, tmp_path):
         before = pages_now()
         with waiting():
             expected = both(pair)
-            assert_defined(before, pages_now(), *pair, 128**-0.5, expected)
+            assert_defined(before, pages_now(), *pair, Logits(128**-0.5), expected)
             assert not torch.equal(both(other), expected)
         assert torch.equal(both(pair), expected)
 
@@ -168,7 +168,7 @@ def test_a_query_reads_what_another_request_stores_in_the_same_step(recipe, tmp_
         layer.pages.shadows.fill_(torch.nan)
         for _ in range(2):
             torch.cuda.synchronize()
-            layer.attend(both, q, k, v, 128**-0.5, out := torch.empty(q.shape, device=DEVICE))
+            layer.attend(both, q, k, v, Logits(128**-0.5), out := torch.empty(q.shape, device=DEVICE))
             outs.append(out)
         assert outs[1].isfinite().all()
         assert torch.equal(*outs)
@@ -179,5 +179,5 @@ def test_a_query_reads_what_another_request_stores_in_the_same_step(recipe, tmp_
     naive.store(defined, k[many].cpu(), v[many].cpu())
     defined = replace(defined, step=on_cpu(replace(layer.pages, step=decoded)).step)
     new = naive.store(defined, k[one].cpu(), v[one].cpu())
-    error, allowed = naive_attend_error(defined, q[one].cpu(), new, 128**-0.5, outs[0][one])
+    error, allowed = naive_attend_error(defined, q[one].cpu(), new, Logits(128**-0.5), outs[0][one])
     assert error <= allowed

@@ -43,7 +43,7 @@ def test_nan_of_one_sequence_changes_no_other(recipe, op, text):
     broken[2][last[HALF], 3, 70] = torch.inf
 
     def step():
-        return ops.store_and_attend(pages, *given, case.scale)
+        return ops.store_and_attend(pages, *given, case.logits)
 
     def after(run, states):
         """The output of a step, and all that it has written."""

@@ -8,7 +8,7 @@ import math
 import random
 import resource
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ from kvfold.ops.attend import attend_gpu as kernels
 from kvfold.ops.attend import window_kernel as window_kernel
 from kvfold.ops.attend.parts import MAX_SPLITS, QueryTiles, merge
 from kvfold.ops.naive import store
-from kvfold.ops.pages import HostLengths, LayerPages, Step
+from kvfold.ops.pages import HostLengths, LayerPages, Logits, Step
 from kvfold.ops.tiles import attended_sides
 from kvfold.paged import PagedCache
 from kvfold.recipes import parse
@@ -43,6 +43,7 @@ from kvfold.transforms import Transform
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYER = 0
+LOG2_E = math.log2(math.e)
 FLOAT32 = 2**-21  # a few roundings, relative to the largest number that goes into a sum
 
 
@@ -77,9 +78,13 @@ class World:
         dtype: torch.dtype = torch.bfloat16,
         seed: int = 0,
         pages: int = 160,
+        sinks: bool = False,
+        cap: float | None = None,
     ) -> None:
         self.kv_heads, self.q_heads, self.dims = kv_heads, kv_heads * ratio, codecs[0].layout.dims
-        self.dtype, self.scale = dtype, self.dims**-0.5
+        self.dtype = dtype
+        learned = 3 * torch.randn(self.q_heads, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+        self.logits = Logits(self.dims**-0.5, cap, learned if sinks else None)
         self.generator = torch.Generator().manual_seed(seed)
         self.cache = PagedCache(
             [codecs], kv_heads, sequences,
@@ -106,15 +111,15 @@ class World:
     def step(self, *counts: int) -> None:
         """Store new tokens, and check what their queries get."""
         pages, new = self.fill(*counts)
-        check(pages, self.queries(), new, self.scale)
+        check(pages, self.queries(), new, self.logits)
 
 
-def check(pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scale: float) -> None:
-    out = kernels.attend(pages, q, new, scale)
+def check(pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, logits: Logits) -> None:
+    out = kernels.attend(pages, q, new, logits)
     assert out.dtype == torch.float32
     assert out.shape == q.shape
     assert out.isfinite().all()
-    compare(out, pages, q, new, scale)
+    compare(out, pages, q, new, logits)
 
 
 def compare(
@@ -122,7 +127,7 @@ def compare(
     pages: LayerPages,
     q: Tensor,
     new: tuple[Tensor, Tensor] | None,
-    scale: float,
+    logits: Logits,
     rounding: float = 0.0,
 ) -> None:
     """Outputs are as near to the definition as 16-bit arithmetic allows: in every sequence the largest error is at most
@@ -130,39 +135,72 @@ def compare(
     `rounding`, relative to the largest, adds."""
     rotation = Transform(rotation=pages.value.transform.rotation)
     rounded = rounding * rotation.forward(out).abs().max().item()
-    errors = rotation.forward(out - naive.attend(pages, q, new, scale)).abs().amax(dim=(1, 2))
+    errors = rotation.forward(out - naive.attend(pages, q, new, logits)).abs().amax(dim=(1, 2))
     host = pages.step.known
     each = zip(*host, q.split(host.counts), errors.split(host.counts), strict=True)
     for row, (start, length, queries, off) in enumerate(each):
         allowed = [
-            2 * fp16_error(scaled(pages, query, scale), *naive.read(pages, row, position, new))
+            fp16_error(scaled(pages, query, logits), *naive.read(pages, row, position, new), seen(pages, query, logits))
             for query, position in zip(queries, range(start, length), strict=True)
         ]
         if allowed:
-            worst, most = off.max().item(), max(allowed) + rounded
+            worst, most = off.max().item(), 2 * max(allowed) + rounded
             assert worst <= most, f"sequence {row}: off by {worst:.2e}, where {most:.2e} are allowed"
 
 
-def scaled(pages: LayerPages, q: Tensor, scale: float) -> Tensor:
+def scaled(pages: LayerPages, q: Tensor, logits: Logits) -> Tensor:
     """Queries [q_heads, d] -> [kv_heads, ratio, d], whose products with transformed keys are logits to base 2."""
-    return (pages.key.transform.dual(q) * (scale * math.log2(math.e))).unflatten(0, (pages.pool.shape[1], -1))
+    return (pages.key.transform.dual(q) * (logits.scale * LOG2_E)).unflatten(0, (pages.pool.shape[1], -1))
 
 
-def attention(query: Tensor, k: Tensor, v: Tensor, narrow: Callable[[Tensor], Tensor] = Tensor.double) -> Tensor:
+@dataclass
+class Seen:
+    """What a query sees besides keys and values: [kv_heads, ratio, 1], to base 2."""
+
+    of_mean: Tensor | float = 0.0  # its product with the mean key
+    cap: float | None = None
+    sinks: Tensor | None = None
+    zero: Tensor | None = None  # [kv_heads, 1, d], transformed
+
+
+def seen(pages: LayerPages, q: Tensor, logits: Logits) -> Seen:
+    """By queries [q_heads, d]."""
+    heads, key, value = pages.pool.shape[1], pages.key.transform, pages.value.transform
+    found = Seen(cap=None if logits.cap is None else LOG2_E * logits.cap)
+    if key.mean is not None:
+        grouped = q.double().unflatten(0, (heads, -1))
+        found.of_mean = LOG2_E * logits.scale * grouped @ key.mean.double().unsqueeze(-1)
+    if logits.sinks is not None:
+        found.sinks = LOG2_E * logits.sinks.double().view(heads, -1, 1)
+        found.zero = value.forward(torch.zeros(heads, pages.value.layout.dims, device=DEVICE)).double().unsqueeze(1)
+    return found
+
+
+def attention(
+    query: Tensor, k: Tensor, v: Tensor, narrow: Callable[[Tensor], Tensor] = Tensor.double, seen: Seen | None = None
+) -> Tensor:
     """Of queries [kv_heads, ratio, d] over k, v [tokens, kv_heads, d], in float64 but for what `narrow` does."""
-    logits = torch.einsum("hgd,jhd->hgj", narrow(query), narrow(k))
-    weights = torch.exp2(logits - logits.amax(dim=-1, keepdim=True))
-    return torch.einsum("hgj,jhd->hgd", narrow(weights), narrow(v)) / weights.sum(dim=-1, keepdim=True)
+    seen = seen or Seen()
+    logits = torch.einsum("hgd,jhd->hgj", narrow(query), narrow(k)) + seen.of_mean
+    if seen.cap is not None:
+        logits = seen.cap * torch.tanh(logits / seen.cap)
+    highest = logits.amax(dim=-1, keepdim=True)
+    weights = torch.exp2(logits - highest)
+    mixed, total = torch.einsum("hgj,jhd->hgd", narrow(weights), narrow(v)), weights.sum(dim=-1, keepdim=True)
+    if seen.sinks is not None:
+        learned = torch.exp2(seen.sinks - highest)
+        mixed, total = mixed + learned * seen.zero, total + learned
+    return mixed / total
 
 
-def fp16_error(query: Tensor, k: Tensor, v: Tensor) -> float:
+def fp16_error(query: Tensor, k: Tensor, v: Tensor, seen: Seen | None = None) -> float:
     """How far attention is off if all that tensor cores take is rounded to fp16: queries times scale, keys, weights and
     values, each by up to 2^-11 of it. All else is exact but for float32 sums, which come on top.
 
     The kernel rounds the same numbers, apart from keys with metadata of their own, of which it rounds the levels of
     codebooks, centroids and nothing else.
     """
-    error = (attention(query, k, v, lambda x: x.half().double()) - attention(query, k, v)).abs().max()
+    error = (attention(query, k, v, lambda x: x.half().double(), seen) - attention(query, k, v, seen=seen)).abs().max()
     terms = query.abs().sum(dim=-1).max() * k.abs().max()  # of a logit
     return (error + FLOAT32 * (2 + terms) * v.abs().max()).item()
 
@@ -319,7 +357,7 @@ def test_queries_in_any_type_and_order(recipes, dtype, sequences):
     expanded = world.randn(1, heads, 32).expand(tokens, heads, 32)
     for q in (by_head, among_others, expanded):
         assert not q.is_contiguous()
-        check(pages, q, new, world.scale)
+        check(pages, q, new, world.logits)
 
 
 @pytest.mark.parametrize("recipes", ["int4", "saw-int4:values=true"])
@@ -337,9 +375,9 @@ def test_a_cache_takes_batches_that_are_padded_on_the_left(recipes, monkeypatch)
             padded = torch.full((*padding.shape, *x.shape[1:]), torch.nan, dtype=x.dtype, device=DEVICE)
             padded[~padding] = x
             batch.append(padded)
-        out = world.cache.attend(LAYER, *batch, world.scale)
+        out = world.cache.attend(LAYER, *batch, world.logits)
         assert (out[padding] == 0).all()
-        compare(out[~padding], pages, q, store(pages, k, v), world.scale)
+        compare(out[~padding], pages, q, store(pages, k, v), world.logits)
 
 
 def test_sequences_without_queries():
@@ -353,7 +391,7 @@ def test_sequences_without_queries():
         row[: len(held)] = torch.tensor(held)
     step = Step.of(HostLengths(starts, world.cache.lengths), table, pages.step.shadow_of, pages.step.page_size)
     assert torch.equal(step.locations, pages.step.locations)
-    check(replace(pages, step=replace(step, max_queries=40)), world.queries(), new, world.scale)
+    check(replace(pages, step=replace(step, max_queries=40)), world.queries(), new, world.logits)
 
 
 def test_a_step_without_tokens():
@@ -361,7 +399,7 @@ def test_a_step_without_tokens():
     world.fill(3, 4)
     world.cache.extend([0, 0])
     pages = world.cache.pages(LAYER)
-    assert kernels.attend(pages, world.queries(), None, world.scale).shape == (0, world.q_heads, 32)
+    assert kernels.attend(pages, world.queries(), None, world.logits).shape == (0, world.q_heads, 32)
 
 
 # --- histories
@@ -423,7 +461,7 @@ def test_layers_in_sixteen_bits_have_no_windows():
     pages, new = world.fill(2, 2)
     assert new is None
     assert not len(pages.shadows)
-    check(pages, world.queries(), new, world.scale)
+    check(pages, world.queries(), new, world.logits)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 3, 7, 10])
@@ -461,6 +499,43 @@ def test_numbers_of_splits(sequences, length):
         assert (splits > 1) == (sequences < 16 and length > 64)
 
 
+@pytest.mark.parametrize("recipes", ["int4", "saw-int4:values=true", "oscar-int2:per_head=true", "int8:centre=false"])
+@pytest.mark.parametrize("windows", [{}, {"sink": 3, "recent": 7}])
+def test_learned_sinks(recipes, windows):
+    """Where a query reads one token, one part, and several."""
+    world = World(codecs(recipes, 32, 2), 2, ratio=3, sinks=True, **windows)
+    for counts in ((1, 70), (1, 1), (3, 0)):
+        world.step(*counts)
+
+
+@pytest.mark.parametrize("cap", [0.7, 30.0])
+@pytest.mark.parametrize(
+    ("recipes", "options"),
+    [
+        ("int4", {}),
+        ("saw-int4:values=true", {"sink": 3, "recent": 7}),
+        ("int8:centre=false", {"recent": 70, "sinks": True}),
+        ("oscar-int2:per_head=true", {"sink": 3, "recent": 7, "sinks": True}),
+    ],
+)
+def test_capped_logits(recipes, options, cap):
+    """By much and by little; with learned sinks, which are not."""
+    world = World(codecs(recipes, 32, 2), 2, cap=cap, **options)
+    world.fill(70, 0)
+    world.step(2, 1)
+
+
+def test_capped_logits_of_any_size():
+    """Where tanh is ±1, at up to 10⁴ times the cap."""
+    world = World(codecs("int8:centre=false", 64, 1), kv_heads=1, ratio=1, dtype=torch.float32, cap=1.0)
+    world.cache.extend([40])
+    pages = world.cache.pages(LAYER)
+    k, v = 40 * world.randn(40, 1, 64).sign(), world.randn(40, 1, 64)
+    new = store(pages, k, v)
+    for q in (k, -k, 100 * k):
+        compare(kernels.attend(pages, q, new, world.logits), pages, q, new, world.logits)
+
+
 @pytest.mark.parametrize(("sink", "recent"), [(3, 70), (0, 1), (2, 0)])
 def test_windows_alone(sink, recent):
     """For kernels that read the packed tokens themselves."""
@@ -470,12 +545,12 @@ def test_windows_alone(sink, recent):
     q = world.queries()
     rotated = pages.key.transform.dual(q)
     parts, weights = torch.empty(2, *rotated.shape, device=DEVICE), torch.empty(2, *rotated.shape[:2], device=DEVICE)
-    window_kernel.attend(pages, rotated, new, world.scale, parts, weights)
+    window_kernel.attend(pages, rotated, new, world.logits, parts, weights)
     out = merge(parts, weights, Transform())
     for row, length in enumerate(pages.step.known.lengths):
         tokens = torch.arange(length, device=DEVICE)
         k, v = (x[(tokens < sink) | (tokens >= length - recent)] for x in naive.read(pages, row, length - 1, new))
-        query = scaled(pages, q[row], world.scale)
+        query = scaled(pages, q[row], world.logits)
         error = out[row].unflatten(0, (2, -1)) - attention(query, k, v)
         assert error.abs().max().item() <= 2 * fp16_error(query, k, v)
         total = torch.exp2(weights[:, row].double()).sum(dim=0).log2()
@@ -521,7 +596,7 @@ def test_what_no_query_reads_may_be_anything(recipes, counts, sink, recent):
             if step.shadow_of[page] >= 0 and (token >= start or not in_sixteen_bits):
                 pages.shadows[step.shadow_of[page], :, :, offset] = torch.nan
     q = world.queries()
-    compare(kernels.attend(pages, q, new, world.scale), pages, q, new, world.scale)
+    compare(kernels.attend(pages, q, new, world.logits), pages, q, new, world.logits)
 
 
 @pytest.mark.usefixtures("_untouched_memory")
@@ -560,9 +635,9 @@ def test_large_logits(recipes, windows):
     new = store(pages, k, v)
     stored = torch.stack([naive.read(pages, 0, t, new)[1][t] for t in range(tokens)])  # as its own query reads it
     own = pages.value.transform.inverse(stored)
-    out = kernels.attend(pages, k, new, world.scale)
+    out = kernels.attend(pages, k, new, world.logits)
     torch.testing.assert_close(out, own, rtol=0, atol=2**-10 * stored.norm(dim=-1).max().item())
-    assert kernels.attend(pages, -k, new, world.scale).isfinite().all()
+    assert kernels.attend(pages, -k, new, world.logits).isfinite().all()
 
 
 def test_equal_logits_far_below_zero():
@@ -571,7 +646,7 @@ def test_equal_logits_far_below_zero():
     world.cache.extend([70])
     pages = world.cache.pages(LAYER)
     k, v = torch.full((70, 1, 64), 40.0, device=DEVICE), world.randn(70, 1, 64)
-    out = kernels.attend(pages, -k, store(pages, k, v), world.scale)
+    out = kernels.attend(pages, -k, store(pages, k, v), world.logits)
     means = naive.read(pages, 0, 69, None)[1].cumsum(0) / torch.arange(1, 71, device=DEVICE)[:, None, None]
     torch.testing.assert_close(out, means.expand_as(out), rtol=0, atol=2**-10 * v.abs().max().item())
 
@@ -584,7 +659,7 @@ def test_a_query_that_sees_one_token_gets_its_value(recipes, windows):
     pages = world.cache.pages(LAYER)
     k, v = world.randn(2, 2, 1, 32)
     new = store(pages, k, v)
-    out = kernels.attend(pages, 50 * world.queries(), new, world.scale)
+    out = kernels.attend(pages, 50 * world.queries(), new, world.logits)
     value = pages.value
     expected = value.transform.inverse(new[1].float()) if new is not None else value.decode(value.encode(v))
     bound = 2**-11 * value.transform.forward(v).norm(dim=-1).max().item() + 1e-5
@@ -601,9 +676,9 @@ def test_outputs_go_where_they_are_wanted(recipe, recent, count):
     world.fill(200, 30)
     pages, new = world.fill(count, count)
     q = world.queries()
-    expected = kernels.attend(pages, q, new, world.scale)
+    expected = kernels.attend(pages, q, new, world.logits)
     around = torch.full((len(q) + 2, *q.shape[1:]), torch.nan, dtype=torch.float16, device=DEVICE)
-    assert kernels.attend(pages, q, new, world.scale, around[1:-1]).data_ptr() == around[1:-1].data_ptr()
+    assert kernels.attend(pages, q, new, world.logits, around[1:-1]).data_ptr() == around[1:-1].data_ptr()
     torch.testing.assert_close(around[1:-1].float(), expected, rtol=2**-9, atol=2**-14)
     assert around[[0, -1]].isnan().all()
 
@@ -632,7 +707,7 @@ def test_other_layouts_are_refused_by_name(slot, reason, side):
     world = World((Codec(both[0]), Codec(both[1])))
     world.cache.extend([3])
     with pytest.raises(ValueError, match=reason) as error:
-        kernels.attend(world.cache.pages(LAYER), world.queries(), None, world.scale)
+        kernels.attend(world.cache.pages(LAYER), world.queries(), None, world.logits)
     assert str(slot) in str(error.value)
 
 
@@ -641,7 +716,7 @@ def test_pages_that_are_quantized_are_refused_by_size(page_size):
     world = World(codecs("kivi-2", 64, 2), page_size=page_size)
     world.cache.extend([3])
     with pytest.raises(ValueError, match=f"keys: {page_size} tokens of a page .* are no multiple of 16"):
-        kernels.attend(world.cache.pages(LAYER), world.queries(), None, world.scale)
+        kernels.attend(world.cache.pages(LAYER), world.queries(), None, world.logits)
 
 
 @pytest.mark.parametrize("bits", range(1, 9))

@@ -10,6 +10,7 @@ from kvfold.format.layout import PageLayout, affine_slot, channel_slot
 from kvfold.format.windows import Windows
 from kvfold.ops.attend import attend_torch
 from kvfold.ops.dispatch import HOPPER, check_dtype, choose
+from kvfold.ops.pages import Logits
 from kvfold.paged import PagedCache
 from kvfold.recipes import parse
 
@@ -93,6 +94,19 @@ def test_before_triton_3_6_the_portable_kernel_decodes(monkeypatch, triton):
     assert choose(INT4, 4, GPU, (8, 0)).decode.reason == "the GPU is older than Hopper: (8, 0)"
 
 
+# --- soft-caps
+
+
+@pytest.mark.parametrize("capability", [(8, 0), HOPPER])
+@pytest.mark.filterwarnings("ignore:.*slower")
+def test_capped_logits_are_left_to_the_portable_kernel(triton, capability):
+    ops = choose(INT4, 4, GPU, capability, cap=True)
+    assert [choice.implementation for choice in ops] == ["triton"] * 3
+    assert ops.extend.reason == "flash attention has no soft-cap"
+    if capability == HOPPER:
+        assert ops.decode.reason == "logits have a soft-cap"
+
+
 # --- float32
 
 
@@ -126,5 +140,5 @@ def test_pytorch_reads_on_any_device(windows, n, monkeypatch):
     cache.extend([70, 40])
     cache.extend([n, n])
     q, k = (torch.empty(2 * n, heads, 128, device=device) for heads in (4, 2))
-    out = ops.decode.run(cache.pages(0), q, (k, k) if windows else None, 0.1)
+    out = ops.decode.run(cache.pages(0), q, (k, k) if windows else None, Logits(0.1))
     assert (out.shape, out.device) == (q.shape, device)

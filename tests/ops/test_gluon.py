@@ -160,12 +160,14 @@ def test_outputs_are_those_of_the_codec(columns, bits):
         Case("saw-int4", 64, 3, 16, TOKENS),  # queries are rotated by the kernel
         Case("saw-int4:sink=4", 64, 2, 16, TOKENS),
         Case("saw-int4:sink=4,recent=8", 64, 1, 64, TOKENS),  # tokens are packed beside decoding
+        Case("saw-int4:values=true", 64, 3, 16, TOKENS, sinks=True),
+        Case("saw-int4:recent=8", 64, 2, 16, TOKENS, sinks=True),
         Case("int4:recent=1", 64, 2, 16, TOKENS, "float16"),
         Case("oscar-int2:sink=3,recent=20", 128, 2, 16, TOKENS),
         Case("gtq-k3v3:recent=2", 64, 3, 16, TOKENS),
         Case("tq-k4v2", 64, 1, 64, TOKENS),
     ],
-    ids=lambda case: case.recipe,
+    ids=lambda case: f"{case.recipe}{'-sinks' if case.sinks else ''}",
 )
 @torch.no_grad()
 def test_a_step_stores_and_reads_what_the_definitions_do(case, monkeypatch):
@@ -174,7 +176,7 @@ def test_a_step_stores_and_reads_what_the_definitions_do(case, monkeypatch):
     emulated_gluon.use(monkeypatch)
     stored = Choice("triton", "interpreted", partial(store.store, overlaps=True))
     ops = Ops(stored, Choice("gluon", "emulated", gluon.attend, gluon.store_and_attend), stored)
-    monkeypatch.setattr(selftest, "choose", lambda *_: ops)
+    monkeypatch.setattr(selftest, "choose", lambda *_, **__: ops)
     layer = selftest.Layer(case, torch.device("cpu"))
     for row in (layer.step(), layer.attend("decode", ops.decode)):
         assert row.ok, row

@@ -139,10 +139,10 @@ def check(world: World, *counts: int) -> None:
     """Store one token of some sequences, and compare what their queries get with the definition."""
     pages, new = world.fill(*counts)
     q = world.queries()
-    out = kernels.attend(pages, q, new, world.scale)
+    out = kernels.attend(pages, q, new, world.logits)
     lengths = enumerate(pages.step.known.lengths)
     values = max(naive.read(pages, row, length - 1, new)[1].abs().max().item() for row, length in lengths)
-    expected = naive.attend(pages, q, new, world.scale)
+    expected = naive.attend(pages, q, new, world.logits)
     torch.testing.assert_close(out, expected, rtol=0, atol=2**-17 * (1 + values))
 
 
@@ -177,6 +177,14 @@ def test_windows(recipe, sink, recent, raw_dtype):
     check(world, 1, 0, 1, 1)
 
 
+@pytest.mark.parametrize("options", [{"sinks": True}, {"cap": 2.0}, {"sinks": True, "cap": 30.0}], ids=str)
+@pytest.mark.parametrize("windows", [{}, {"sink": 3, "recent": 7}])
+def test_learned_sinks_and_capped_logits(options, windows):
+    world = World(codecs("saw-int4:values=true", 32, 2), 3, ratio=3, pages=400, **options, **windows)
+    world.fill(530, 0, 66)
+    check(world, 1, 1, 1)
+
+
 @pytest.mark.parametrize("recipe", ["saw-int4", "oscar-int2", "gtq-k3v3"])
 def test_others_change_no_bit(recipe):
     """What a sequence gets alone, by one thread or several, it gets beside others, in any order."""
@@ -185,17 +193,17 @@ def test_others_change_no_bit(recipe):
     world.fill(*lengths)
     pages, new = world.fill(1, 1, 1, 1)
     q = world.queries()
-    together = kernels.attend(pages, q, new, world.scale)
+    together = kernels.attend(pages, q, new, world.logits)
     before = torch.get_num_threads()
     for threads in (1, 3):
         torch.set_num_threads(threads)
-        assert torch.equal(kernels.attend(pages, q, new, world.scale), together)
+        assert torch.equal(kernels.attend(pages, q, new, world.logits), together)
     torch.set_num_threads(before)
     rows = random.Random(0).sample(range(4), 3)
     world.cache.select(rows)
     world.cache.step = world.cache._describe([lengths[row] for row in rows])
     alone = kernels.attend(
-        world.cache.pages(LAYER), q[rows], None if new is None else (new[0][rows], new[1][rows]), world.scale
+        world.cache.pages(LAYER), q[rows], None if new is None else (new[0][rows], new[1][rows]), world.logits
     )
     assert torch.equal(alone, together[rows])
 
@@ -216,10 +224,10 @@ def test_outputs_go_where_they_are_wanted(dtype):
     world.fill(20, 3)
     pages, new = world.fill(1, 1)
     q = world.queries()
-    expected = kernels.attend(pages, q, new, world.scale)
+    expected = kernels.attend(pages, q, new, world.logits)
     for around in (torch.full((4, *q.shape[1:]), torch.nan, dtype=dtype), torch.empty(4, 4, 64, dtype=dtype)):
         out = around[1:3, ..., :32]
-        assert kernels.attend(pages, q, new, world.scale, out) is out
+        assert kernels.attend(pages, q, new, world.logits, out) is out
         assert torch.equal(out, expected.to(dtype))
 
 
@@ -234,9 +242,9 @@ def test_large_logits():
     store_kernel.store(pages, k[:1], v[:1])
     stored = naive.read(pages, 0, 24, None)[1]
     for token in (3, 23):
-        out = kernels.attend(pages, k[token : token + 1], None, world.scale)
+        out = kernels.attend(pages, k[token : token + 1], None, world.logits)
         torch.testing.assert_close(out[0], stored[token], rtol=0, atol=1e-5)
-    assert kernels.attend(pages, -k[:1], None, world.scale).isfinite().all()
+    assert kernels.attend(pages, -k[:1], None, world.logits).isfinite().all()
 
 
 def test_several_threads_of_python_at_once():
@@ -244,10 +252,10 @@ def test_several_threads_of_python_at_once():
     world.fill(600, 70)
     pages, new = world.fill(1, 1)
     q = world.queries()
-    expected, wrong = kernels.attend(pages, q, new, world.scale), []
+    expected, wrong = kernels.attend(pages, q, new, world.logits), []
 
     def decode() -> None:
-        wrong.extend(not torch.equal(kernels.attend(pages, q, new, world.scale), expected) for _ in range(50))
+        wrong.extend(not torch.equal(kernels.attend(pages, q, new, world.logits), expected) for _ in range(50))
 
     workers = [threading.Thread(target=decode) for _ in range(4)]
     for worker in workers:

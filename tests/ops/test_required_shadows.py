@@ -62,7 +62,7 @@ def filled(counts: tuple[int, ...]) -> tuple[LayerPages, Callable]:
     world.fill(30, 41)
     pages, new = world.fill(*counts)
     q = world.queries()
-    return pages, lambda attend: attend(pages, q, new, world.scale)
+    return pages, lambda attend: attend(pages, q, new, world.logits)
 
 
 def lose(pages: LayerPages, row: int, token: int) -> None:

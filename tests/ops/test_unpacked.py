@@ -25,7 +25,7 @@ from kvfold.ops.attend import unpacked_prefill as unpacked
 from kvfold.ops.dequantize_gpu import dequantize
 from kvfold.ops.dispatch import choose
 from kvfold.ops.naive import store
-from kvfold.ops.pages import LayerPages
+from kvfold.ops.pages import LayerPages, Logits
 
 ROOM = 16  # tokens
 ROUNDING = 2.0**-11  # of outputs of chunks, which torch gives in 16 bits on a GPU
@@ -71,15 +71,15 @@ def chunks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, range]]:
 def step(world: World, *counts: int) -> None:
     """Store new tokens, and check what their queries get."""
     pages, new = world.fill(*counts)
-    check(pages, world.queries(), new, world.scale)
+    check(pages, world.queries(), new, world.logits)
 
 
-def check(pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scale: float) -> None:
-    out = unpacked.attend(pages, q, new, scale)
+def check(pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, logits: Logits) -> None:
+    out = unpacked.attend(pages, q, new, logits)
     assert out.dtype == torch.float32
     assert out.shape == q.shape
     assert out.isfinite().all()
-    compare(out, pages, q, new, scale, ROUNDING)
+    compare(out, pages, q, new, logits, ROUNDING)
 
 
 # --- unpacking
@@ -169,6 +169,14 @@ def test_windows(sink, recent):
     step(world, 8)
 
 
+@pytest.mark.parametrize("recipes", ["int4", "saw-int4:values=true"])
+@pytest.mark.parametrize("windows", [{}, {"sink": 3, "recent": 7}])
+def test_learned_sinks(recipes, windows):
+    world = World(codecs(recipes, 32, 2), 2, sinks=True, **windows)
+    world.fill(27, 0)
+    step(world, 3, 13)
+
+
 @pytest.mark.parametrize("windows", [{}, {"sink": 3, "recent": 7}])
 @pytest.mark.parametrize("page_size", [1, 24])
 def test_histories(page_size, windows):
@@ -193,7 +201,7 @@ def test_batches(before, counts, many, windows, chunks):
     world = World(codecs("saw-int4", 16, 2), len(counts), **windows)
     world.fill(*before)
     pages, new = world.fill(*counts)
-    check(pages, world.queries(), new, world.scale)
+    check(pages, world.queries(), new, world.logits)
     assert len({row for row, _ in chunks}) == len(many)
 
 
@@ -206,7 +214,7 @@ def test_queries_in_any_type_and_order(recipes, dtype):
     by_head = world.randn(world.q_heads, 9, 32).transpose(0, 1)
     among_others = world.randn(9, world.q_heads + 4, 32)[:, 1 : world.q_heads + 1]
     for q in (by_head, among_others):
-        check(pages, q, new, world.scale)
+        check(pages, q, new, world.logits)
 
 
 def test_steps_without_tokens_or_with_few_are_left_to_the_portable_kernel(monkeypatch):
@@ -216,7 +224,7 @@ def test_steps_without_tokens_or_with_few_are_left_to_the_portable_kernel(monkey
     step(world, 2, 1)
     world.cache.extend([0, 0])
     pages = world.cache.pages(LAYER)
-    assert unpacked.attend(pages, world.queries(), None, world.scale).shape == (0, world.q_heads, 32)
+    assert unpacked.attend(pages, world.queries(), None, world.logits).shape == (0, world.q_heads, 32)
 
 
 @pytest.mark.pairs
@@ -229,9 +237,9 @@ def test_outputs_go_where_they_are_wanted(recipes, recent, counts):
     world.fill(30, 17)
     pages, new = world.fill(*counts)
     q = world.queries()
-    expected = unpacked.attend(pages, q, new, world.scale)
+    expected = unpacked.attend(pages, q, new, world.logits)
     around = torch.full((len(q) + 2, *q.shape[1:]), torch.nan, dtype=torch.float16, device=DEVICE)
-    assert unpacked.attend(pages, q, new, world.scale, around[1:-1]).data_ptr() == around[1:-1].data_ptr()
+    assert unpacked.attend(pages, q, new, world.logits, around[1:-1]).data_ptr() == around[1:-1].data_ptr()
     torch.testing.assert_close(around[1:-1].float(), expected, rtol=2**-9, atol=2**-14)
     assert around[[0, -1]].isnan().all()
 
@@ -250,7 +258,7 @@ def test_what_no_query_reads_packed_may_be_anything(recipes, sink, recent):
             page, offset = pages.step.table[row, token // 16], token % 16
             for _, codes, meta in pages.sides:
                 codes[page, offset], meta[page, offset] = 0xFF, torch.nan
-    check(pages, world.queries(), new, world.scale)
+    check(pages, world.queries(), new, world.logits)
 
 
 @pytest.mark.parametrize(("sink", "recent"), [(0, 0), (3, 5)])
@@ -323,9 +331,9 @@ def test_large_logits():
     k, v = 40 * world.randn(tokens, 1, dims).sign(), world.randn(tokens, 1, dims)
     new = store(pages, k, v)
     own = torch.stack([naive.read(pages, 0, t, new)[1][t] for t in range(tokens)])
-    out = unpacked.attend(pages, k, new, world.scale)
+    out = unpacked.attend(pages, k, new, world.logits)
     torch.testing.assert_close(out, pages.value.transform.inverse(own), rtol=0, atol=2**-9 * own.norm(dim=-1).max())
-    assert unpacked.attend(pages, -k, new, world.scale).isfinite().all()
+    assert unpacked.attend(pages, -k, new, world.logits).isfinite().all()
 
 
 def test_equal_logits_far_below_zero():
@@ -333,7 +341,7 @@ def test_equal_logits_far_below_zero():
     world.cache.extend([40])
     pages = world.cache.pages(LAYER)
     k, v = torch.full((40, 1, 64), 40.0, device=DEVICE), world.randn(40, 1, 64)
-    out = unpacked.attend(pages, -k, store(pages, k, v), world.scale)
+    out = unpacked.attend(pages, -k, store(pages, k, v), world.logits)
     means = naive.read(pages, 0, 39, None)[1].cumsum(0) / torch.arange(1, 41, device=DEVICE)[:, None, None]
     torch.testing.assert_close(out, means.expand_as(out), rtol=0, atol=2**-9 * v.abs().max().item())
 

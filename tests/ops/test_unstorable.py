@@ -264,10 +264,10 @@ def test_a_query_with_nan_changes_no_other(attend, counts, monkeypatch):
     world.fill(20, 33, 7)
     pages, new = world.fill(*counts)
     q = world.queries()
-    expected = attend(pages, q, new, world.scale)
+    expected = attend(pages, q, new, world.logits)
     poisoned = torch.zeros(q.shape[:2], dtype=torch.bool, device=q.device)
     poisoned[counts[0] : counts[0] + counts[1]] = True
     poisoned[-1, 3] = True  # one head of one token
     q[poisoned] = torch.nan
-    got = attend(pages, q, new, world.scale)
+    got = attend(pages, q, new, world.logits)
     assert torch.equal(got[~poisoned], expected[~poisoned])

@@ -28,7 +28,7 @@ from kvfold.ops.attend.hopper import decode_step as gluon
 from kvfold.ops.attend import attend_gpu as portable
 from kvfold.ops.attend import unpacked_prefill as unpacked
 from kvfold.ops.dispatch import Choice, Ops
-from kvfold.ops.pages import HostLengths
+from kvfold.ops.pages import HostLengths, Logits
 from kvfold.ops.store import store_gpu as store
 from kvfold.recipes import parse
 
@@ -81,7 +81,7 @@ def served(requests, kind):
     steps = engine.steps(host, locations, *(torch.tensor(x, dtype=torch.int32) for x in host), pages)
     for layer in layers:
         layer.ops = ops(*kind)
-        layer.attend(steps, q, k, v, 0.125, out)
+        layer.attend(steps, q, k, v, Logits(0.125), out)
 
 layers[0].ops = ops(*hopper)
 layers[0].warm_up()

@@ -23,6 +23,7 @@ from kvfold.format.windows import Windows
 from kvfold.geometry import Geometry
 from kvfold.ops import naive
 from kvfold.ops.attend import attend_torch
+from kvfold.ops.pages import Logits
 from kvfold.paged import PagedCache
 from kvfold.quantizers.lloyd_max import levels
 from kvfold.recipe import Recipe
@@ -55,6 +56,8 @@ class Setup:
     raw_dtype: torch.dtype = torch.bfloat16
     value_bits: int | None = None  # where values are stored in another width than keys
     value_by_channel: bool = False  # where values are quantized over whole pages, as keys may be
+    sinks: bool = False  # learned ones
+    cap: float | None = None  # of logits
 
     @property
     def parsed(self) -> Recipe:
@@ -65,8 +68,9 @@ class Setup:
         return self.parsed.windows
 
     @property
-    def scale(self) -> float:
-        return self.dims**-0.5
+    def logits(self) -> Logits:
+        learned = 4 * torch.randn(self.kv_heads * self.ratio, generator=torch.Generator().manual_seed(7))
+        return Logits(self.dims**-0.5, self.cap, learned if self.sinks else None)
 
     def means(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
         if not self.centred:
@@ -268,16 +272,23 @@ def attention(setup: Setup, layer: int, tokens: Sequence[Token], q: torch.Tensor
     if setup.by_page:
         wide |= j >= (t + 1) // setup.page_size * setup.page_size
     grouped = q.double().numpy().reshape(len(q), setup.kv_heads, setup.ratio, setup.dims)
-    queries = keys.dual(grouped) * setup.scale
+    queries = keys.dual(grouped) * setup.logits.scale
     logits = np.where(wide[:, None, None], *(np.einsum("nhgd,jhd->nhgj", queries, form) for form in k))
+    logits += setup.logits.scale * np.einsum("nhgd,hd->nhg", grouped, keys.mean)[..., None]
+    if setup.cap is not None:
+        logits = setup.cap * np.tanh(logits / setup.cap)
     logits = np.where((j <= t)[:, None, None], logits, -np.inf)
-    weights = np.exp(logits - logits.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
+    learned = np.full(logits.shape[:-1], -np.inf)
+    if setup.logits.sinks is not None:
+        learned[:] = setup.logits.sinks.double().numpy().reshape(setup.kv_heads, setup.ratio)
+    highest = np.maximum(logits.max(-1), learned)[..., None]
+    weights = np.exp(logits - highest)
+    weights /= weights.sum(-1, keepdims=True) + np.exp(learned[..., None] - highest)
     mixed = sum(
         np.einsum("nhgj,jhd->nhgd", weights * mask[:, None, None], form)
         for mask, form in zip((wide, ~wide), v, strict=True)
     )
-    out = values.back(mixed) + values.mean[:, None]
+    out = values.back(mixed) + weights.sum(-1, keepdims=True) * values.mean[:, None]
     # a logit is a sum of products s·c·q and o·q, whose rounding errors are as large as the largest of them allow
     terms = np.abs(queries).sum(-1).max() * 2 * np.abs(k).max()
     size = np.abs(v).max() * setup.dims**0.5 + np.abs(values.mean).max()
@@ -333,7 +344,7 @@ class World:
         self.tops = [len(tokens) for tokens in self.rows]
         assert self.cache.lengths == self.tops
         for layer in range(LAYERS):
-            out = self.cache.attend(layer, q[layer], *kv[layer], self.setup.scale)
+            out = self.cache.attend(layer, q[layer], *kv[layer], self.setup.logits)
             assert out.dtype == torch.float32
             assert out.shape == q[layer].shape
             assert all((padded[: columns - count] == 0).all() for padded, count in zip(out, counts, strict=True))
@@ -341,7 +352,7 @@ class World:
             if columns <= 2 or (definition and layer == (0 in self.setup.parsed.skip)):  # the first that is packed
                 pages = self.cache.pages(layer)
                 new = naive.store(pages, *(flat(x, counts) for x in kv[layer]))
-                outputs.append(naive.attend(pages, flat(q[layer], counts), new, self.setup.scale))
+                outputs.append(naive.attend(pages, flat(q[layer], counts), new, self.setup.logits))
             for row, count in enumerate(counts):
                 if count:
                     expected, tolerance = attention(self.setup, layer, self.rows[row], q[layer, row, -count:])
@@ -357,9 +368,9 @@ class World:
         kv[layer, self.starts[row] % 2, row, -1, -1, -1] = torch.nan
         self.cache.extend(counts)
         for before in range(layer):
-            self.cache.attend(before, q[before], *kv[before], self.setup.scale)
+            self.cache.attend(before, q[before], *kv[before], self.setup.logits)
         with pytest.raises(ValueError, match="NaN"):
-            self.cache.attend(layer, q[layer], *kv[layer], self.setup.scale)
+            self.cache.attend(layer, q[layer], *kv[layer], self.setup.logits)
         self.cache.crop(counts)
         self.tops = list(self.starts)
         assert self.cache.lengths == self.starts
@@ -508,6 +519,12 @@ def setups() -> list[Setup]:
         Setup("tq-k5v1:sink=3,recent=7,skip=0", 4),
         Setup("gtq-k3v3:widths=all,per_head=true,recent=7", 4, dims=32),
         Setup("kmeans-int4:centroids=9,recent=3", 4, value_bits=2),
+        Setup("saw-int4:sink=3,recent=7,values=true", 4, sinks=True),
+        Setup("int4", 3, sinks=True, dtype=torch.bfloat16),
+        Setup("oscar-int2:per_head=true,group=8,recent=2", 16, centred=False, sinks=True),
+        Setup("kivi-2:recent=7,group=8", 4, sinks=True),
+        Setup("saw-int4:sink=3,recent=7,values=true", 4, cap=5.0),
+        Setup("int8", 3, cap=0.5, sinks=True),
         *BY_PAGE,
     ]
     return result
@@ -516,6 +533,7 @@ def setups() -> list[Setup]:
 def describe(setup: Setup) -> str:
     values = "" if setup.value_bits is None else f"-v{setup.value_bits}"
     values += "-v-by-channel" if setup.value_by_channel else ""
+    values += ("-sinks" if setup.sinks else "") + (f"-cap{setup.cap}" if setup.cap else "")
     return f"{setup.recipe}-page{setup.page_size}-{setup.kv_heads}x{setup.ratio}-d{setup.dims}{values}"
 
 
@@ -901,8 +919,8 @@ def test_blocks_of_any_size_give_the_same(setup, block_tokens, block_logits, par
     monkeypatch.setattr(attend_torch, "CHUNK_TOKENS", block_tokens)
     monkeypatch.setattr(attend_torch, "CPU_LOGITS", block_logits)
     monkeypatch.setattr(attend_torch, "_flash", getattr(attend_torch, part))  # on a GPU it is the other
-    expected = naive.attend(pages, q, new, setup.scale)
-    assert torch.allclose(attend_torch.attend(pages, q, new, setup.scale), expected, rtol=0, atol=1e-5)
+    expected = naive.attend(pages, q, new, setup.logits)
+    assert torch.allclose(attend_torch.attend(pages, q, new, setup.logits), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("recipe", ["int8", "int8:recent=8", "int8:sink=4,recent=8", "bf16"])
@@ -920,7 +938,7 @@ def test_tokens_that_a_query_does_not_read_do_not_touch_it(recipe, block_tokens,
     for counts in ([40, 37], [20, 17]):  # the second time, without the large ones
         cache, n = make_cache(setup, 2, shuffled=1), max(counts)
         cache.extend(counts)
-        outputs.append(cache.attend(0, q[:, :n], *kv[:, :, :n], setup.scale)[:, :20])
+        outputs.append(cache.attend(0, q[:, :n], *kv[:, :, :n], setup.logits)[:, :20])
     for row, padding in enumerate((0, 3)):
         together, alone = (out[row, padding:] for out in outputs)
         assert alone.abs().max() < 0.01
@@ -971,17 +989,17 @@ def test_a_failing_step_leaves_nothing_behind(bad, which):
     q = torch.randn(2, 12, setup.kv_heads * setup.ratio, setup.dims, generator=generator)
     for cache in caches:
         cache.extend([12, 9])
-        cache.attend(0, q, *kv, setup.scale)
+        cache.attend(0, q, *kv, setup.logits)
     broken = kv.clone()
     broken[which, 1, 11, 1, 3] = bad
     caches[0].extend([12, 12])
     with pytest.raises(ValueError, match="cannot store NaN, Inf or numbers beyond the range of 16-bit floats"):
-        caches[0].attend(0, q, *broken, setup.scale)
+        caches[0].attend(0, q, *broken, setup.logits)
     caches[0].crop([12, 12])
     outs = []
     for cache in caches:
         cache.extend([12, 12])
-        outs.append(cache.attend(0, q, *kv, setup.scale))
+        outs.append(cache.attend(0, q, *kv, setup.logits))
     assert torch.equal(*outs)
 
 
@@ -994,7 +1012,7 @@ def test_what_only_the_window_cannot_hold_is_refused():
     kv[0, 0, 4, 0, 0] = 70000
     cache.extend([5])
     with pytest.raises(ValueError, match="beyond the range of 16-bit floats"):
-        cache.attend(0, q, *kv, setup.scale)
+        cache.attend(0, q, *kv, setup.logits)
 
 
 @pytest.mark.parametrize(
@@ -1014,18 +1032,18 @@ def test_what_a_full_page_could_not_hold_is_refused_when_it_arrives(setup, side,
     kv = torch.rand(2, 1, 3, setup.kv_heads, setup.dims)
     q = torch.rand(1, 3, setup.kv_heads * setup.ratio, setup.dims)
     cache.extend([2])  # of the 4 tokens of a page
-    cache.attend(0, q[:, :2], *kv[:, :, :2], setup.scale)
+    cache.attend(0, q[:, :2], *kv[:, :, :2], setup.logits)
     cache.extend([1])
     kv[side, 0, 2, 1, 3] = sign * 65536
     with pytest.raises(ValueError, match="cannot store NaN, Inf or numbers beyond"):
-        cache.attend(0, q[:, 2:], *kv[:, :, 2:], setup.scale)
+        cache.attend(0, q[:, 2:], *kv[:, :, 2:], setup.logits)
     cache.crop([1])
     cache.extend([1])
     kv[side, 0, 2, 1, 3] = sign * 65280
-    cache.attend(0, q[:, 2:], *kv[:, :, 2:], setup.scale)
+    cache.attend(0, q[:, 2:], *kv[:, :, 2:], setup.logits)
     cache.extend([2])  # with the opposite one the page is full: the widest range that there is
     kv[side, 0, 0, 1, 3] = -sign * 65280
-    assert cache.attend(0, q[:, :2], *kv[:, :, :2], setup.scale).isfinite().all()
+    assert cache.attend(0, q[:, :2], *kv[:, :, :2], setup.logits).isfinite().all()
 
 
 def test_a_single_bit_by_channel_spans_half_the_range():
@@ -1236,7 +1254,7 @@ def test_pages_past_two_gibibytes():
         q = torch.randn(2, n, heads, setup.dims, generator=generator)
         for cache in (large, small):
             cache.extend(counts)
-        outputs = [cache.attend(0, q, *kv, setup.scale) for cache in (large, small)]
+        outputs = [cache.attend(0, q, *kv, setup.logits) for cache in (large, small)]
         for row, count in enumerate(counts):
             assert torch.equal(outputs[0][row, n - count :], outputs[1][row, n - count :])
     assert large.pools[0].nbytes > 2**31

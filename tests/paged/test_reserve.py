@@ -48,7 +48,7 @@ def step(setup: Setup, caches: list[PagedCache], counts: list[int], seed: int) -
     for layer in range(LAYERS):
         k, v = torch.randn(2, len(counts), n, setup.kv_heads, setup.dims, generator=generator).to(setup.dtype)
         q = torch.randn(len(counts), n, heads, setup.dims, generator=generator).to(setup.dtype)
-        outputs = [cache.attend(layer, q, k, v, setup.scale) for cache in caches]
+        outputs = [cache.attend(layer, q, k, v, setup.logits) for cache in caches]
     return outputs
 
 
@@ -116,11 +116,11 @@ def test_the_definition():
     k, v, *queries = torch.randn(2 + setup.ratio, 2, setup.kv_heads, setup.dims).unbind()
     q = torch.cat(queries, dim=1)
     cache.extend([1, 1])
-    out = cache.attend(0, *(x.unsqueeze(1) for x in (q, k, v)), setup.scale).squeeze(1)
+    out = cache.attend(0, *(x.unsqueeze(1) for x in (q, k, v)), setup.logits).squeeze(1)
     new = tuple(
         codec.transform.forward(x).to(setup.raw_dtype) for codec, x in zip(cache.codecs[0], (k, v), strict=True)
     )
-    torch.testing.assert_close(out, naive.attend(cache.pages(0), q, new, setup.scale), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(out, naive.attend(cache.pages(0), q, new, setup.logits), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [[1], [2, 0], [0, 1, 2, 2]])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvfold.ops import naive
 from kvfold.ops.dispatch import New
-from kvfold.ops.pages import LayerPages
+from kvfold.ops.pages import LayerPages, Logits
 from kvfold.transforms import Transform
 
 NAIVE_QUERIES = 256  # with more, `naive.attend` is too slow; `attend` computes the same
@@ -24,11 +24,11 @@ TIE_ERROR = 2**-7  # always allowed for stored numbers: a tie may round to the n
 EPSILON = torch.finfo(torch.float32).eps
 
 
-def attend_error(pages: LayerPages, q: Tensor, new: New, scale: float, outputs: Tensor) -> tuple[float, float]:
+def attend_error(pages: LayerPages, q: Tensor, new: New, logits: Logits, outputs: Tensor) -> tuple[float, float]:
     """The relative and the allowed error of outputs [tokens, q_heads, d], for the first and last sequence."""
     rows = sorted({0, len(pages.step.lengths) - 1})
     exact, rounded = (
-        torch.cat([attend(pages, q, new, scale, row, dtype) for row in rows]) for dtype in (None, q.dtype)
+        torch.cat([attend(pages, q, new, logits, row, dtype) for row in rows]) for dtype in (None, q.dtype)
     )
     found = torch.cat([outputs[queries(pages, row)] for row in rows])
     return relative_error(found, exact), allowed_error(rounded, exact)
@@ -39,7 +39,9 @@ def queries(pages: LayerPages, row: int) -> slice:
     return slice(*pages.step.query_starts[row : row + 2].tolist())
 
 
-def attend(pages: LayerPages, q: Tensor, new: New, scale: float, row: int, dtype: torch.dtype | None = None) -> Tensor:
+def attend(
+    pages: LayerPages, q: Tensor, new: New, logits: Logits, row: int, dtype: torch.dtype | None = None
+) -> Tensor:
     """What `naive.attend` returns for one sequence, float32[n, q_heads, d].
 
     All queries are computed at once. Transformed queries, keys, values, weights and outputs are rounded to `dtype`, if
@@ -63,16 +65,31 @@ def attend(pages: LayerPages, q: Tensor, new: New, scale: float, row: int, dtype
     def rounded(x: Tensor) -> Tensor:
         return x.double() if dtype is None else x.to(dtype).double()
 
-    rotated = rounded(pages.key.transform.dual(q[own])).unflatten(1, (pages.pool.shape[1], -1)).permute(1, 2, 0, 3)
-    outs = torch.zeros_like(rotated)  # [kv_heads, ratio, n, d]
+    def by_head(x: Tensor) -> Tensor:
+        return x.unflatten(1, (pages.pool.shape[1], -1)).permute(1, 2, 0, 3)  # [kv_heads, ratio, n, d]
+
+    key, value = pages.key.transform, pages.value.transform
+    rotated = by_head(rounded(key.dual(q[own])))
+    of_mean = torch.zeros_like(rotated[..., :1])
+    if key.mean is not None:
+        of_mean = logits.scale * by_head(q[own].double()) @ key.mean.double()[:, None, :, None]
+    outs = torch.zeros_like(rotated)
     for head, query in enumerate(rotated):
-        logits = query.new_full((), -math.inf)
+        x = query.new_full((), -math.inf)
         for states, mask in read:
-            logits = torch.where(mask, scale * query @ rounded(states[:, head, 0]).mT, logits)
-        weights = rounded(torch.softmax(logits, dim=-1))
+            products = logits.scale * query @ rounded(states[:, head, 0]).mT + of_mean[head]
+            if logits.cap is not None:
+                products = logits.cap * torch.tanh(products / logits.cap)
+            x = torch.where(mask, products, x)
+        if logits.sinks is not None:
+            x = torch.cat((x, logits.sinks.double().view(len(outs), -1, 1, 1)[head].expand(-1, len(x[0]), -1)), dim=-1)
+        weights = rounded(torch.softmax(x, dim=-1))
         for states, mask in read:
-            outs[head] += (weights * mask) @ rounded(states[:, head, 1])
-    return pages.value.transform.inverse(rounded(outs).permute(2, 0, 1, 3).flatten(1, 2).float())
+            outs[head] += (weights[..., :length] * mask) @ rounded(states[:, head, 1])
+        if logits.sinks is not None:
+            zero = value.forward(torch.zeros_like(outs[:, 0, 0]))[head]
+            outs[head] += weights[..., length:] * zero
+    return value.inverse(rounded(outs).permute(2, 0, 1, 3).flatten(1, 2).float())
 
 
 def store_error(pages: LayerPages, k: Tensor, v: Tensor, new: New) -> tuple[float, float]:
@@ -125,13 +142,13 @@ def _copied(x: Tensor) -> Tensor:
 
 
 @one_thread()
-def naive_attend_error(pages: LayerPages, q: Tensor, new: New, scale: float, outputs: Tensor) -> tuple[float, float]:
+def naive_attend_error(pages: LayerPages, q: Tensor, new: New, logits: Logits, outputs: Tensor) -> tuple[float, float]:
     """The relative and the allowed error of outputs [tokens, q_heads, d]."""
 
     def attended(dtype: torch.dtype | None) -> Tensor:
-        return torch.cat([attend(pages, q, new, scale, row, dtype) for row in range(len(pages.step.lengths))])
+        return torch.cat([attend(pages, q, new, logits, row, dtype) for row in range(len(pages.step.lengths))])
 
-    exact = naive.attend(pages, q, new, scale) if len(q) <= NAIVE_QUERIES else attended(None)
+    exact = naive.attend(pages, q, new, logits) if len(q) <= NAIVE_QUERIES else attended(None)
     return relative_error(outputs.cpu(), exact), allowed_error(attended(q.dtype), exact)
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from kvfold.ops.pages import Logits
+
 CASES = {  # the default per op
     "decode": ("32x8192", "32x16384", "8x16384", "1x32768", "1x131072"),
     "extend": ("1x32768+512",),
@@ -58,9 +60,8 @@ class Case:
         return self.context - self.new
 
     @property
-    def scale(self) -> float:
-        """The factor of logits."""
-        return self.head_dim**-0.5
+    def logits(self) -> Logits:
+        return Logits(self.head_dim**-0.5)
 
     @property
     def torch_dtype(self) -> torch.dtype:

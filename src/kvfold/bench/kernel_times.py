@@ -119,8 +119,8 @@ def measure(case: Case, recipe: Recipe, copy_rate: float, device: torch.device) 
     if case.op == "store":
         error, allowed = store_error(pages, k, v, new)
     else:
-        outputs = _choice(case, ops).run(pages, q, new, case.scale)
-        error, allowed = attend_error(pages, q, new, case.scale, outputs)
+        outputs = _choice(case, ops).run(pages, q, new, case.logits)
+        error, allowed = attend_error(pages, q, new, case.logits, outputs)
     if not error <= allowed:
         raise ValueError(f"{recipe} is wrong by {error:.2g}, {allowed:.2g} at most, and not timed: {case}")
     size = moved_bytes(case, pages.layout, pages.windows)
@@ -244,6 +244,6 @@ def _calls(case: Case, filled: Filled, size: int) -> Calls:
         pool = pages.pool.clone()
         sides = pages.layout.sides(pool, together=pages.key.quantizes_like(pages.value))
         copy = replace(pages, pool=pool, sides=sides, shadows=pages.shadows.clone())
-        inputs = (k.clone(), v.clone()) if case.op == "store" else (q, new, case.scale, out)
+        inputs = (k.clone(), v.clone()) if case.op == "store" else (q, new, case.logits, out)
         calls.append(partial(_choice(case, ops).run, copy, *inputs))
     return calls

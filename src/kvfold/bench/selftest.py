@@ -38,7 +38,7 @@ from kvfold.format.codec import Codec
 from kvfold.format.layout import PageLayout
 from kvfold.ops import naive
 from kvfold.ops.dispatch import Choice, New, choose
-from kvfold.ops.pages import LayerPages
+from kvfold.ops.pages import LayerPages, Logits
 from kvfold.ops.restore import Restore
 from kvfold.paged import PagedCache
 from kvfold.recipe import Recipe
@@ -87,6 +87,8 @@ class Case:
     tokens: Tokens = SHORT
     dtype: str = "bfloat16"
     kv_heads: int = 2
+    sinks: bool = False  # learned ones
+    cap: float | None = None  # of logits
 
     @property
     def q_heads(self) -> int:
@@ -97,7 +99,8 @@ class Case:
         return getattr(torch, self.dtype)
 
     def __str__(self) -> str:
-        return f"{self.q_heads}:{self.kv_heads} heads of {self.head_dim}, pages of {self.page}, {self.dtype}"
+        shape = f"{self.q_heads}:{self.kv_heads} heads of {self.head_dim}, pages of {self.page}, {self.dtype}"
+        return shape + ", learned sinks" * self.sinks + (f", logits up to {self.cap}" if self.cap else "")
 
 
 # Each kernel meets 1 to 8 query heads per KV head, both page sizes, both head dimensions and all kinds of windows
@@ -224,10 +227,12 @@ class Layer:
     def __init__(self, case: Case, device: torch.device) -> None:
         self.case, recipe = case, parse(case.recipe)
         key, value = random_codecs(recipe, case.head_dim, case.q_heads, case.kv_heads, case.torch_dtype)
-        self.ops = choose(PageLayout(key.layout, value.layout, case.page), case.ratio, device)
+        self.ops = choose(PageLayout(key.layout, value.layout, case.page), case.ratio, device, cap=case.cap is not None)
         self.cache = _poisoned_cache(case, recipe, (key.to(device), value.to(device)), device)
         self.generator = torch.Generator().manual_seed(0)
-        self.scale, self.turn = case.head_dim**-0.5, count()
+        self.turn = count()
+        sinks = torch.linspace(-3, 3, case.q_heads) if case.sinks else None
+        self.logits = Logits(case.head_dim**-0.5, case.cap, sinks)
         self.expected = on_cpu(self.pages)
         self.keys = [torch.empty(0, case.kv_heads, case.head_dim)] * len(case.tokens.new)  # per sequence
         for start in range(0, max(case.tokens.history), CHUNK):
@@ -273,10 +278,9 @@ class Layer:
                 anywhere = torch.randint(position + 1, (len(near),), generator=self.generator).tolist()
                 sought = [[*near, *anywhere][next(self.turn) % (2 * len(near))] for _ in range(self.case.q_heads)]
                 found = keys[sought, torch.arange(self.case.q_heads) // self.case.ratio]  # [q_heads, d]
-                heavy = (
-                    (math.log(position + 1) + 1) / self.scale / found.square().sum(dim=-1, keepdim=True).clamp_min(1)
-                )
-                next(query).add_(heavy * found)
+                logit = math.log(position + 1) + 1
+                squares = found.square().sum(dim=-1, keepdim=True).clamp_min(1)
+                next(query).add_(logit / self.logits.scale / squares * found)
         return q.to(self.case.torch_dtype)
 
     def resume(self) -> None:
@@ -286,6 +290,11 @@ class Layer:
 
     def _there(self, *tensors: Tensor) -> list[Tensor]:
         return [x.to(self.cache.device) for x in tensors]
+
+    @property
+    def _logits_there(self) -> Logits:
+        sinks = self.logits.sinks
+        return self.logits if sinks is None else self.logits._replace(sinks=sinks.to(self.cache.device))
 
     def store(self) -> Row:
         """`store` of several tokens per sequence."""
@@ -300,8 +309,8 @@ class Layer:
 
         def found() -> Found:
             new = self._there(*self.new) if self.new else None
-            out = choice.run(self.pages, *self._there(q), new, self.scale)
-            return Found(*naive_attend_error(self.expected, q, self.new, self.scale, out))
+            out = choice.run(self.pages, *self._there(q), new, self._logits_there)
+            return Found(*naive_attend_error(self.expected, q, self.new, self.logits, out))
 
         return self._row(path, choice, found)
 
@@ -312,9 +321,9 @@ class Layer:
 
         def found() -> Found:
             q, k, v = self._there(*states)
-            out = self.ops.store_and_attend(self.pages, q, k, v, self.scale)
+            out = self.ops.store_and_attend(self.pages, q, k, v, self._logits_there)
             stored = self.stored(self.new)
-            read = Found(*naive_attend_error(on_cpu(self.pages), states[0], self.new, self.scale, out))
+            read = Found(*naive_attend_error(on_cpu(self.pages), states[0], self.new, self.logits, out))
             return stored if stored.wrong else read
 
         return self._row("step", self.ops.decode, found)

@@ -22,7 +22,7 @@ from kvfold.format.layout import PageLayout, raw_slot
 from kvfold.format.windows import Windows
 from kvfold.geometry import Geometry, listed
 from kvfold.ops.dispatch import Ops, check_dtype, choose
-from kvfold.ops.pages import HostLengths, LayerPages, Step
+from kvfold.ops.pages import HostLengths, LayerPages, Logits, Step
 from kvfold.ops.restore import Restore
 from kvfold.recipe import Recipe
 from kvfold.recipes import parse
@@ -196,7 +196,7 @@ class Layer:
         self.ops, self.ratio = plan.ops[number], plan.ratio
         self.pages = LayerPages.of(plan.codecs[number], plan.layouts[number], plan.windows, pool, shadows, faults)
 
-    def attend(self, steps: Steps, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor) -> None:
+    def attend(self, steps: Steps, q: Tensor, k: Tensor, v: Tensor, logits: Logits, out: Tensor) -> None:
         """Pack k and v [tokens, kv_heads, d], then attend the queries [tokens, q_heads, d]. Outputs go to `out`.
 
         Requests of one batch may share pages. So the tokens of all other steps are packed before the first step runs.
@@ -204,9 +204,9 @@ class Layer:
         """
         (tokens, first), *others = ((rows, replace(self.pages, step=step)) for rows, step in steps)
         stored = [self.ops.store.run(pages, k[rows], v[rows]) for rows, pages in others]
-        self.ops.store_and_attend(first, q[tokens], k[tokens], v[tokens], scale, out[tokens])
+        self.ops.store_and_attend(first, q[tokens], k[tokens], v[tokens], logits, out[tokens])
         for (rows, pages), new in zip(others, stored, strict=True):
-            self.ops.attend(pages, q[rows], new, scale, out[rows])
+            self.ops.attend(pages, q[rows], new, logits, out[rows])
 
     def warm_up(self) -> None:
         """Compile the kernels, by steps that store nothing."""
@@ -223,8 +223,8 @@ class Layer:
             tokens = len(step.locations)
             k = torch.zeros(tokens, pool.shape[1], layout.key.dims, dtype=self.pages.shadows.dtype, device=pool.device)
             q = k.repeat_interleave(self.ratio, dim=1)
-            self.attend([(slice(tokens), step)], q, k, k, 1.0, torch.empty_like(q))
-        parts.warm_up(q[:1], self.pages.value.transform, torch.empty_like(q[:1]))
+            self.attend([(slice(tokens), step)], q, k, k, Logits(1.0), torch.empty_like(q))
+        parts.warm_up(self.pages, q[:1], Logits(1.0), torch.empty_like(q[:1]))
 
 
 class Served:

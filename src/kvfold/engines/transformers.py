@@ -23,6 +23,7 @@ from kvfold.format.codec import Codec, sixteen_bit
 from kvfold.geometry import Geometry, UnsupportedModel
 from kvfold.models import load_tokenizer
 from kvfold.ops.dispatch import check_dtype, choose
+from kvfold.ops.pages import Logits
 from kvfold.paged import PagedCache
 from kvfold.recipe import Recipe
 from kvfold.recipes import parse
@@ -152,7 +153,7 @@ class PackedCache(Cache):
         return 0 if self.paged is None else self.paged.allocated_bytes
 
     @torch.no_grad()
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, logits: Logits) -> Tensor:
         """Pack a layer's new tokens and attend its queries: [sequences, heads, n, d] -> [sequences, n, heads, d]."""
         if layer == self.geometry.packed[0] and not self.begun:
             self.begin(q.shape[0], q.shape[2], mask)
@@ -162,7 +163,7 @@ class PackedCache(Cache):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         try:
             return self.paged.attend(
-                self.geometry.packed.index(layer), q, k, v, scale, torch.empty(q.shape, dtype=q.dtype, device=q.device)
+                self.geometry.packed.index(layer), q, k, v, logits, torch.empty(q.shape, dtype=q.dtype, device=q.device)
             )
         except Exception:
             self.crop(-n)  # a step that fails leaves no tokens behind
@@ -254,7 +255,7 @@ def _attention(
             "a packed cache takes attention_mask [batch, tokens]; masks of four dimensions are not supported"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return key.cache.attend(key.layer, query, key.states, value.states, attention_mask, scale), None
+    return key.cache.attend(key.layer, query, key.states, value.states, attention_mask, Logits(scale)), None
 
 
 def _mask(mask_function: Callable = causal_mask_function, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:

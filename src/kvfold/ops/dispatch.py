@@ -11,7 +11,7 @@ from torch import Tensor
 from kvfold.format.layout import PageLayout
 from kvfold.ops import naive
 from kvfold.ops.attend import attend_torch
-from kvfold.ops.pages import LayerPages
+from kvfold.ops.pages import LayerPages, Logits
 
 New = tuple[Tensor, Tensor] | None
 AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities
@@ -33,26 +33,32 @@ class Ops(NamedTuple):
     extend: Choice
 
     def store_and_attend(
-        self, pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor | None = None
+        self, pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, logits: Logits, out: Tensor | None = None
     ) -> Tensor:
         """Pack k and v [tokens, kv_heads, d], then attend the queries [tokens, q_heads, d]. Outputs have the shape of
         the queries, float32 or in `out`."""
         both = self._attention(pages).store_and_attend
         if both is not None:
-            return both(pages, q, k, v, scale, out)
-        return self.attend(pages, q, self.store.run(pages, k, v), scale, out)
+            return both(pages, q, k, v, logits, out)
+        return self.attend(pages, q, self.store.run(pages, k, v), logits, out)
 
-    def attend(self, pages: LayerPages, q: Tensor, new: New, scale: float, out: Tensor | None = None) -> Tensor:
-        return self._attention(pages).run(pages, q, new, scale, out)
+    def attend(self, pages: LayerPages, q: Tensor, new: New, logits: Logits, out: Tensor | None = None) -> Tensor:
+        return self._attention(pages).run(pages, q, new, logits, out)
 
     def _attention(self, pages: LayerPages) -> Choice:
         return self.decode if pages.step.max_queries == 1 else self.extend
 
 
 @lru_cache
-def choose(layout: PageLayout, ratio: int, device: torch.device, capability: tuple[int, int] | None = None) -> Ops:
+def choose(
+    layout: PageLayout,
+    ratio: int,
+    device: torch.device,
+    capability: tuple[int, int] | None = None,
+    cap: bool = False,
+) -> Ops:
     """The ops for pages of this layout, with `ratio` query heads per KV head, on this device. `capability` overrides
-    that of the device, to ask about another GPU."""
+    that of the device, to ask about another GPU. `cap`: whether logits have a soft-cap."""
     if device.type == "cpu":
         return _cpu(layout)
     if device.type != "cuda":
@@ -83,10 +89,10 @@ def choose(layout: PageLayout, ratio: int, device: torch.device, capability: tup
     if capability < HOPPER:
         decode = Choice("triton", f"the GPU is older than Hopper: {capability}", attend.attend)
     else:
-        decode = _hopper(layout, ratio, stored, attend.attend)
+        decode = _hopper(layout, ratio, cap, stored, attend.attend)
     if capability < AMPERE:
         extend = Choice("triton", f"the GPU is older than Ampere: {capability}", attend.attend)
-    elif reason := unpacked.unsupported(layout):
+    elif reason := "flash attention has no soft-cap" if cap else unpacked.unsupported(layout):
         extend = Choice("triton", reason, attend.attend)
     else:
         extend = Choice("unpacked", "torch has flash attention for heads of this size", unpacked.attend)
@@ -102,14 +108,14 @@ def check_dtype(ops: Iterable[Ops], dtype: torch.dtype) -> None:
         )
 
 
-def _hopper(layout: PageLayout, ratio: int, store: Choice, portable: Callable[..., Tensor]) -> Choice:
+def _hopper(layout: PageLayout, ratio: int, cap: bool, store: Choice, portable: Callable[..., Tensor]) -> Choice:
     """The decode op on Hopper or later."""
     try:
         from kvfold.ops.attend.hopper import decode_step as gluon
     except OLD_TRITON as error:
         reason: str | None = f"that needs Triton 3.6 or newer, which torch 2.10 has: pip install -U torch ({error})"
     else:
-        reason = gluon.unsupported(layout, ratio)
+        reason = "logits have a soft-cap" if cap else gluon.unsupported(layout, ratio)
     if reason:
         warn(f"the portable kernel decodes, several times slower than the one for Hopper: {reason}", stacklevel=3)
         return Choice("triton", reason, portable)

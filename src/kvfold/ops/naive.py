@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kvfold.ops.pages import LayerPages, require_shadows
+from kvfold.ops.pages import LayerPages, Logits, require_shadows
 from kvfold.quantizers import channelwise
 
 
@@ -79,22 +79,31 @@ def _filled(pages: LayerPages, new: Tensor, sides: slice) -> tuple[Tensor, Tenso
     return step.table[row, page], full[torch.arange(len(page), device=page.device).unsqueeze(1), token]
 
 
-def attend(pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scale: float) -> Tensor:
+def attend(pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, logits: Logits) -> Tensor:
     """Plain softmax attention of queries [tokens, q_heads, d] over the tokens each reads: float32 of the same shape.
 
-    `new` is what `store` returned for the step.
+    `new` is what `store` returned for the step. Logits are those of keys that are not centred.
     """
     kv_heads = pages.pool.shape[1]
     out = torch.zeros(q.shape, device=q.device)
+    key, value = pages.key.transform, pages.value.transform
     query_rows = iter(range(len(q)))
     for row, (start, length) in enumerate(zip(*pages.step.known, strict=True)):
         for position in range(start, length):
             i = next(query_rows)
             k, v = read(pages, row, position, new)
-            query = pages.key.transform.dual(q[i]).double().unflatten(0, (kv_heads, -1))
-            weights = torch.softmax(scale * torch.einsum("hgd,jhd->hgj", query, k.double()), dim=-1)
-            mixed = torch.einsum("hgj,jhd->hgd", weights, v.double())
-            out[i] = pages.value.transform.inverse(mixed.float().flatten(0, 1))
+            query = key.dual(q[i]).double().unflatten(0, (kv_heads, -1))
+            x = logits.scale * torch.einsum("hgd,jhd->hgj", query, k.double())
+            if key.mean is not None:
+                own = q[i].double().unflatten(0, (kv_heads, -1))
+                x += logits.scale * torch.einsum("hgd,hd->hg", own, key.mean.double()).unsqueeze(-1)
+            if logits.cap is not None:
+                x = logits.cap * torch.tanh(x / logits.cap)
+            if logits.sinks is not None:
+                x = torch.cat((x, logits.sinks.double().view(kv_heads, -1, 1)), dim=-1)
+                v = torch.cat((v, value.forward(torch.zeros_like(v[:1]))))
+            mixed = torch.einsum("hgj,jhd->hgd", torch.softmax(x, dim=-1), v.double())
+            out[i] = value.inverse(mixed.float().flatten(0, 1))
     return out
 
 

@@ -14,8 +14,29 @@ from torch import Tensor
 from kvfold.format.codec import Codec
 from kvfold.format.layout import PageLayout
 from kvfold.format.windows import Windows
+from kvfold.transforms import Transform
 
 T = TypeVar("T")
+
+
+class Logits(NamedTuple):
+    """How products of queries and keys become the logits of softmax, and which logits learned sinks add.
+
+    A soft-cap bounds logits, those of sinks excepted: x becomes cap·tanh(x / cap). A learned sink is one more logit of
+    a query head. Its value is zero, before values are centred.
+    """
+
+    scale: float
+    cap: float | None = None
+    sinks: Tensor | None = None  # float32[q_heads]
+
+    def of_mean(self, key: Transform, q: Tensor) -> Tensor | None:
+        """scale·q·mean for queries [..., q_heads, d]: what centring takes from all logits of a query. float32[...,
+        q_heads]; None without a mean."""
+        if key.mean is None:
+            return None
+        grouped = q.float().unflatten(-2, (len(key.mean), -1))
+        return self.scale * (grouped * key.mean.unsqueeze(1)).sum(dim=-1).flatten(-2)
 
 
 class HostLengths(NamedTuple):

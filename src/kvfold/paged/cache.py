@@ -12,7 +12,7 @@ from kvfold.format.codec import UNSTORABLE, Codec
 from kvfold.format.layout import PageLayout
 from kvfold.format.windows import Windows
 from kvfold.ops.dispatch import Ops, choose
-from kvfold.ops.pages import NO_STEP, HostLengths, LayerPages, Step
+from kvfold.ops.pages import NO_STEP, HostLengths, LayerPages, Logits, Step
 from kvfold.paged.shadows import Shadows
 from kvfold.paged.tables import PageTables
 
@@ -53,7 +53,8 @@ class PagedCache:
             for layout in self.layouts
         ]
         self._layers = self._views()
-        self._ops: dict[int, list[Ops]] = {}  # per layer, by query heads per KV head
+        # per layer, by query heads per KV head and whether logits are capped
+        self._ops: dict[tuple[int, bool], list[Ops]] = {}
 
     @property
     def lengths(self) -> list[int]:
@@ -125,23 +126,24 @@ class PagedCache:
         """A layer and the current step, as ops take them."""
         return replace(self._layers[layer], step=self.step)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, logits: Logits, out: Tensor | None = None) -> Tensor:
         """Pack a layer's new tokens and attend its queries, float32 or in `out`.
 
         All are [sequences, n, heads, d]. If a sequence has fewer than n new tokens, they are its last columns. Outputs
         before them are zero. A token that cannot be stored raises, on a GPU with the last layer. Then take the step
         back by `crop`.
         """
-        ratio = q.shape[2] // self.kv_heads
-        if ratio not in self._ops:
-            self._ops[ratio] = [choose(layout, ratio, self.device) for layout in self.layouts]
-        run, pages = self._ops[ratio][layer].store_and_attend, self.pages(layer)
+        kind = q.shape[2] // self.kv_heads, logits.cap is not None
+        if kind not in self._ops:
+            ratio, cap = kind
+            self._ops[kind] = [choose(layout, ratio, self.device, cap=cap) for layout in self.layouts]
+        run, pages = self._ops[kind][layer].store_and_attend, self.pages(layer)
         out = torch.empty(q.shape, device=q.device) if out is None else out
         if sum(self.counts) == q.shape[:2].numel():
-            run(pages, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), scale, out.view(-1, *out.shape[2:]))
+            run(pages, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), logits, out.view(-1, *out.shape[2:]))
         else:
             tokens = self.step.once(_index, tuple(self.counts))
-            out.zero_()[tokens] = run(pages, q[tokens], k[tokens], v[tokens], scale).to(out.dtype)
+            out.zero_()[tokens] = run(pages, q[tokens], k[tokens], v[tokens], logits).to(out.dtype)
         if layer == len(self.layouts) - 1 or self.device.type != "cuda":
             self.check_faults()
         return out

@@ -15,6 +15,7 @@ from kvfold.engines.serving import Served
 from kvfold.engines.vllm import backend, engine
 from kvfold.ops import naive
 from kvfold.ops.dispatch import Choice, Ops
+from kvfold.ops.pages import Logits
 
 pytestmark = pytest.mark.usefixtures("_poisoned_memory")
 
@@ -23,8 +24,8 @@ PAGE, PAGES, WIDTH = 16, 24, 8
 KV_HEADS, RATIO, DIMS = 2, 2, 64
 
 
-def defined(pages, q, new, scale, out):
-    return out.copy_(naive.attend(pages, q, new, scale))
+def defined(pages, q, new, logits, out):
+    return out.copy_(naive.attend(pages, q, new, logits))
 
 
 DEFINITION = Ops(*(Choice("naive", "", run) for run in (naive.store, defined, defined)))
@@ -57,7 +58,7 @@ class Device:
     def run(self, step: CommonAttentionMetadata, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out = torch.full_like(q, torch.nan)
         self.steps = self.builder.build(0, step).steps
-        self.layer.attend(self.steps, q, k, v, DIMS**-0.5, out)
+        self.layer.attend(self.steps, q, k, v, Logits(DIMS**-0.5), out)
         return out
 
 

@@ -12,7 +12,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from torch import Tensor
 
 from kvfold.engines.serving import Plan, Served, Steps
-from kvfold.ops.pages import HostLengths
+from kvfold.ops.pages import HostLengths, Logits
 
 logger = getLogger("sglang.kvfold")  # a child of SGLang's logger, so that it is shown
 
@@ -171,7 +171,7 @@ class PackedBackend(AttentionBackend):
             raise ValueError(f"kvfold: layer {layer.layer_id} wants another attention than can run over packed pages")
         queries = q.view(-1, layer.tp_q_head_num, layer.head_dim)
         out = torch.empty_like(queries)
-        self.served.layers[layer.layer_id].attend(self.steps, queries, k, v, layer.scaling, out)
+        self.served.layers[layer.layer_id].attend(self.steps, queries, k, v, Logits(layer.scaling), out)
         return out.flatten(1)
 
     forward_decode = forward_extend

@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 from kvfold.engines.serving import Steps
 from kvfold.engines.vllm.engine import Engine
 from kvfold.format.layout import ALIGNMENT
-from kvfold.ops.pages import HostLengths
+from kvfold.ops.pages import HostLengths, Logits
 
 
 class PackedBackend(AttentionBackend):
@@ -191,5 +191,5 @@ class PackedImpl(AttentionImpl[PackedMetadata]):
             # with CUDA graphs, vLLM gets here at start; without, only in a request, which would wait
             if self.served.complete and self.compilation.cudagraph_mode.has_full_cudagraphs():
                 self.served.warm_up()
-        packed.attend(attn_metadata.steps, query, key, value, self.scale, output)
+        packed.attend(attn_metadata.steps, query, key, value, Logits(self.scale), output)
         return output

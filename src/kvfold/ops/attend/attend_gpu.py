@@ -12,8 +12,22 @@ import triton.language as tl
 from torch import Tensor
 
 from kvfold.ops.attend import window_kernel
-from kvfold.ops.attend.parts import UNSEEN, QueryTiles, empty, merge, raw_from, softmax, tile_rows
-from kvfold.ops.pages import LayerPages
+from kvfold.ops.attend.parts import (
+    LOG2_E,
+    UNSEEN,
+    Cap,
+    QueryTiles,
+    capped,
+    empty,
+    lacking,
+    learned_sinks,
+    merge,
+    raw_from,
+    soft_cap,
+    softmax,
+    tile_rows,
+)
+from kvfold.ops.pages import LayerPages, Logits
 from kvfold.ops.rotate import dual
 from kvfold.ops.tiles import (
     AFFINE,
@@ -29,7 +43,7 @@ from kvfold.quantizers import lloyd_max
 
 
 def attend(
-    pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scale: float, out: Tensor | None = None
+    pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, logits: Logits, out: Tensor | None = None
 ) -> Tensor:
     """Queries [tokens, q_heads, d] -> outputs of the same shape, float32 or in `out`.
 
@@ -42,14 +56,17 @@ def attend(
     tokens = pages.windows.raw_from(last) - pages.windows.sink  # the most that a query reads packed
     packed = QueryTiles(pages, rotated).splits(tokens, q.device) if tokens > 0 else 0
     outs, weights = empty(packed + (0 if new is None else window_kernel.splits(pages, rotated)), rotated)
+    cap = soft_cap(pages, q, logits)
     if packed:
-        _attend_packed(pages, rotated, scale, outs[:packed], weights[:packed])
+        _attend_packed(pages, rotated, logits, cap, outs[:packed], weights[:packed])
     if new is not None:
-        window_kernel.attend(pages, rotated, new, scale, outs[packed:], weights[packed:])
-    return merge(outs, weights, pages.value.transform, out)
+        window_kernel.attend(pages, rotated, new, logits, outs[packed:], weights[packed:], cap)
+    return merge(outs, weights, pages.value.transform, out, sinks=learned_sinks(pages, q, logits))
 
 
-def _attend_packed(pages: LayerPages, q: Tensor, scale: float, outs: Tensor, weights: Tensor) -> None:
+def _attend_packed(
+    pages: LayerPages, q: Tensor, logits: Logits, cap: Cap | None, outs: Tensor, weights: Tensor
+) -> None:
     """Let transformed queries [tokens, q_heads, d] read the packed tokens between their windows, in parts."""
     step, layout, tiles = pages.step, pages.layout, QueryTiles(pages, q)
     # if metadata belong to pages, a tile lies in one page; more than 32 tokens would take too many registers
@@ -72,7 +89,8 @@ def _attend_packed(pages: LayerPages, q: Tensor, scale: float, outs: Tensor, wei
             step.query_starts,
             step.lengths,
             step.table,
-            scale * math.log2(math.e),
+            logits.scale * LOG2_E.value,
+            cap,
             pages.windows.sink,
             pages.windows.recent,
             pages.windows.group,
@@ -118,6 +136,7 @@ def _attend(
     lengths,
     table,
     scale,  # of the logits, times log2(e)
+    cap,
     sink,
     recent,
     group,
@@ -151,6 +170,8 @@ def _attend(
         query_starts, lengths, sequence, first, head, Q_HEADS, KV_HEADS, RATIO, QUERIES, ROWS
     )
     packed_to = raw_from(position, recent, group)
+    if cap is not None:
+        lacked = lacking(cap, query.to(tl.int64) * Q_HEADS + q_head, live)
     qs, sums, means = (), (), ()
     for i in tl.static_range(len(KEY.parts)):
         qs += (_queries(q + query.to(tl.int64) * q_stride + q_head * q_head_stride, live, scale, KEY, i),)
@@ -190,6 +211,8 @@ def _attend(
                 named = key_centroids + head * KEY_CENTROIDS * DIMS
                 c = _centroids(named, pool_meta, page, offset, exists, KEY, i, PAGE_BYTES)
                 logits = tl.dot(qs[i], tl.trans(c.to(tl.float16)), logits)
+        if cap is not None:
+            logits = capped(logits, cap, lacked)
         seen = exists[None, :] & (token[None, :] < packed_to[:, None])
         weight, fade, highest, total = softmax(logits, seen, highest, total)
         updated = ()

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from kvfold.format.windows import Windows
-from kvfold.ops.pages import LayerPages, Step, require_shadows
+from kvfold.ops.attend.learned_sinks import sink_part
+from kvfold.ops.pages import LayerPages, Logits, Step, require_shadows
 
 CHUNK_TOKENS = 4096  # per chunk, at most
 CPU_LOGITS, DEVICE_LOGITS = 2**23, 2**27  # query-token pairs per chunk, at most
@@ -17,7 +18,7 @@ UNSEEN = -1e30  # added to logits of tokens that a query does not read; finite, 
 
 
 def attend(
-    pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scale: float, out: Tensor | None = None
+    pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, logits: Logits, out: Tensor | None = None
 ) -> Tensor:
     """Queries [tokens, q_heads, d] -> outputs of the same shape, float32 or in `out`.
 
@@ -28,7 +29,7 @@ def attend(
         pages.step.once(require_shadows, pages.windows)
     for n, tokens, step in pages.step.once(_batches):
         states = [x[tokens].unflatten(0, (-1, n)) for x in (q, *(new or ()))]
-        attended = _attend(replace(pages, step=step), states[0], states[1:], scale)
+        attended = _attend(replace(pages, step=step), states[0], states[1:], logits)
         out[tokens] = attended.flatten(0, 1)
     return out
 
@@ -38,12 +39,17 @@ def _batches(step: Step) -> list[tuple[int, slice, Step]]:
     return step.split(step.known.counts)
 
 
-def _attend(pages: LayerPages, q: Tensor, new: Sequence[Tensor], scale: float) -> Tensor:
+def _attend(pages: LayerPages, q: Tensor, new: Sequence[Tensor], logits: Logits) -> Tensor:
     """`attend` for queries [sequences, n, q_heads, d], and new keys and values in the same shape."""
     sequences, n, q_heads, _ = q.shape
-    parts = _Parts(pages.key.transform.dual(q).transpose(1, 2), scale)
-    logits = CPU_LOGITS if q.device.type == "cpu" else DEVICE_LOGITS
-    tokens = min(CHUNK_TOKENS, max(1, logits // (sequences * q_heads * n)))
+    parts = _Parts(pages.key.transform.dual(q).transpose(1, 2), logits)
+    if logits.cap is not None and (of_mean := logits.of_mean(pages.key.transform, q)) is not None:
+        parts.of_mean = of_mean.transpose(1, 2)
+    if logits.sinks is not None:
+        out, weight = sink_part(pages, q, logits)
+        parts.out, parts.weight = out.transpose(1, 2).contiguous(), weight.transpose(1, 2).unsqueeze(-1).contiguous()
+    room = CPU_LOGITS if q.device.type == "cpu" else DEVICE_LOGITS
+    tokens = min(CHUNK_TOKENS, max(1, room // (sequences * q_heads * n)))
     for chunk in pages.step.once(_packed_chunks, pages.windows, tokens):
         parts.add(chunk.columns, chunk.mask, *_unpack(pages, chunk))
     if new:
@@ -74,8 +80,9 @@ def _unpack(pages: LayerPages, chunk: "_PackedChunk") -> tuple[Tensor, Tensor]:
 class _Parts:
     """Attention of queries [sequences, q_heads, n, d], part by part."""
 
-    def __init__(self, queries: Tensor, scale: float) -> None:
-        self.queries, self.scale = queries, scale
+    def __init__(self, queries: Tensor, logits: Logits) -> None:
+        self.queries, self.logits = queries, logits
+        self.of_mean: Tensor | None = None  # [sequences, q_heads, n]: what logits lack before they are capped
         self.weight: Tensor | None = None  # log-sum-exp so far; None before the first part
         self.out: Tensor
 
@@ -84,7 +91,7 @@ class _Parts:
         tokens] is added to their logits."""
         queries = self.queries
         whole = columns == slice(0, queries.shape[2])
-        part, weight = _flash(queries if whole else queries[:, :, columns], k, v, mask, self.scale)
+        part, weight = self._attend(queries if whole else queries[:, :, columns], columns, mask, k, v)
         weight = weight.unsqueeze(-1)
         if self.weight is None and whole:
             self.out, self.weight = part, weight
@@ -97,6 +104,12 @@ class _Parts:
         out.lerp_(part, torch.sigmoid(weight - old))
         old.copy_(torch.logaddexp(old, weight))
 
+    def _attend(self, q: Tensor, columns: slice, mask: Tensor | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if self.logits.cap is None:
+            return _flash(q, k, v, mask, self.logits.scale)
+        of_mean = None if self.of_mean is None else self.of_mean[:, :, columns]
+        return _softmax(q, k, v, mask, self.logits.scale, self.logits.cap, of_mean)
+
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """softmax(scale·q·kᵀ + mask)·v with q [sequences, q_heads, n, d] and k, v [sequences, kv_heads, tokens, d], and the
@@ -107,10 +120,23 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
     return _softmax(q, k, v, mask, scale)
 
 
-def _softmax(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """`_flash` by matrix products. Queries and heads that read the same keys are the rows of one product."""
+def _softmax(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    cap: float | None = None,
+    of_mean: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`_flash` by matrix products, with a soft-cap. Queries and heads that read the same keys are the rows of one
+    product. `of_mean` [sequences, q_heads, n] is added to logits before they are capped."""
     shape, n = (k.shape[1], -1), q.shape[2]
     logits = (q.unflatten(1, shape).flatten(2, 3) @ k.transpose(-1, -2)).mul_(scale)
+    if of_mean is not None:
+        logits += of_mean.unflatten(1, shape).flatten(2, 3).unsqueeze(-1)
+    if cap is not None:
+        logits.div_(cap).tanh_().mul_(cap)
     if mask is not None:
         logits.unflatten(2, (-1, n)).add_(mask.unsqueeze(1))
     out = torch.softmax(logits, dim=-1) @ v

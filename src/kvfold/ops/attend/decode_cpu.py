@@ -11,6 +11,7 @@ import torch
 from numba import carray, njit
 from torch import Tensor
 
+from kvfold.ops.attend.learned_sinks import sink_part, sink_values
 from kvfold.ops.cpu import (
     EXACT,
     FAST,
@@ -31,13 +32,14 @@ from kvfold.ops.cpu import (
     take,
     widen,
 )
-from kvfold.ops.pages import LayerPages, Step, require_shadows
+from kvfold.ops.pages import LayerPages, Logits, Step, require_shadows
 from kvfold.quantizers import lloyd_max
 
 CHUNK = 512  # tokens per task
 TILE = 64  # tokens that are unpacked at once
 ROWS = 4  # tokens that are multiplied at once
 UNSEEN = -1e30  # below every logit
+LOG2_E = math.log2(math.e)
 
 Arguments = arguments(
     *PAGES, "levels",
@@ -45,13 +47,14 @@ Arguments = arguments(
     "shadows", "shadow_pages", "new_keys", "new_values",
     "table", "table_stride", "starts", "lengths", "shadow_of",
     "key_rotation", "key_rotations", "value_rotation", "value_rotations", "value_mean",
+    "sinks", "sink_values", "of_mean",
     "sequences", "chunks", "kv_heads", "ratio", "dims", "page_size", "windows", "sink", "recent",
-    floats=("scale", "key_factor", "value_factor"),
+    floats=("scale", "cap", "key_factor", "value_factor"),
 )  # fmt: skip
 
 
 def attend(
-    pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scale: float, out: Tensor | None = None
+    pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, logits: Logits, out: Tensor | None = None
 ) -> Tensor:
     """Queries [sequences, q_heads, d] -> outputs of the same shape, float32 or in `out`.
 
@@ -62,6 +65,9 @@ def attend(
     starts, lengths, chunks = pages.step.once(_lengths)
     if new is not None:
         pages.step.once(require_shadows, windows)
+    sinks = [] if logits.sinks is None else [sink_part(pages, q, logits)[1] * LOG2_E, sink_values(pages)]
+    of_mean = None if logits.cap is None else logits.of_mean(pages.key.transform, q)
+    of_mean = None if of_mean is None else of_mean * LOG2_E
     q = q.float().contiguous()
     result = out if out is not None and out.dtype == torch.float32 and out.is_contiguous() else torch.empty_like(q)
     queries, parts = torch.empty_like(q), torch.empty(chunks, *q.shape)
@@ -78,10 +84,10 @@ def attend(
         step.table.data_ptr(), step.table.stride(0),
         starts.data_ptr(), lengths.data_ptr(), step.shadow_of.data_ptr(),
         key.matrix.data_ptr(), key.matrix.shape[0], value.inverse.data_ptr(), value.inverse.shape[0],
-        value.mean.data_ptr(),
+        value.mean.data_ptr(), *([x.data_ptr() for x in sinks] or (0, 0)), 0 if of_mean is None else of_mean.data_ptr(),
         sequences, chunks, kv_heads, q_heads // kv_heads, dims, pages.layout.page_size,
         new is not None, windows.sink, windows.recent,
-        scale * math.log2(math.e), key.factor, value.factor,
+        logits.scale * LOG2_E, (logits.cap or 0) * LOG2_E, key.factor, value.factor,
     )  # fmt: skip
     _rotate_queries(told, sequences * q_heads)
     _attend_chunks(told, sequences * kv_heads * chunks)
@@ -112,9 +118,10 @@ def _exp2(x):
 
 
 @njit(**FAST)
-def _weigh(query, tile, count, shares, weight, mixed):
+def _weigh(query, tile, count, shares, weight, mixed, lacking, cap):
     """Compute the weights of the first `count` tokens of a tile, relative to the highest logit so far.
 
+    With a soft-cap, logits get what they lack, and are capped.
     The sums over earlier tiles are rescaled to that logit.
     """
     for i in range(0, count, ROWS):
@@ -126,6 +133,9 @@ def _weigh(query, tile, count, shares, weight, mixed):
             y2 += query[j] * x2[j]
             y3 += query[j] * x3[j]
         shares[i], shares[i + 1], shares[i + 2], shares[i + 3] = y0, y1, y2, y3
+    if cap > 0:
+        for i in range(count):
+            shares[i] = cap * np.tanh((shares[i] + lacking) / cap)
     highest = max(weight[0], shares[:count].max())
     fade, total = _exp2(weight[0] - highest), f4(0)
     for i in range(count):
@@ -181,6 +191,7 @@ def _attend_chunks(p):
     shadows = array(a.shadows, (a.shadow_pages, a.kv_heads, 2, a.page_size, a.dims), np.uint16)
     new_keys = array(a.new_keys, (a.sequences, a.kv_heads, a.dims), np.uint16)
     new_values = array(a.new_values, (a.sequences, a.kv_heads, a.dims), np.uint16)
+    of_mean = array(a.of_mean, (a.sequences, a.kv_heads, a.ratio), np.float32)
     scratch = array(a.scratch, (a.workers, TILE + a.ratio, a.width), np.float32)[take(p, WORKER)]
     tile, shares = scratch[:TILE], scratch[TILE:]
     half, task = a.half != 0, take(p, TASK)
@@ -213,7 +224,10 @@ def _attend_chunks(p):
                     i += run
                 for r in range(a.ratio):
                     if side == 0:
-                        _weigh(queries[sequence, head, r], tile, count, shares[r], weight[r], part[r])
+                        lacking = of_mean[sequence, head, r] if a.of_mean else f4(0)
+                        _weigh(
+                            queries[sequence, head, r], tile, count, shares[r], weight[r], part[r], lacking, f4(a.cap)
+                        )
                     else:
                         _mix(shares[r], tile, count, part[r])
         task = take(p, TASK)
@@ -221,24 +235,29 @@ def _attend_chunks(p):
 
 @kernel(Arguments)
 def _merge(p):
-    """A task merges the chunks of one query, rotates the result back, and adds the mean value."""
+    """A task merges the chunks of one query and its learned sink, rotates the result back, and adds the mean value."""
     a = carray(p, 1)[0]
     heads = a.kv_heads * a.ratio
     parts = array(a.parts, (a.chunks, a.sequences * heads, a.dims), np.float32)
     weights = array(a.weights, (a.chunks, a.sequences * heads, 2), np.float32)
     rotations = array(a.value_rotation, (a.value_rotations, a.dims, a.dims), np.float64)
     means = array(a.value_mean, (a.kv_heads, a.dims), np.float32)
+    sinks = array(a.sinks, a.sequences * heads, np.float32)
+    sink_values = array(a.sink_values, (a.kv_heads, a.dims), np.float32)
     out = array(a.out, (a.sequences * heads, a.dims), np.float32)
     task = take(p, TASK)
     while task < a.tasks:
         weight, mixed, total = weights[:, task], np.zeros(a.dims, np.float32), f4(1e-30)
-        highest = weight[:, 0].max()
+        highest, head = weight[:, 0].max(), task % heads // a.ratio
+        if a.sinks:
+            highest = max(highest, sinks[task])
+            total = _exp2(sinks[task] - highest)
+            mixed += total * sink_values[head]
         for chunk in range(a.chunks):
             share = _exp2(weight[chunk, 0] - highest)
             total += share * weight[chunk, 1]
             mixed += share * parts[chunk, task]
         mixed /= total
-        head = task % heads // a.ratio
         rotate(mixed, rotations, head, a.value_factor, out[task])
         if a.value_mean:
             out[task] += means[head]

@@ -4,17 +4,22 @@ A part is attention over some of the tokens that queries read. `outs` are its ou
 `weights` are the log2 of its sums of softmax weights, float32[tokens, q_heads].
 """
 
+import math
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvfold.ops.pages import LayerPages
+from kvfold.ops.attend.learned_sinks import sink_values
+from kvfold.ops.pages import LayerPages, Logits
 from kvfold.ops.pdl import AFTER, ALONE, LAST, release, wait
 from kvfold.ops.rotate import inverse
 from kvfold.ops.sizes import ceil_div, power_of_two
 from kvfold.transforms import Transform
 
+LOG2_E = tl.constexpr(math.log2(math.e))
 UNSEEN = tl.constexpr(-1e30)  # below every logit; finite, so that a row without tokens does not become NaN
 MAX_ROWS = 128  # of a tile: queries times query heads per KV head
 MAX_SPLITS = 128
@@ -56,16 +61,60 @@ def empty(splits: int, q: Tensor) -> tuple[Tensor, Tensor]:
     return outs, torch.empty(splits, *q.shape[:2], dtype=torch.float32, device=q.device)
 
 
-def merge(outs: Tensor, weights: Tensor, value: Transform, out: Tensor | None = None, overlaps: bool = False) -> Tensor:
-    """Merge parts [splits, tokens, q_heads, d] over transformed values to outputs [tokens, q_heads, d], and transform
-    these back.
+class Sinks(NamedTuple):
+    """Learned sinks as one more part: what `learned_sinks.sink_part` computes, for `merge`."""
+
+    logits: Tensor  # float32[q_heads]
+    value: Tensor  # float32[kv_heads, d]: zero, transformed
+    q: Tensor  # [tokens, q_heads, d], as the model gives them
+    token: int  # strides
+    head: int
+    mean: Tensor | None  # of keys, float32[kv_heads, d]
+    scale: float  # of the logits, times log2(e)
+
+
+def learned_sinks(pages: LayerPages, q: Tensor, logits: Logits) -> Sinks | None:
+    """The learned sinks of queries [tokens, q_heads, d], if there are any."""
+    if logits.sinks is None:
+        return None
+    scale, mean = logits.scale * LOG2_E.value, pages.key.transform.mean if logits.cap is None else None
+    return Sinks(logits.sinks, sink_values(pages), q, q.stride(0), q.stride(1), mean, scale)
+
+
+class Cap(NamedTuple):
+    """A soft-cap of logits to base 2."""
+
+    at: float
+    of_mean: Tensor | None  # float32[tokens, q_heads]: what logits over centred keys lack
+
+
+def soft_cap(pages: LayerPages, q: Tensor, logits: Logits) -> Cap | None:
+    """The soft-cap for queries [tokens, q_heads, d] as the model gives them, if there is one."""
+    if logits.cap is None:
+        return None
+    of_mean = logits.of_mean(pages.key.transform, q)
+    return Cap(logits.cap * LOG2_E.value, None if of_mean is None else of_mean * LOG2_E.value)
+
+
+def merge(
+    outs: Tensor,
+    weights: Tensor,
+    value: Transform,
+    out: Tensor | None = None,
+    overlaps: bool = False,
+    sinks: Sinks | None = None,
+) -> Tensor:
+    """Merge parts [splits, tokens, q_heads, d] over transformed values, and learned sinks, to outputs [tokens, q_heads,
+    d], and transform these back.
 
     Outputs are float32, or in `out`. With `overlaps`, kernels are launched before the parts are complete.
     """
     splits, tokens, q_heads, dims = outs.shape
-    if splits == 1 and value.rotation is not None:
+    if splits == 1 and value.rotation is not None and sinks is None:
         return inverse(value, outs[0], out, overlaps)
     mean = value.mean if value.rotation is None else None
+    by_head = mean if sinks is None else sinks.value
+    key_dims = 0 if sinks is None else sinks.q.shape[-1]
     merged = torch.empty_like(outs[0]) if out is None or value.rotation is not None else out
     padded = max(1 if overlaps else FEWEST_PARTS, power_of_two(splits))
     width = min(power_of_two(dims), max(32, 2048 // padded))
@@ -74,11 +123,14 @@ def merge(outs: Tensor, weights: Tensor, value: Transform, out: Tensor | None = 
         outs,
         weights,
         mean,
+        sinks,
         merged,
         splits,
         q_heads,
-        1 if mean is None else q_heads // len(mean),
+        1 if by_head is None else q_heads // len(by_head),
         DIMS=dims,
+        KEY_DIMS=key_dims,
+        KEY_PADDED=power_of_two(key_dims),
         WIDTH=width,
         SPLITS=padded,
         OVERLAP=overlap,
@@ -89,25 +141,26 @@ def merge(outs: Tensor, weights: Tensor, value: Transform, out: Tensor | None = 
     return merged if value.rotation is None else inverse(value, merged, out, overlaps)
 
 
-def warm_up(q: Tensor, value: Transform, out: Tensor) -> None:
+def warm_up(pages: LayerPages, q: Tensor, logits: Logits, out: Tensor) -> None:
     """Compile `merge` for queries [tokens, q_heads, d] and every number of parts.
 
     There are up to MAX_SPLITS parts of pages, and as many of windows.
     """
     splits = FEWEST_PARTS
     while splits <= 2 * MAX_SPLITS:
-        merge(*empty(splits, q), value, out)
+        merge(*empty(splits, q), pages.value.transform, out, sinks=learned_sinks(pages, q, logits))
         splits *= 2
 
 
 @triton.jit(do_not_specialize=["splits"])
 def _merge(
-    outs, weights, mean, merged, splits, q_heads, ratio,
-    DIMS: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
+    outs, weights, mean, sinks, merged, splits, q_heads, ratio,
+    DIMS: tl.constexpr, KEY_DIMS: tl.constexpr, KEY_PADDED: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Merge WIDTH coordinates of one row: the mean of its parts [splits, rows, DIMS], weighted by 2^weight.
 
-    The `mean` of its KV head, if there is one, is added.
+    The learned sink of its query head is one more part. The `mean` of its KV head, if there is one, is added.
     """
     release(OVERLAP, "start")
     wait(OVERLAP, "start")
@@ -120,11 +173,34 @@ def _merge(
     if mean is not None:
         added = tl.load(mean + row % q_heads // ratio * DIMS + coordinate, mask=coordinate < DIMS, other=0.0)
     part = tl.where((weight > UNSEEN)[:, None], part, 0.0)  # a part without tokens may hold anything
-    share = tl.exp2(weight - tl.max(weight, 0))
-    out = tl.sum(part * (share / tl.sum(share, 0))[:, None], 0)
+    highest = tl.max(weight, 0)
+    if sinks is not None:
+        learned = _sink(sinks, row // q_heads, row % q_heads, row % q_heads // ratio, KEY_DIMS, KEY_PADDED)
+        highest = tl.maximum(highest, learned)
+    share = tl.exp2(weight - highest)
+    total = tl.sum(share, 0)
+    if sinks is not None:
+        total += tl.exp2(learned - highest)
+    out = tl.sum(part * (share / total)[:, None], 0)
+    if sinks is not None:
+        at = sinks.value + row % q_heads // ratio * DIMS + coordinate
+        out += tl.exp2(learned - highest) / total * tl.load(at, mask=coordinate < DIMS, other=0.0)
     if mean is not None:
         out += added
     tl.store(merged + row * DIMS + coordinate, out, mask=coordinate < DIMS)
+
+
+@triton.jit
+def _sink(sinks, token, q_head, head, DIMS: tl.constexpr, PADDED: tl.constexpr):
+    """The logit of a learned sink to base 2, without scale·q·mean, as those of centred keys."""
+    logit = tl.load(sinks.logits + q_head).to(tl.float32) * LOG2_E
+    if sinks.mean is not None:
+        coordinate = tl.arange(0, PADDED)
+        query = sinks.q + token * sinks.token + q_head * sinks.head + coordinate
+        query = tl.load(query, mask=coordinate < DIMS, other=0.0).to(tl.float32)
+        mean = tl.load(sinks.mean + head * DIMS + coordinate, mask=coordinate < DIMS, other=0.0)
+        logit -= sinks.scale * tl.sum(query * mean, 0)
+    return logit
 
 
 @triton.jit
@@ -151,6 +227,22 @@ def tile_rows(
 def raw_from(position, recent, group):
     """`Windows.raw_from`: the first of the recent tokens that a query at `position` reads raw."""
     return tl.minimum((position + 1) // group * group, position + 1 - recent)
+
+
+@triton.jit
+def lacking(cap, row, live):
+    """What the logits of rows of queries lack before they are capped. `row`: their place in [tokens, q_heads]."""
+    if cap.of_mean is None:
+        return tl.zeros(row.shape, tl.float32)
+    else:
+        return tl.load(cap.of_mean + row, mask=live, other=0.0)
+
+
+@triton.jit
+def capped(logits, cap, lacked):
+    """cap·tanh(x / cap) of complete logits x, as tanh(z) = 1 − 2 / (1 + e^2z)."""
+    x = logits + lacked[:, None]
+    return cap.at - 2 * cap.at / (1 + tl.exp2(x * (2 * LOG2_E / cap.at)))
 
 
 @triton.jit

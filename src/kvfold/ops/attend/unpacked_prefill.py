@@ -24,9 +24,9 @@ from kvfold.format.windows import Windows
 from kvfold.ops import tiles
 from kvfold.ops.attend import attend_gpu as portable
 from kvfold.ops.attend import window_kernel
-from kvfold.ops.attend.parts import UNSEEN
+from kvfold.ops.attend.parts import LOG2_E, UNSEEN, learned_sinks, merge
 from kvfold.ops.dequantize_gpu import dequantize
-from kvfold.ops.pages import LayerPages, Step
+from kvfold.ops.pages import LayerPages, Logits, Step
 from kvfold.ops.rotate import dual, inverse
 from kvfold.ops.sizes import ceil_div, power_of_two
 
@@ -40,7 +40,6 @@ MIN_QUERIES, MIN_TOKENS = 64, 1024
 # the workspace, a quarter of it, or a sixteenth.
 FEWEST_QUERIES, CAUSAL_QUERIES = 256, 2048
 CHUNK_RATIO, CHUNK_SIZES = 4, 3
-LOG2_E = tl.constexpr(1.4426950408889634)
 
 aten = torch.ops.aten
 
@@ -54,7 +53,7 @@ def unsupported(layout: PageLayout) -> str | None:
 
 
 def attend(
-    pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scale: float, out: Tensor | None = None
+    pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, logits: Logits, out: Tensor | None = None
 ) -> Tensor:
     """Queries [tokens, q_heads, d] -> outputs of the same shape, float32 or in `out`.
 
@@ -62,12 +61,12 @@ def attend(
     """
     kinds = pages.step.once(_kinds, pages.windows)
     if len(set(kinds)) < 2:
-        return (_attend if Kind.LONG in kinds else portable.attend)(pages, q, new, scale, out)
+        return (_attend if Kind.LONG in kinds else portable.attend)(pages, q, new, logits, out)
     out = torch.empty(q.shape, device=q.device) if out is None else out
     for kind, tokens, part in pages.step.once(_runs, pages.windows):
         own = None if new is None else (new[0][tokens], new[1][tokens])
         run = _attend if kind == Kind.LONG else portable.attend
-        run(replace(pages, step=part), q[tokens], own, scale, out[tokens])
+        run(replace(pages, step=part), q[tokens], own, logits, out[tokens])
     return out
 
 
@@ -115,7 +114,7 @@ def build_graphs(pages: LayerPages, ratio: int) -> None:
 
 
 def _attend(
-    pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scale: float, out: Tensor | None = None
+    pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, logits: Logits, out: Tensor | None = None
 ) -> Tensor:
     """`attend` for a step of LONG sequences."""
     step, windows, value = pages.step, pages.windows, pages.value.transform
@@ -124,9 +123,10 @@ def _attend(
     final = torch.empty(rotated.shape, device=q.device) if out is None else out
     outs = torch.empty(rotated.shape, device=q.device)
     weights = torch.full(rotated.shape[:2], UNSEEN.value, device=q.device)  # logarithms to base 2
-    direct = new is None and value.rotation is None  # the last chunk of a run writes to `final`
+    # the last chunk of a run writes to `final`
+    direct = new is None and value.rotation is None and logits.sinks is None
     if new is not None:
-        window_kernel.attend(pages, rotated, new, scale, outs.unsqueeze(0), weights.unsqueeze(0))
+        window_kernel.attend(pages, rotated, new, logits, outs.unsqueeze(0), weights.unsqueeze(0))
     query_starts = step.known.query_starts
     for row, position, n in _query_runs(step, windows, room // 2):
         first = query_starts[row] + position - step.known.starts[row]
@@ -140,9 +140,11 @@ def _attend(
         for i, (tokens, causal) in enumerate(chunks):
             k, v = dequantize(pages, row, tokens, workspace)
             usual = len(tokens) == n >= CAUSAL_QUERIES if causal else len(tokens) in _sizes(room)
-            part = _flash(queries[:, :, :n] if causal else queries, k, v, scale, causal, usual)
+            part = _flash(queries[:, :, :n] if causal else queries, k, v, logits.scale, causal, usual)
             only, last = new is None and not i, direct and causal
             _merge(outs[run], weights[run], *part, only, final[run] if last else None, value.mean)
+    if logits.sinks is not None:
+        return merge(outs.unsqueeze(0), weights.unsqueeze(0), value, final, sinks=learned_sinks(pages, q, logits))
     return final if direct else inverse(value, outs, final)
 
 

@@ -1,13 +1,11 @@
 """The part of `attend` that reads windows, on any GPU: raw tokens of shadow pages and of the step itself."""
 
-import math
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvfold.ops.attend.parts import UNSEEN, QueryTiles, raw_from, softmax, tile_rows
-from kvfold.ops.pages import LayerPages
+from kvfold.ops.attend.parts import LOG2_E, UNSEEN, Cap, QueryTiles, capped, lacking, raw_from, softmax, tile_rows
+from kvfold.ops.pages import LayerPages, Logits
 from kvfold.ops.pdl import ALONE, BESIDE_TO_END, release, wait
 from kvfold.ops.sizes import power_of_two
 
@@ -25,9 +23,10 @@ def attend(
     pages: LayerPages,
     q: Tensor,
     new: tuple[Tensor, Tensor],
-    scale: float,
+    logits: Logits,
     outs: Tensor,
     weights: Tensor,
+    cap: Cap | None = None,
     overlaps: bool = False,
 ) -> None:
     """Let transformed queries [tokens, q_heads, d] read their windows, into parts [splits, tokens, q_heads, d].
@@ -50,7 +49,8 @@ def attend(
         step.lengths,
         step.table,
         step.shadow_of,
-        scale * math.log2(math.e),
+        logits.scale * LOG2_E.value,
+        cap,
         windows.sink,
         windows.recent,
         windows.group,
@@ -94,6 +94,7 @@ def _windows(
     table,
     shadow_of,
     scale,  # of the logits, times log2(e)
+    cap,
     sink,
     recent,
     group,
@@ -127,6 +128,9 @@ def _windows(
         query_starts, lengths, sequence, first, head, Q_HEADS, KV_HEADS, RATIO, QUERIES, ROWS
     )
     packed_to = raw_from(position, recent, group)
+    lacked = None
+    if cap is not None:
+        lacked = lacking(cap, query.to(tl.int64) * Q_HEADS + q_head, live)
     coordinate = tl.arange(0, PADDED)
     real = (coordinate < DIMS)[None, :]
     row = q + query.to(tl.int64) * q_stride + q_head * q_head_stride
@@ -153,7 +157,7 @@ def _windows(
             at = (token * new_stride)[:, None] + coordinate[None, :]
             k = tl.load(new_k + own + at, mask=real, other=0.0)
             v = tl.load(new_v + own + at, mask=real, other=0.0)
-            out, highest, total = _read(queries, k, v, seen, out, highest, total)
+            out, highest, total = _read(queries, k, v, cap, lacked, seen, out, highest, total)
         stop = tl.minimum(stop, own_from)
     for tile in range(begin, stop):
         tile_from, newest, seen = _tile(tile, sink, sink_tiles, recent_from, last, packed_to, position, TOKENS)
@@ -170,7 +174,7 @@ def _windows(
         k = tl.load(tl.where(of_step, new_k + own, old)[:, None] + coordinate[None, :], mask=mask, other=0.0)
         v_at = tl.where(of_step, new_v + own, old + PAGE * DIMS)
         v = tl.load(v_at[:, None] + coordinate[None, :], mask=mask, other=0.0)
-        out, highest, total = _read(queries, k, v, seen & exists[None, :], out, highest, total)
+        out, highest, total = _read(queries, k, v, cap, lacked, seen & exists[None, :], out, highest, total)
 
     place = (split.to(tl.int64) * tokens + query) * Q_HEADS + q_head
     tl.store(weights + place, tl.where(total > 0, highest + tl.log2(total), UNSEEN), mask=live)
@@ -192,8 +196,10 @@ def _tile(tile, sink, sink_tiles, recent_from, last, packed_to, position, TOKENS
 
 
 @triton.jit
-def _read(queries, k, v, seen, out, highest, total):
+def _read(queries, k, v, cap, lacked, seen, out, highest, total):
     """The running output, maximum and sum of the rows, after one more tile."""
     logits = tl.dot(queries, tl.trans(k.to(tl.float16)))
+    if cap is not None:
+        logits = capped(logits, cap, lacked)
     weight, fade, highest, total = softmax(logits, seen, highest, total)
     return tl.dot(weight, v.to(tl.float16), out * fade[:, None]), highest, total

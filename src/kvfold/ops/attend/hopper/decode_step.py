@@ -3,7 +3,6 @@
 docs/structure.md says which kernels of a step overlap.
 """
 
-import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -16,9 +15,9 @@ from kvfold.ops.attend.hopper import codebook_decode as codebooks
 from kvfold.ops.attend.hopper import integer_decode as integers
 from kvfold.ops.attend.hopper import level_lookup as levels
 from kvfold.ops.attend.hopper.decode_tiles import TILE
-from kvfold.ops.attend.parts import empty, merge, sms
+from kvfold.ops.attend.parts import LOG2_E, Sinks, empty, learned_sinks, merge, sms
 from kvfold.ops.decode_prologue import prologue
-from kvfold.ops.pages import LayerPages
+from kvfold.ops.pages import LayerPages, Logits
 from kvfold.ops.pdl import Overlap
 from kvfold.ops.rotate import dual
 from kvfold.ops.sizes import ceil_div
@@ -72,7 +71,7 @@ def _no_codebooks(slot: SlotLayout, side: str) -> str | None:
 
 
 def store_and_attend(
-    pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor | None = None
+    pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, logits: Logits, out: Tensor | None = None
 ) -> Tensor:
     """`store` k and v [sequences, kv_heads, d], then `attend`.
 
@@ -81,19 +80,20 @@ def store_and_attend(
     not rotated, queries need no prologue.
     """
     if pages.key.transform.rotation is None or pages.windows.recent < 2 or q.dtype != k.dtype:
-        return attend(pages, q, store(pages, k, v, overlaps=True), scale, out)
+        return attend(pages, q, store(pages, k, v, overlaps=True), logits, out)
+    sinks = learned_sinks(pages, q, logits)
     begun = prologue(pages, q, k, v, overlaps=True)
-    return _attend(pages, begun.q, 1, True, begun.new, begun.kv, scale, out)
+    return _attend(pages, begun.q, 1, True, begun.new, begun.kv, logits, sinks, out)
 
 
 def attend(
-    pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, scale: float, out: Tensor | None = None
+    pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, logits: Logits, out: Tensor | None = None
 ) -> Tensor:
     """Queries [sequences, q_heads, d] -> outputs of the same shape, float32 or in `out`.
 
     `new` is what `store` returned for the same step.
     """
-    rotation, rotated = pages.key.transform.rotation, q
+    rotation, rotated, sinks = pages.key.transform.rotation, q, learned_sinks(pages, q, logits)
     in_kernel = _kernel(pages.layout).rotates and new is None
     order = rotation.order if in_kernel and isinstance(rotation, Hadamard) else 1
     # `dual` may overlap with `store`, which does not write queries, but not with a kernel that copies them
@@ -102,7 +102,7 @@ def attend(
     if order == 1:
         rotated = dual(pages.key.transform, rotated, overlaps=not copied)
     fresh = copied or (order == 1 and rotation is not None)
-    return _attend(pages, rotated, order, fresh, new, None, scale, out)
+    return _attend(pages, rotated, order, fresh, new, None, logits, sinks, out)
 
 
 def _attend(
@@ -112,10 +112,11 @@ def _attend(
     fresh: bool,
     new: tuple[Tensor, Tensor] | None,
     kv: Tensor | None,
-    scale: float,
+    logits: Logits,
+    sinks: Sinks | None,
     out: Tensor | None,
 ) -> Tensor:
-    """`attend` for queries [sequences, q_heads, d].
+    """`attend` for queries [sequences, q_heads, d], and the `sinks` of queries before they were rotated.
 
     - `order`: the kernel rotates queries by Hadamard matrices of this order; 1: they are rotated already.
     - `fresh`: the previous kernel writes the queries.
@@ -140,7 +141,7 @@ def _attend(
         pages.pool.view(torch.int32),
         step.table,
         step.lengths,
-        scale * math.log2(math.e),
+        logits.scale * LOG2_E.value,
         pages.windows.sink,
         pages.windows.recent,
         q.stride(0),
@@ -163,8 +164,8 @@ def _attend(
     if kv is not None:
         pack(pages, kv, overlaps=True)
     if new is not None:  # beside decoding, where it leaves room on SMs
-        window_kernel.attend(pages, q, new, scale, outs[splits:], weights[splits:], overlaps=True)
-    return merge(outs, weights, pages.value.transform, out, overlaps=True)
+        window_kernel.attend(pages, q, new, logits, outs[splits:], weights[splits:], overlaps=True)
+    return merge(outs, weights, pages.value.transform, out, overlaps=True, sinks=sinks)
 
 
 def _splits(heads: int, tiles: int, warps: int, device: torch.device) -> int:
