@@ -167,6 +167,13 @@ class PackedImpl(AttentionImpl[PackedMetadata]):
             if value:
                 raise ValueError(f"kvfold: attention with {what} cannot run over packed pages")
         self.engine = Engine.of(get_current_vllm_config())
+        plan = self.engine.served.plan
+        heads = plan.kv_heads * plan.ratio, plan.kv_heads, plan.geometry.key_dim
+        if (num_heads, self.num_kv_heads, head_size) != heads:
+            raise ValueError(
+                f"kvfold: a layer of vLLM has {num_heads} query heads, {self.num_kv_heads} KV heads and heads of "
+                f"{head_size} numbers, and by its configuration it has {heads[0]}, {heads[1]} and {heads[2]}"
+            )
         self.logits = Logits(scale, self.logits_soft_cap)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
