@@ -28,9 +28,10 @@ from kvfold.evaluate.layer_attention import diagnose
 from kvfold.evaluate.logits import compare
 from kvfold.evaluate.needle import needle_suite
 from kvfold.files import append_rows
+from kvfold.fitted import Fitted
 from kvfold.models import load_model
 from kvfold.recipes import parse
-from kvfold.text import tokenize
+from kvfold.text import tokenize, with_openings
 
 # As published: without centring, with windows if the paper has them.
 PUBLISHED = [
@@ -106,7 +107,7 @@ AT_ONCE = 8  # recipes per run of the 16-bit cache
 
 def main() -> None:
     options = arguments()
-    names = {"all": [*PUBLISHED, *OURS, *ABLATIONS], "long": LONG}[options.panel]
+    names = options.recipes or {"all": [*PUBLISHED, *OURS, *ABLATIONS], "long": LONG}[options.panel]
     if options.flags:
         print(*(f"-r {name.replace('WHOLE', str(options.head_dim))}" for name in names))
         return
@@ -116,7 +117,7 @@ def main() -> None:
     problems = read_problems(options.gsm8k, options.problems) if options.gsm8k else None
     model, tokenizer = load_model(options.model, options.dtype)
     artifact = Artifact.load(options.artifact)
-    panel = [parse(name.replace("WHOLE", str(artifact.metadata.model.head_dim))) for name in names]
+    panel = [parse(name.replace("WHOLE", str(artifact.metadata.model.key_dim))) for name in names]
     needed = max([options.tokens, options.context if options.layers else 0, *options.needle])
     tokens = tokenize(options.text.read_text(encoding="utf-8"), tokenizer, needed)
     check_disjoint(tokens, artifact.tensors[TEXT])
@@ -125,9 +126,11 @@ def main() -> None:
     common = facts(options, model, artifact)
     with Progress() as progress:
         if options.tokens:
-            quality(model, tokens[: options.tokens], options.context, caches, artifact, options.out, common, progress)
+            scored = with_openings(tokens[: options.tokens], options.context, tokenizer)
+            quality(model, scored, options.context, caches, artifact, options.out, common, progress)
         if options.layers:
-            layers(model, tokens[: options.context], caches, artifact, options.out, common)
+            scored = with_openings(tokens[: options.context], options.context, tokenizer)
+            layers(model, scored, caches, artifact, options.out, common)
         for name in progress.track(caches, description="needles, GSM8K") if options.needle or problems else ():
             if options.needle:
                 found = needle_suite(
@@ -162,11 +165,10 @@ def quality(
             score = own if name == "bf16" else scores[name]
             bits: dict[str, Any] = {"bits_per_element_2k": 16.0, "bits_per_element_128k": 16.0}
             if name in caches:
-                recipe, geometry = caches[name].recipe, caches[name].geometry
+                recipe = caches[name].recipe
+                fitted = Fitted.of(recipe, caches[name].geometry, artifact if recipe.learns else None)
                 for at, length in (("2k", 2048), ("128k", 131072)):
-                    bits[f"bits_per_element_{at}"] = round(
-                        recipe.bits_per_element(geometry, length, artifact=artifact), 4
-                    )
+                    bits[f"bits_per_element_{at}"] = round(fitted.bits_per_element(length), 4)
             row = {
                 "recipe": name,
                 **bits,
@@ -233,6 +235,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--gsm8k", type=Path, help="test.jsonl")
     parser.add_argument("--problems", type=int, default=200)
     parser.add_argument("--panel", choices=("all", "long"), default="all")
+    parser.add_argument("--recipes", nargs="*", help="these instead of a panel; WHOLE stands for the head dimension")
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument(
         "--flags", action="store_true", help="print the recipes as flags of `kvfold calibrate`, and end"

@@ -3,6 +3,8 @@
     python benchmarks/sglang_decode.py Qwen3-8B --case 32x8192 --case 32x16384 --csv rows.csv                # its own
     python benchmarks/sglang_decode.py Qwen3-8B --case 32x8192 --engine '{"kv_cache_dtype": "fp8_e4m3"}' --csv rows.csv
     python benchmarks/sglang_decode.py Qwen3-8B -r saw-int4 --case 32x8192 --case 32x16384 --csv rows.csv    # packed
+    python benchmarks/sglang_decode.py Gemma-3-12B --config '{"architectures": ["Gemma3ForCausalLM"]}' --case 8x32768 \\
+        --csv rows.csv                                                               # the language model alone
 
 It runs in an environment with SGLang and kvfold. Speed and memory are those of real weights, answers are not. Timing
 begins when the last request of a case has its first token. It ends when the first request has its last token. A case
@@ -57,18 +59,21 @@ def main() -> None:
     parser.add_argument("--case", action="append", required=True, help="requests and tokens of each prompt: 32x8192")
     parser.add_argument("--output", type=int, default=256, help="tokens of each answer")
     parser.add_argument("--engine", type=json.loads, default={}, help="more arguments of sglang.Engine, as JSON")
+    parser.add_argument("--config", type=json.loads, default={}, help="changes of the model's configuration, as JSON")
     parser.add_argument("--csv", type=Path, required=True, help="rows are added to it")
     options = parser.parse_args()
     cases = [tuple(map(int, case.split("x"))) for case in options.case]
     with TemporaryDirectory() as scratch:
-        for row in run(options.model, options.recipe, cases, options.output, options.engine, Path(scratch)):
+        for row in run(
+            options.model, options.config, options.recipe, cases, options.output, options.engine, Path(scratch)
+        ):
             print(row, flush=True)
             append_rows(options.csv, [asdict(row)])
 
 
-def run(model, recipe, cases, output, extra, scratch):
+def run(model, changes, recipe, cases, output, extra, scratch):
     longest = max(tokens for _, tokens in cases) + output
-    folder = model_folder(model, scratch, longest)
+    folder = model_folder(model, scratch, longest, changes)
     if recipe:
         config = AutoConfig.from_pretrained(folder).to_dict()
         random_artifact(config, [parse(recipe)]).save(scratch / "artifact")
@@ -100,7 +105,7 @@ def run(model, recipe, cases, output, extra, scratch):
         yield Row(
             engine="SGLang",
             version=sglang.__version__,
-            model=folder.name,
+            model=folder.name + (f" {json.dumps(changes)}" if changes else ""),
             recipe=recipe or arguments.get("kv_cache_dtype", "auto"),
             attention="kvfold" if recipe else engine.server_args.attention_backend,
             batch=batch,

@@ -27,6 +27,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
@@ -37,7 +38,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 from kvfold.bench import serving_times
 from kvfold.bench.random_fits import random_artifact
 from kvfold.files import append_rows
-from kvfold.geometry import example_configs
+from kvfold.geometry import example_configs, text_config
 from kvfold.recipes import parse
 
 GATES = Path(__file__).parent / "gate"
@@ -97,12 +98,13 @@ def parse_load(text: str) -> tuple[int, int, int]:
     return int(tokens), int(users), int(hit or 0)
 
 
-def model_folder(model: str, scratch: Path, longest: int) -> Path:
-    """A folder with the configuration of a model, for requests of up to `longest` tokens."""
+def model_folder(model: str, scratch: Path, longest: int, changes: dict[str, Any] | None = None) -> Path:
+    """A folder with the configuration of a model, for requests of up to `longest` tokens. Of a multimodal model it is
+    the language model's; `changes` then has to name its class."""
     if model not in example_configs():
         return Path(model)
-    folder, config = scratch / model, example_configs()[model]
-    config["max_position_embeddings"] = max(config["max_position_embeddings"], longest + 2)  # SGLang keeps 2 back
+    folder, config = scratch / model, {**text_config(example_configs()[model]), **(changes or {})}
+    config["max_position_embeddings"] = max(config.get("max_position_embeddings", 0), longest + 2)  # 2 for SGLang
     config["dtype"] = "bfloat16"  # without it SGLang would take float16
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))

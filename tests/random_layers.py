@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvfold.calibration.statistics import LayerStatistics
 from kvfold.calibration.tap import Seen
+from kvfold.ops.pages import Logits
 from kvfold.recipes import parse
 from kvfold.rope import Rope
 
@@ -75,7 +76,7 @@ def random_layer(
     q, k, v = states(kv_heads * ratio), states(kv_heads), states(kv_heads)
     weights = causal_weights(q, k, d**-0.5)
     out = np.einsum("htj,jhd->thd", weights, np.repeat(v, ratio, axis=1)).astype(np.float32).astype(np.float64)
-    seen = Seen(0, *(torch.from_numpy(x).float() for x in (q, k, v, out)), d**-0.5)
+    seen = Seen(0, *(torch.from_numpy(x).float() for x in (q, k, v, out)), Logits(d**-0.5))
     statistics = LayerStatistics.begin(seen, tokens - FIRST)
     statistics.add(seen, torch.arange(FIRST, tokens), 0)
     return RandomLayer(q, k, v, out, d**-0.5, statistics, half_rope(d) if rope is None else rope)

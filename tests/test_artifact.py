@@ -302,11 +302,12 @@ def test_tensors_need_not_be_contiguous(model, tmp_path):
 def test_the_json_is_readable(saved):
     content = json.loads((saved / "kvfold.json").read_text())
     assert list(content)[:2] == ["schema_version", "tensors_sha256"]
-    assert content["schema_version"] == 3
+    assert content["schema_version"] == 4
     assert content["tensors_sha256"] == hashlib.sha256((saved / "tensors.safetensors").read_bytes()).hexdigest()
     assert content["model"]["model_type"] == "llama"
     assert len(content["model"]["weights"]["layers.0.self_attn.k_proj.weight"]) == 16
-    assert (content["model"]["layers"], content["model"]["kv_heads"], content["model"]["head_dim"]) == SHAPE
+    assert (content["model"]["layers"], content["model"]["kv_heads"], content["model"]["key_dim"]) == SHAPE
+    assert content["model"]["packed"] == [0, 1, 2]
     assert content["model"]["rope"]["rope_theta"] == 10000.0
     assert content["calibration"]["tokens"] == 4096
     assert content["rope"]["pairs"][:2] == [[0, 8], [1, 9]]
@@ -328,7 +329,7 @@ def test_the_json_is_readable(saved):
         (lambda content: content.pop("tensors_sha256"), "tensors_sha256: "),
         (lambda content: content.update(tensors_sha256="x" * 64), "tensors_sha256: "),
         (lambda content: content.pop("schema_version"), "schema_version: Field required"),
-        (lambda content: content.update(schema_version="3"), "schema_version: "),
+        (lambda content: content.update(schema_version="4"), "schema_version: "),
         (lambda content: content.update(recipes=["oscar"]), "unknown recipe 'oscar'"),
         (lambda content: content.update(recipes=["oscar-int2:sink=3"]), "recipes: oscar-int2:sink=3 are not as"),
         (lambda content: content.update(recipes=["oscar-int2", "oscar-int2"]), "recipes: .* each once"),
@@ -354,9 +355,14 @@ def test_the_json_is_readable(saved):
         (lambda content: content["rope"]["frequencies"].pop(), "rope: there are 7 frequencies for 8 pairs"),
         (lambda content: content["rope"]["pairs"].__setitem__(0, [0, 16]), "rope: pairs must be of different"),
         (lambda content: content["rope"]["pairs"].__setitem__(0, [1, 9]), "rope: pairs must be of different"),
-        (lambda content: content["rope"].update(head_dim=32), r"rope\.head_dim is 32, and model\.head_dim 16"),
+        (lambda content: content["rope"].update(head_dim=32), r"rope\.head_dim is 32, and model\.key_dim 16"),
         (lambda content: content["model"].update(layers="many"), "model.layers: "),
-        (lambda content: content["model"].update(layers=0), "model: num_hidden_layers is 0"),
+        (
+            lambda content: content["model"].update(layers=2),
+            "model: packed: the model has layers 0 to 1, and no layer 2",
+        ),
+        (lambda content: content["model"].update(packed=[0, 2, 1]), "model: packed: .* are not ascending"),
+        (lambda content: content["model"].update(packed=[]), "model: all its layers are linear"),
         (lambda content: content["model"].update(kv_heads=3), "model: num_key_value_heads is 3, which does not"),
     ],
 )
@@ -368,7 +374,7 @@ def test_json_that_is_not_ours_is_refused(saved, change, message):
     assert type(caught.value) is ValueError
 
 
-@pytest.mark.parametrize("version", [1, 2, 4])
+@pytest.mark.parametrize("version", [1, 2, 3, 5])
 def test_an_artifact_of_another_schema_names_the_command_that_makes_a_new_one(model, tmp_path, version):
     fitted_artifact(model).save(tmp_path)
     rewrite(tmp_path, lambda content: content.update(schema_version=version))
@@ -385,7 +391,7 @@ def test_an_artifact_of_another_schema_names_the_command_that_makes_a_new_one(mo
     [
         (lambda content: content.update(recipes=["oscar-int2"]), "there is no tensor of oscar-int2"),
         (lambda content: content.update(shard={"rank": 0, "ranks": 2}), r"\(3, 1, 16\)"),
-        (lambda content: content["model"].update(layers=4), r"\(4, 2, 16\)"),
+        (lambda content: content["model"].update(layers=4, packed=[0, 1, 2, 3]), r"\(4, 2, 16\)"),
     ],
 )
 def test_json_that_does_not_go_with_the_tensors_is_refused(saved, change, message):
@@ -526,7 +532,7 @@ def test_wrong_tensors_are_refused_when_made_and_when_loaded(model, saved, name,
         ({"num_hidden_layers": 2}, "layers"),
         ({"num_attention_heads": 8}, "q_heads"),
         ({"num_key_value_heads": 4}, "kv_heads"),
-        ({"head_dim": 32}, "head_dim"),
+        ({"head_dim": 32}, "key_dim"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}, "rope"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}, "rope"),
     ],

@@ -156,7 +156,7 @@ def test_bytes_of_a_sequence_by_hand(text, context, bytes_per_head):
 )
 def test_bytes_of_recipes_that_quantize_whole_pages(text, head_dim, page_size, page_bytes):
     recipe = parse(text)
-    (layout,) = Fitted(recipe, geometry(head_dim, layers=1)).page_layouts()
+    (layout,) = Fitted(recipe, geometry(head_dim, layers=1)).page_layouts().values()
     assert (layout.page_size, layout.page_bytes) == (page_size, page_bytes)
     shadow = page_size * 2 * head_dim * 2
     windows = f"sink=0,recent=0{',' + text.partition(':')[2] if ':' in text else ''}"
@@ -195,9 +195,9 @@ def storage_bytes(cache: PagedCache) -> int:
 
 
 def allocated_after_one_step(recipe: Recipe, model: Geometry, context: int, page_size: int) -> int:
-    fit = fitted(recipe.fitted_as, model.head_dim, model.kv_heads)
-    codecs = Fitted(recipe, model, [fit] * model.layers).codecs(torch.bfloat16, "cpu")
-    cache = PagedCache(codecs, model.kv_heads, 1, windows=recipe.windows, page_size=page_size)
+    fit = fitted(recipe.fitted_as, model.key_dim, model.kv_heads)
+    codecs = Fitted(recipe, model, dict.fromkeys(model.packed, fit)).codecs(torch.bfloat16, "cpu")
+    cache = PagedCache(list(codecs.values()), model.kv_heads, 1, windows=recipe.windows, page_size=page_size)
     cache.extend([context])
     assert cache.allocated_bytes == storage_bytes(cache)
     return storage_bytes(cache)
@@ -234,7 +234,7 @@ def test_counted_bytes_are_the_allocated_bytes_at_128k():
 def test_skipped_layers_are_sixteen_bits_and_untransformed():
     means = (torch.ones(2, 64), torch.ones(2, 64))
     fit = {"key_mean": means[0], "value_mean": means[1]}
-    stored = Fitted(parse("saw-int4:skip=1,values=true"), geometry(64, layers=2), [fit, fit])
+    stored = Fitted(parse("saw-int4:skip=1,values=true"), geometry(64, layers=2), {0: fit, 1: fit})
     for codec in stored.layer_codecs(1, torch.float16):
         assert codec.layout.slot_bytes == 128
         assert codec.transform.mean is None
@@ -252,7 +252,7 @@ def test_skipped_layers_of_recipes_that_learn(name):
     """Their tensors are there for every layer, and left alone in those."""
     recipe = parse(f"{name}:skip=0{',centroids=9' if name.startswith('kmeans') else ''}")
     fit = fitted(recipe.fitted_as, 64, 2)
-    for codec in Fitted(recipe, geometry(64, layers=1), [fit]).layer_codecs(0):
+    for codec in Fitted(recipe, geometry(64, layers=1), {0: fit}).layer_codecs(0):
         assert (codec.layout.slot_bytes, codec.transform.mean, codec.transform.rotation) == (128, None, None)
         assert (codec.clip, codec.centroids) == (None, None)
 
@@ -266,10 +266,30 @@ def test_layers_get_what_the_artifact_holds_for_them():
     artifact.tensors[f"{recipe.fitted_as}/key_widths"] = widths.unsqueeze(1)
     stored = Fitted.of(recipe, model, artifact)
     # 24 bytes of codes, and a norm of 2 bytes per width
-    assert [layout.key.slot_bytes for layout in stored.page_layouts()] == [28, 26]
+    assert [layout.key.slot_bytes for layout in stored.page_layouts().values()] == [28, 26]
     assert stored.sequence_bytes(16) == 2 * 16 * ((28 + 26) + (26 + 26))
-    for layer, (key, _) in enumerate(stored.codecs(torch.bfloat16, "cpu")):
+    for layer, (key, _) in stored.codecs(torch.bfloat16, "cpu").items():
         assert key.layout == stored.page_layouts()[layer].key
         assert (key.transform.mean == layer).all()
     # before calibration: five norms
-    assert [layout.key.slot_bytes for layout in Fitted.of(recipe, model, None).page_layouts()] == [34, 34]
+    assert [layout.key.slot_bytes for layout in Fitted.of(recipe, model, None).page_layouts().values()] == [34, 34]
+
+
+def test_only_full_attention_is_packed_and_keys_may_be_longer_than_values():
+    kinds = ["sliding_attention", "full_attention", "linear_attention", "full_attention"]
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 192, "v_head_dim": 128}
+    config = {**sizes, "num_hidden_layers": 4, "layer_types": kinds, "sliding_window": 16}
+    recipe, model = parse("int4:sink=4"), Geometry.from_config(config)
+    artifact = random_artifact(config, [recipe])
+    artifact.tensors["key_mean"] = torch.tensor([1.0, 3.0]).view(2, 1, 1).expand(2, 2, 192)
+    stored = Fitted.of(recipe, model, artifact)
+    codecs = stored.codecs(torch.bfloat16, "cpu")
+    assert list(codecs) == list(stored.page_layouts()) == [1, 3]
+    for layer, (key, value) in codecs.items():
+        assert (key.transform.mean == layer).all()
+        assert (key.layout.slot_bytes, value.layout.slot_bytes) == (96 + 4, 64 + 4)
+    # two layers of two heads: 2 pages of 16 tokens, and a shadow page of 16-bit keys and values
+    assert stored.sequence_bytes(17) == 2 * 2 * (2 * 16 * (100 + 68) + 16 * 2 * (192 + 128))
+    assert stored.bits_per_element(17) == 8 * stored.sequence_bytes(17) / (2 * 2 * (192 + 128) * 17)
+    with pytest.raises(ValueError, match="layer 0 cannot be skipped: the packed layers are 1, 3"):
+        Fitted(parse("int4:skip=0"), model).check()

@@ -89,7 +89,7 @@ def test_the_model_computes_what_it_did(folded, name, recipe):
 def test_values_come_out_rotated(folded, name, recipe):
     """v' = v·R of the KV head, bias included, for the same input."""
     case = folded(name, recipe)
-    heads, d = case.own.metadata.model.kv_heads, case.own.metadata.model.head_dim
+    heads, d = case.own.metadata.model.kv_heads, case.own.metadata.model.value_dim
     states = torch.randn(5, case.plain.config.hidden_size, generator=torch.Generator().manual_seed(0))
     for layer in range(2):
         rotation = case.artifact.tensors[f"{case.recipe.fitted_as}/value_rotation"][layer].double()

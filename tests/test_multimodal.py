@@ -93,7 +93,7 @@ def test_it_is_loaded_calibrated_and_packed(folder, tmp_path):
 
 def _keys(model, tokens):
     """Of each window and layer [kv_heads, n, d], without the first four tokens."""
-    return [[key[:, 4:] for _, key, _, _ in collect(model, window)] for window in tokens.split(60)]
+    return [[key[:, 4:] for _, key, _, _ in collect(model, window).values()] for window in tokens.split(60)]
 
 
 def test_its_files_and_the_loaded_model_are_one_model(folder):

@@ -10,6 +10,8 @@ from kvfold.artifact import Artifact, Fingerprint
 from kvfold.geometry import UnsupportedModel
 from kvfold.recipe import Recipe
 
+ALLOWED = 0.1  # relative change of the output; rounding of folded weights to 16 bits explains less
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -32,6 +34,9 @@ def fold_values(model: "PreTrainedModel", recipe: Recipe, artifact: Artifact) ->
     Keys cannot be folded: RoPE stands between their projection and the cache. Products are computed in float64 and
     rounded once, to the dtype of the weights.
 
+    Only packed layers are rotated. In some models a gate stands between attention and W_O. Their output would change,
+    so they are refused, and the model must be loaded again.
+
     Returns the artifact of the folded model. It has no value rotation, and its mean values are rotated.
     """
     check_foldable(recipe, model.config.to_dict())
@@ -39,7 +44,9 @@ def fold_values(model: "PreTrainedModel", recipe: Recipe, artifact: Artifact) ->
     if name not in artifact.tensors:
         raise ValueError(f"{recipe} has no rotation of values in the artifact that could be folded")
     artifact.metadata.model.check(model)
-    attentions = [_projections(layer, type(model).__name__) for layer in model.get_decoder().layers]
+    layers, packed = model.get_decoder().layers, artifact.metadata.model.packed
+    attentions = [_projections(layers[number], type(model).__name__) for number in packed]
+    before = _output(model)
     for (value, output), rotation in zip(attentions, artifact.tensors[name], strict=True):
         matrices = rotation.double().to(value.weight.device).expand(artifact.metadata.model.kv_heads, -1, -1)
         _rotate_rows(value, matrices)
@@ -47,6 +54,10 @@ def fold_values(model: "PreTrainedModel", recipe: Recipe, artifact: Artifact) ->
         heads = output.weight.double().unflatten(1, (len(matrices) * groups, -1))  # [hidden, q_heads, d]
         turned = torch.einsum("nhd,hde->nhe", heads, matrices.repeat_interleave(groups, dim=0))
         output.weight.copy_(turned.flatten(1))
+    if (_output(model) - before).norm() > ALLOWED * before.norm():
+        raise UnsupportedModel(
+            f"{type(model).__name__}: values cannot be folded, its output projections read more than attention"
+        )
     means = artifact.tensors["value_mean"].double().unsqueeze(2) @ artifact.tensors[name].double()
     own = {
         key: tensor
@@ -59,6 +70,12 @@ def fold_values(model: "PreTrainedModel", recipe: Recipe, artifact: Artifact) ->
     }
     metadata = artifact.metadata.model_copy(update={"model": Fingerprint.of(model), "recipes": (recipe.fitted_as,)})
     return Artifact(metadata, {**own, **folded})
+
+
+def _output(model: "PreTrainedModel") -> Tensor:
+    """What the decoder computes for a few tokens."""
+    ids = torch.arange(16, device=model.device).unsqueeze(0)
+    return model.get_decoder()(ids, use_cache=False).last_hidden_state.float()
 
 
 def _projections(layer: torch.nn.Module, model: str) -> tuple[torch.nn.Linear, torch.nn.Linear]:

@@ -21,23 +21,24 @@ FIELDS = {
 # Other names of these fields, in configurations without them.
 OTHER_NAMES = {"num_attention_groups": "num_key_value_heads", "attention_head_dim": "head_dim"}
 # Parts of a configuration that hold the fields of the language model of a multimodal model.
-NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
+NESTED = ("thinker_config", "text_config", "llm_config", "language_config")
 # Fields of models whose cache this module does not know: fused heads, layers that differ, attention of another kind.
 UNKNOWN = (
     *("multi_query", "new_decoder_architecture", "block_types", "block_configs", "num_attention_heads_per_layer"),
     *("kv_channels", "alibi", "layer_group_size", "num_query_heads"),
 )
+# Fields of models that attend to some tokens only.
+SPARSE = ("index_topk", "index_n_heads", "indexer_n_heads", "sparse_attention_config", "sparse_config")
+# What the published configurations of a type leave out.
+GEMMA = {"head_dim": 256}
+DEFAULTS: dict[str, dict[str, int]] = {
+    **dict.fromkeys(("gemma", "gemma2", "gemma3n_text", "gemma4_text"), GEMMA),
+    "gemma3_text": GEMMA | {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072},
+}
 # Other names for the number of KV heads. They must agree with num_key_value_heads.
 OTHER_KV_HEADS = ("num_kv_heads", "n_head_kv", "kv_n_heads", "num_query_groups", "multi_query_group_num")
 SINKS = ("gpt_oss", "granite_swa", "granitemoe_swa")  # types with a learned sink in every layer
-RECURRENT = (
-    "mamba",
-    "mamba2",
-    "falcon_mamba",
-    "rwkv",
-    "rwkv7",
-    "bamba",
-)  # types without attention, unless they list it
+RECURRENT = ("mamba", "falcon_mamba", "rwkv", "bamba")  # beginnings of types without attention, unless they list it
 
 
 class UnsupportedModel(ValueError):
@@ -105,6 +106,7 @@ class Geometry:
         architecture = _architecture(config)
         try:
             text = text_config(config)
+            text = {**DEFAULTS.get(text.get("model_type", ""), {}), **text}
             if reason := _unsupported(text):
                 raise ValueError(reason)
             return cls(architecture, _layers(text), text.get("max_position_embeddings"))
@@ -171,10 +173,12 @@ def _architecture(config: Mapping[str, Any]) -> str:
 
 def _layers(config: Mapping[str, Any]) -> tuple[LayerShape, ...]:
     """The shape of every layer, from the fields of the language model."""
-    blocks = config.get("layers_block_type", config.get("hybrid_override_pattern", ()))
-    layers = _count("num_hidden_layers", config.get("num_hidden_layers", len(blocks) or None))
+    if "num_hidden_layers" not in config and isinstance(blocks := config.get("layers_block_type"), list):
+        config = {**config, "num_hidden_layers": len(blocks)}
+    layers = _count("num_hidden_layers", _required(config, "num_hidden_layers"))
     kinds = layer_kinds(config, layers)
-    owners = layers - config.get("num_kv_shared_layers", 0)
+    shared = config.get("num_kv_shared_layers")
+    owners = layers - _count("num_kv_shared_layers", shared, most=layers - 1) if shared else layers
     shapes = [
         LayerShape("linear", 0, 0, 0, 0) if kind == "linear" else _shape(config, number, kind)
         for number, kind in enumerate(kinds)
@@ -256,7 +260,7 @@ def _shared_out(config: Mapping[str, Any], q_heads: int) -> int:
 
 def _unsupported(config: Mapping[str, Any]) -> str | None:
     """Why no layer of this model can be packed, whatever its shape."""
-    kind = config.get("model_type")
+    kind = str(config.get("model_type"))
     if config.get("is_encoder_decoder"):
         return "encoder-decoder models are not supported"
     if rank := config.get("kv_lora_rank"):
@@ -265,13 +269,13 @@ def _unsupported(config: Mapping[str, Any]) -> str | None:
             f"multi-head latent attention (MLA) caches one latent vector of {rank} and one RoPE key of {rope} numbers "
             "per token for all heads together, which cannot be packed yet: see docs/mla.md"
         )
-    if config.get("index_topk") or config.get("index_n_heads"):
-        return "sparse attention with an index of its own is not supported"
+    if any(config.get(field) for field in SPARSE):
+        return "sparse attention is not supported"
     if config.get("cross_attention_layers"):
         return "cross attention is not supported"
-    if kind in RECURRENT and "attn_layer_indices" not in config:
+    if kind.startswith(RECURRENT) and "attn_layer_indices" not in config:
         return "it has no attention, so there is no cache that grows to pack"
-    if kind == "zamba2":
+    if kind.startswith("zamba"):
         return "layers that share the weights of one attention block are not supported"
     for field in UNKNOWN:
         if config.get(field):

@@ -37,6 +37,8 @@ EVERY: dict[str, tuple[int, Kind]] = {
     "llama4_text": (4, "chunked"),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), (4, "linear")),
 }
+# Beginnings of the fields of models whose layers differ. If nothing above says how, the model is not known.
+DIFFERENT = ("mamba", "linear_", "mixer_types", "global_attn_every_n_layers", "dense_attention_every_n_layers")
 
 
 def layer_kinds(config: Mapping[str, Any], layers: int) -> list[Kind]:
@@ -46,39 +48,54 @@ def layer_kinds(config: Mapping[str, Any], layers: int) -> list[Kind]:
         if field in config:
             return _listed(config, field, meanings, layers)
     for field in ("attn_layer_indices", "full_attn_idxs"):
-        if field in config:
-            return ["full" if layer in config[field] else "linear" for layer in range(layers)]
+        if isinstance(full := config.get(field), list):
+            return ["full" if layer in full else "linear" for layer in range(layers)]
     if "attn_layer_period" in config:
-        period, offset = config["attn_layer_period"], config.get("attn_layer_offset", 0)
-        return ["full" if layer % period == offset else "linear" for layer in range(layers)]
+        return _every(_period(config, "attn_layer_period"), "linear", layers, config.get("attn_layer_offset", 0))
     if "full_attention_interval" in config:
-        return _every(config["full_attention_interval"], "linear", layers)
+        return _every(_period(config, "full_attention_interval"), "linear", layers)
     if "attention_chunk_size" in config and config.get("no_rope_layers"):
         return _listed(config, "no_rope_layers", {0: "full", 1: "chunked"}, layers)
     period, others = EVERY.get(config.get("model_type", ""), (0, "sliding"))
-    return _sliding(config, period, layers) if others == "sliding" else _every(period, others, layers)
+    if others != "sliding":
+        return _every(period, others, layers)
+    if config.get("model_type") != "falcon_h1":  # it has attention in every layer, and Mamba beside it
+        for field in config:
+            if field.startswith(DIFFERENT) and config[field]:
+                raise ValueError(f"its configuration sets {field!r} and does not say which layers have attention")
+    return _sliding(config, period, layers)
 
 
 def _sliding(config: Mapping[str, Any], period: int, layers: int) -> list[Kind]:
     """Every `period`-th layer is full, unless the configuration says otherwise."""
     if not config.get("sliding_window") or not config.get("use_sliding_window", True):
         return ["full"] * layers
-    pattern = config.get("sliding_window_pattern", config.get("_sliding_window_pattern", period))
-    if isinstance(pattern, str):  # such as LLLG: three local layers, a global one
-        return ["sliding" if pattern[layer % len(pattern)] == "L" else "full" for layer in range(layers)]
-    if pattern:
-        return _every(pattern, "sliding", layers)
+    for field in ("sliding_window_pattern", "_sliding_window_pattern"):
+        if isinstance(pattern := config.get(field), str) and pattern:  # LLLG: three local layers, a global one
+            return ["sliding" if pattern[layer % len(pattern)] == "L" else "full" for layer in range(layers)]
+        if field in config:
+            return _every(_period(config, field), "sliding", layers)
+    if period:
+        return _every(period, "sliding", layers)
     first = config.get("max_window_layers", 0) if "use_sliding_window" in config else 0
     return ["full" if layer < first else "sliding" for layer in range(layers)]
 
 
-def _every(period: int, others: Kind, layers: int) -> list[Kind]:
-    return ["full" if (layer + 1) % period == 0 else others for layer in range(layers)]
+def _every(period: int, others: Kind, layers: int, offset: int = -1) -> list[Kind]:
+    """One layer of every `period` layers is full: the last one, or the one at `offset`."""
+    return ["full" if (layer - offset) % period == 0 else others for layer in range(layers)]
+
+
+def _period(config: Mapping[str, Any], field: str) -> int:
+    period = config[field]
+    if type(period) is not int or period < 1:
+        raise ValueError(f"{field} is {period!r}: it must be a whole number, 1 or more")
+    return period
 
 
 def _listed(config: Mapping[str, Any], field: str, meanings: Mapping[Any, Kind], layers: int) -> list[Kind]:
     entries = config[field]
-    if not isinstance(entries, list | str):
+    if not isinstance(entries, str if field == "hybrid_override_pattern" else list):
         raise ValueError(f"{field} is {entries!r}: it must be a list with the kind of each layer")
     if config.get("num_nextn_predict_layers"):
         entries = entries[:layers]  # layers that draft tokens follow

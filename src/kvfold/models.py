@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -61,7 +62,10 @@ def load_model(
 def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
     source = _locate(name)
     with source.reading():
-        return _require("transformers").AutoTokenizer.from_pretrained(source.where, **source.gguf)
+        tokenizer = _require("transformers").AutoTokenizer.from_pretrained(source.where, **source.gguf)
+    if source.gguf and _adds_bos(source.config):
+        tokenizer.add_bos_token = True
+    return tokenizer
 
 
 def load_config(name: str) -> dict[str, Any]:
@@ -183,6 +187,13 @@ def _dequantized(source: _Source) -> dict[str, Any]:
             "once where transformers is 5.17 or newer"
         )
     return {**source.gguf, "quantization_config": transformers.GgufConfig(dequantize=True)}
+
+
+def _adds_bos(gguf: Path) -> bool:
+    """Whether a GGUF file says that texts begin with BOS. transformers does not read this flag."""
+    name, boolean = b"tokenizer.ggml.add_bos_token", b"\7\0\0\0"  # a name is followed by the type of its value
+    with gguf.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
+        return data.find(name + boolean + b"\1") >= 0
 
 
 def cache_folder() -> Path:

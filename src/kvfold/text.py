@@ -54,6 +54,21 @@ def draw(tokens: torch.Tensor, count: int, context: int, seed: int) -> torch.Ten
     return torch.cat([tokens[place * context : (place + 1) * context] for place in chosen.tolist()])[:count]
 
 
+def opening(tokenizer: "PreTrainedTokenizerBase") -> torch.Tensor:
+    """What the tokenizer puts before every text: int64[1] with BOS, or int64[0]. Some models are lost without BOS."""
+    bos = tokenizer.bos_token_id
+    return torch.tensor([bos] if bos is not None and tokenizer("")["input_ids"][:1] == [bos] else [], dtype=torch.int64)
+
+
+def with_openings(tokens: torch.Tensor, context: int, tokenizer: "PreTrainedTokenizerBase") -> torch.Tensor:
+    """`tokens` (1-D) whose passages of `context` tokens begin as the tokenizer begins a text: BOS takes the place of
+    the first token of each passage."""
+    opened = tokens.clone()
+    for bos in opening(tokenizer):
+        opened[::context] = bos
+    return opened
+
+
 def tokenize(text: str, tokenizer: "PreTrainedTokenizerBase", tokens: int | None) -> torch.Tensor:
     """The first `tokens` tokens as int64[tokens], or all of them. No special tokens are added."""
     if tokens is None:

@@ -14,7 +14,6 @@ from torch import Tensor
 from typer.testing import CliRunner, Result
 
 from kvfold.bench import selftest
-from kvfold.bench.random_fits import random_codecs
 from kvfold.bench.selftest import CASES, CPU_CASES, Case, Tokens
 from kvfold.cli import app
 from kvfold.format.layout import PageLayout
@@ -26,7 +25,8 @@ from kvfold.recipes import RECIPES, parse
 FEW = Tokens((130, 37), (5, 9))
 WINDOWS, PLAIN = Case("int2:sink=4,recent=40", 64, 2, 16, FEW), Case("saw-int4", 128, 3, 64, FEW)
 ASKED = {  # columns of rows
-    *("path", "kernel", "reason", "recipe", "page", "head_dim", "q_heads", "kv_heads", "dtype", "tokens"),
+    *("path", "kernel", "reason", "recipe", "page", "head_dim", "value_dim", "q_heads", "kv_heads", "dtype"),
+    *("sinks", "cap", "tokens"),
     *("error", "allowed_error", "ok", "problem", "device", "kvfold", "torch", "triton", "date"),
 }
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, on which other cases are checked")
@@ -51,9 +51,9 @@ def test_every_kernel_meets_every_number_of_heads_and_all_pages_dims_and_windows
     met: dict[str, list[Case]] = {}
     paths = set()
     for case in CASES:
-        key, value = random_codecs(parse(case.recipe), case.head_dim, case.q_heads, case.kv_heads, case.torch_dtype)
+        key, value = case.codecs
         layout = PageLayout(key.layout, value.layout, case.page)
-        ops = choose(layout, case.ratio, torch.device("cuda"), HOPPER)
+        ops = choose(layout, case.ratio, torch.device("cuda"), HOPPER, case.cap is not None)
         kind = "codebooks" if key.layout.segments[0].rule == "codebook" else "integers"
         met.setdefault(kind if ops.decode.implementation == "gluon" else "portable", []).append(case)
         paths |= {(path, choice.implementation) for path, choice in ops._asdict().items()}
@@ -66,12 +66,13 @@ def test_every_kernel_meets_every_number_of_heads_and_all_pages_dims_and_windows
         recipes = [parse(case.recipe) for case in cases]
         assert {case.ratio for case in cases} == set(range(1, 9))
         assert {case.page for case in cases} >= {16, 64}
-        assert {case.head_dim for case in cases} == {64, 128}
+        assert {case.head_dim for case in cases} >= {64, 128}
         assert {case.dtype for case in cases} == {"bfloat16", "float16"}
         assert any(not recipe.windows for recipe in recipes)
         assert any(recipe.sink and not recipe.recent for recipe in recipes)
         assert any(recipe.recent >= 2 for recipe in recipes)
         assert {case.tokens for case in cases} >= {selftest.SHORT, selftest.LONG}
+    assert {(parse(case.recipe).name, case.head_dim) for case in met["integers"]} >= {("int2", 64), ("int2", 256)}
     assert all(any(parse(case.recipe).recent == 1 for case in met[kind]) for kind in ("integers", "codebooks"))
 
 

@@ -23,6 +23,7 @@ from kvfold.bench.step_times import Case, Row, Turn
 from kvfold.cli import app
 from kvfold.geometry import Geometry, example_configs
 from kvfold.ops import naive
+from kvfold.ops.pages import Logits
 from kvfold.recipes import parse
 
 CPU = torch.device("cpu")
@@ -104,11 +105,11 @@ def test_filled_pages(model: Any, recipe: str):
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(2, heads, 32, generator=generator) for heads in (4, 2, 2))
     cache.begin(2, 1)
-    out = paged.attend(0, *(x.unsqueeze(1) for x in (q, k, v)), 0.3).squeeze(1)
+    out = paged.attend(0, *(x.unsqueeze(1) for x in (q, k, v)), Logits(0.3)).squeeze(1)
     new = tuple(
         codec.transform.forward(x).to(paged.shadows[0].dtype) for codec, x in zip(paged.codecs[0], (k, v), strict=True)
     )
-    expected = naive.attend(paged.pages(0), q, new if paged.windows[0] else None, 0.3)
+    expected = naive.attend(paged.pages(0), q, new if paged.windows[0] else None, Logits(0.3))
     assert out.isfinite().all()
     assert out.abs().max() < 10
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from kvfold.calibration.capture import SAMPLES, _spread, capture, collect
-from kvfold.calibration.rope_probe import probe
 from kvfold.calibration.statistics import FIRST_TOKENS, PROMPT
 from kvfold.geometry import UnsupportedModel
+from kvfold.ops.pages import Logits
 
 
 def attention(q, k, v, scale):
@@ -58,8 +58,7 @@ def test_each_class_of_models(tiny, architecture, text):
     assert len(statistics.layers) == model.config.num_hidden_layers == 2
     for layer, expected in zip(statistics.layers, plain, strict=True):
         q, k, v = layer.prompt
-        if name != "DeepseekV2":  # of which only the RoPE part of queries and keys is kept
-            assert torch.allclose(attention(q, k, v, layer.scale), expected.double(), atol=1e-4, rtol=1e-4)
+        assert torch.allclose(attention(q, k, v, layer.logits.scale), expected.double(), atol=1e-4, rtol=1e-4)
         # C_S = (SV)ᵀ(SV) / N, and C_Q
         assert torch.allclose(layer.out.second(), second_moment(expected, len(v)), atol=1e-4, rtol=1e-4)
         assert torch.allclose(layer.q.second(), second_moment(q, len(k)))
@@ -67,18 +66,6 @@ def test_each_class_of_models(tiny, architecture, text):
         assert torch.allclose(layer.v.mean, v[:, FIRST_TOKENS:].double().mean(1))
         assert torch.equal(layer.samples[0], k[:, FIRST_TOKENS:].transpose(0, 1))
         assert torch.equal(layer.samples[1], v[:, FIRST_TOKENS:].transpose(0, 1))
-
-
-@torch.no_grad()
-def test_latent_attention_keeps_the_shared_rope_key(tiny, text):
-    model, tokens = tiny("DeepseekV2"), text(24)
-    attention_layer = model.model.layers[0].self_attn
-    states = model.model.layers[0].input_layernorm(model.model.embed_tokens(tokens))
-    unturned = attention_layer.kv_a_proj_with_mqa(states)[:, -16:]
-    q, k, v, scale = collect(model, tokens)[0]
-    assert (q.shape, k.shape, v.shape) == ((4, 24, 16), (1, 24, 16), (4, 24, 20))
-    assert torch.allclose(probe(model).rotate(unturned, torch.arange(24)), k[0], atol=1e-5)
-    assert scale == pytest.approx(40**-0.5)
 
 
 def test_passages_are_read_alone(tiny, text):
@@ -92,7 +79,7 @@ def test_passages_are_read_alone(tiny, text):
     assert torch.allclose(layer.k.mean, keys.mean(1))
     assert torch.equal(layer.samples[0], keys.transpose(0, 1).float())
     assert all(torch.equal(kept, part) for kept, part in zip(layer.prompt, parts[0][:3], strict=True))
-    assert layer.scale == parts[0][3] == 32**-0.5
+    assert layer.logits == parts[0][3] == Logits(32**-0.5)
 
 
 def test_samples_are_spread_over_the_text():

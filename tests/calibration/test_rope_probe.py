@@ -104,8 +104,8 @@ def test_positions_added_to_the_input_are_refused(tiny, monkeypatch):
     table = torch.randn(512, 64, generator=torch.Generator().manual_seed(2))
     forward = type(model.model).forward
 
-    def shifted(self, input_ids=None, inputs_embeds=None, position_ids=None, **kwargs):
-        return forward(self, None, inputs_embeds=inputs_embeds + table[position_ids], **kwargs)
+    def shifted(self, input_ids, position_ids=None, **kwargs):
+        return forward(self, None, inputs_embeds=self.embed_tokens(input_ids) + table[position_ids], **kwargs)
 
     monkeypatch.setattr(type(model.model), "forward", shifted)
     with pytest.raises(UnsupportedModel, match="another way than by rotations of two"):

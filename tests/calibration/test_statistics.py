@@ -1,10 +1,14 @@
 """Moments against dense float64 formulas, and statistics in a file."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
 from kvfold.calibration.statistics import FIRST_TOKENS, PROMPT, LayerStatistics, Moments, Statistics
 from kvfold.calibration.tap import Seen
+from kvfold.ops.pages import Logits
 from kvfold.rope import Rope
 
 
@@ -15,13 +19,13 @@ def random(*shape, seed=0):
 def seen(tokens, seed=0, q_heads=4, kv_heads=2, d=8):
     q, out = random(2, tokens, q_heads, d, seed=seed)
     k, v = random(2, tokens, kv_heads, d, seed=seed + 1)
-    return Seen(0, q, k, v, out, 0.25)
+    return Seen(0, q, k, v, out, Logits(0.25))
 
 
 def statistics():
     layers = []
-    for seed in (0, 5):
-        first = seen(20, seed)
+    for seed, logits in ((0, Logits(0.25)), (5, Logits(0.3, 4.0, torch.tensor([1.0, -2.0, 0.5, 3.0])))):
+        first = replace(seen(20, seed), logits=logits)
         layer = LayerStatistics.begin(first, 6)
         layer.add(first, torch.tensor([4, 9, 19]), 0)
         layers.append(layer)
@@ -70,10 +74,26 @@ def test_file_and_back(tmp_path):
     assert (after.rope, after.source, after.passages) == (before.rope, "abc", 1)
     assert len(after.layers) == 2
     for one, other in zip(before.layers, after.layers, strict=True):
-        assert one.scale == other.scale
+        assert one.logits[:2] == other.logits[:2]
+        assert (one.logits.sinks is None) == (other.logits.sinks is None)
         assert one.q.count == other.q.count == 32
         assert one.tensors().keys() == other.tensors().keys()
         assert all(torch.equal(tensor, other.tensors()[name]) for name, tensor in one.tensors().items())
+
+
+def test_weights_of_the_prompt():
+    """One query and one token at a time, in float64."""
+    for layer in statistics().layers:
+        (q, k, _), (scale, cap, sinks), weights = layer.prompt, layer.logits, layer.weights()
+        assert weights.shape == (2, 2, 20, 20)
+        for head in range(4):
+            for t in range(20):
+                x = [scale * float(q[head, t].double() @ k[head // 2, j].double()) for j in range(t + 1)]
+                x = [cap * math.tanh(logit / cap) if cap else logit for logit in x]
+                total = sum(map(math.exp, x)) + (math.exp(sinks[head]) if sinks is not None else 0)
+                own = weights[head // 2, head % 2, t]
+                assert own[: t + 1].tolist() == pytest.approx([math.exp(logit) / total for logit in x], rel=1e-4)
+                assert not own[t + 1 :].any()
 
 
 def test_other_files_are_refused(tmp_path):

@@ -77,7 +77,7 @@ def test_a_real_model_copies_and_finds(embedded):
     model, tokenizer = embedded
     text = tokenize(default_text("evaluation"), tokenizer, 600)
     wide, lost = partial(kvfold.cache, model, "bf16"), partial(kvfold.cache, model, "int2:centre=false")
-    assert copy_accuracy(model, wide, text) > 0.8
+    assert copy_accuracy(model, tokenizer, wide, text) > 0.8
     found = needle_accuracy(model, tokenizer, wide, text)
     assert list(found) == [f"{depth:.0%}" for depth in DEPTHS]
     assert sum(found.values()) / len(found) > sum(needle_accuracy(model, tokenizer, lost, text).values()) / len(found)

@@ -19,10 +19,14 @@ TEXT = torch.full((20_000,), ord("~"))
 
 
 class Characters:
-    """A tokenizer with a token for each character."""
+    """A tokenizer with a token for each character, which may begin texts with BOS."""
 
-    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
-        return {"input_ids": list(text.encode("latin-1"))}
+    def __init__(self, bos: int | None = None) -> None:
+        self.bos_token_id = bos
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        begin = [] if self.bos_token_id is None or not add_special_tokens else [self.bos_token_id]
+        return {"input_ids": [*begin, *text.encode("latin-1")]}
 
 
 class Tape:
@@ -31,8 +35,8 @@ class Tape:
     def __init__(self) -> None:
         self.text = ""
 
-    def crop(self, tokens: int) -> None:
-        self.text = self.text[:tokens]
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.rows = repeats
 
 
 class Reader:
@@ -44,15 +48,18 @@ class Reader:
         self.sees, self.same, self.read = sees, same, [0]
 
     def __call__(self, ids: Tensor, past_key_values: Tape, logits_to_keep: int) -> SimpleNamespace:
-        before, new = past_key_values.text, bytes(ids[0].tolist()).decode("latin-1")
-        past_key_values.text += new
-        self.read.append(len(new))
-        logits = torch.zeros(1, logits_to_keep, VOCABULARY)
-        if "\n" in new[:1]:  # a question
+        before, rows = past_key_values.text, [bytes(row).decode("latin-1") for row in ids.tolist()]
+        logits = torch.zeros(len(rows), logits_to_keep, VOCABULARY)
+        if len(rows) == 1:
+            past_key_values.text += rows[0]
+            self.read.append(len(rows[0]))
+        else:  # questions
+            assert len(rows) == past_key_values.rows
+        for row, new in enumerate(rows if len(rows) > 1 else ()):
             for i in range(logits_to_keep):
                 asked = new[: len(new) - logits_to_keep + 1 + i]
                 found = re.search(self.same(asked) + "(.)", self.sees(before))
-                logits[0, i, ord(found[1]) if found else 0] = 1
+                logits[row, i, ord(found[1]) if found else 0] = 1
         return SimpleNamespace(logits=logits)
 
 
@@ -71,7 +78,7 @@ def test_who_reads_everything_finds_everything():
     cells = [(row.task, row.length, row.depth) for row in rows]
     assert cells == [(task, length, depth) for length in (2000, 5000) for depth in depths for task in TASKS]
     assert {row.score for row in rows} == {1.0}
-    assert [len(tape.text) for tape in made] == [2000] * 6 + [5000] * 6  # one reading each, questions taken back
+    assert [len(tape.text) for tape in made] == [2000] * 6 + [5000] * 6  # one reading each, without the questions
     assert max(model.read) == PREFILL
     assert sum(shares) == pytest.approx(1)
 
@@ -130,6 +137,14 @@ def test_needles_lie_at_their_depth(depth: float):
         assert needle.depth == depth or needle.tasks in ((), ("m-query",))
 
 
+def test_haystacks_begin_as_the_tokenizer_begins_a_text():
+    tokens, hidden = hide(Characters(bos=7), TEXT, 4000, 0.0, trial=1)
+    assert (len(tokens), tokens[0], (tokens == 7).sum()) == (4000, 7, 1)
+    plain, same = hide(Characters(), TEXT, 3999, 0.0, trial=1)
+    assert torch.equal(tokens[1:], plain)
+    assert hidden.keys() == same.keys()
+
+
 @pytest.mark.parametrize("length", [600, 30_000])
 def test_lengths_that_do_not_work_are_refused(length: int):
     with pytest.raises(ValueError, match=rf"haystacks of {length} tokens .* text has 20000"):
@@ -137,7 +152,6 @@ def test_lengths_that_do_not_work_are_refused(length: int):
 
 
 def test_a_real_model_finds_the_single_needle_over_a_window(embedded):
-    """Recipes with windows let at most 32 tokens be taken back: every question has fewer."""
     model, tokenizer = embedded
     text = tokenize(default_text("evaluation"), tokenizer, 1000)
     rows = needle_suite(

@@ -51,13 +51,15 @@ pytestmark = pytest.mark.usefixtures("_poisoned_memory")
 
 
 @functools.cache
-def codecs(recipes: str, dims: int, kv_heads: int, raw_dtype: torch.dtype = torch.bfloat16) -> tuple[Codec, Codec]:
-    """Of one recipe, or keys as in the first of two and values as in the second: "int8 / bf16"."""
-    geometry = Geometry.uniform("any", 1, kv_heads, kv_heads, dims)
-    both = [
-        Fitted(parse(text), geometry, [fitted(text, dims, kv_heads)]).layer_codecs(LAYER, raw_dtype)[side].to(DEVICE)
-        for side, text in enumerate((recipes.split(" / ") * 2)[:2])
-    ]
+def codecs(
+    recipes: str, dims: int | tuple[int, int], kv_heads: int, raw_dtype: torch.dtype = torch.bfloat16
+) -> tuple[Codec, Codec]:
+    """Of one recipe, or keys as in the first of two and values as in the second: "int8 / bf16". The same of dims."""
+    both = []
+    for side, text in enumerate((recipes.split(" / ") * 2)[:2]):
+        d = dims if isinstance(dims, int) else dims[side]
+        layer = Fitted(parse(text), Geometry("any", 1, kv_heads, kv_heads, d), [fitted(text, d, kv_heads)])
+        both.append(layer.layer_codecs(LAYER, raw_dtype)[side].to(DEVICE))
     return both[0], both[1]
 
 
@@ -81,7 +83,8 @@ class World:
         sinks: bool = False,
         cap: float | None = None,
     ) -> None:
-        self.kv_heads, self.q_heads, self.dims = kv_heads, kv_heads * ratio, codecs[0].layout.dims
+        self.codecs, self.dims = codecs, codecs[0].layout.dims
+        self.kv_heads, self.q_heads = kv_heads, kv_heads * ratio
         self.dtype = dtype
         learned = 3 * torch.randn(self.q_heads, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
         self.logits = Logits(self.dims**-0.5, cap, learned if sinks else None)
@@ -102,7 +105,7 @@ class World:
         """Store new tokens."""
         self.cache.extend(counts)
         pages = self.cache.pages(LAYER)
-        return pages, store(pages, *self.randn(2, sum(counts), self.kv_heads, self.dims))
+        return pages, store(pages, *(self.randn(sum(counts), self.kv_heads, side.layout.dims) for side in self.codecs))
 
     def queries(self) -> Tensor:
         """Of the tokens that were stored last."""
@@ -117,7 +120,7 @@ class World:
 def check(pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, logits: Logits) -> None:
     out = kernels.attend(pages, q, new, logits)
     assert out.dtype == torch.float32
-    assert out.shape == q.shape
+    assert out.shape == (*q.shape[:2], pages.value.layout.dims)
     assert out.isfinite().all()
     compare(out, pages, q, new, logits)
 
@@ -305,6 +308,13 @@ def test_types_of_sixteen_bits(recipes, raw_dtype):
         ("kitty-2:boost=0.5", 256, 2, 1),
         ("kmeans-int4:centroids=8", 80, 6, 2),
         ("kmeans-saw-int4:centroids=8", 256, 2, 1),
+        ("saw-int4", 192, 4, 2),
+        ("gtq-k3v3", 192, 2, 1),
+        ("oscar-int2", (192, 128), 4, 1),
+        ("int8 / tq-k3v3", (32, 80), 3, 40),
+        ("kivi-2", (96, 64), 2, 3),
+        ("kmeans-int4:centroids=8", (64, 96), 1, 1),
+        ("bf16", (192, 128), 1, 2),
     ],
 )
 def test_shapes_of_heads(recipes, dims, ratio, n):
@@ -594,7 +604,8 @@ def test_what_no_query_reads_may_be_anything(recipes, counts, sink, recent):
                         meta[page, offset] = torch.nan
             in_sixteen_bits = any(token < sink or token >= windows.raw_from(position) for position in readers)
             if step.shadow_of[page] >= 0 and (token >= start or not in_sixteen_bits):
-                pages.shadows[step.shadow_of[page], :, :, offset] = torch.nan
+                for shadows in pages.shadow_sides:
+                    shadows[step.shadow_of[page], :, offset] = torch.nan
     q = world.queries()
     compare(kernels.attend(pages, q, new, world.logits), pages, q, new, world.logits)
 

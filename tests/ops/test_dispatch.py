@@ -94,6 +94,18 @@ def test_before_triton_3_6_the_portable_kernel_decodes(monkeypatch, triton):
     assert choose(INT4, 4, GPU, (8, 0)).decode.reason == "the GPU is older than Hopper: (8, 0)"
 
 
+# --- head dimensions
+
+
+@pytest.mark.parametrize("dims", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("recipe", ["bf16", "int8", "saw-int4", "oscar-int2", "tq-k3v3", "gtq-k3v3"])
+@pytest.mark.filterwarnings("ignore:.*slower")
+def test_every_usual_head_dimension_has_kernels(triton, recipe, dims):
+    layout = PageLayout(*parse(recipe).layouts(dims, {}), 64)
+    assert "torch" not in {choice.implementation for choice in choose(layout, 4, GPU, HOPPER)}
+    assert choose(layout, 4, GPU, (8, 0)).extend.implementation == "unpacked"
+
+
 # --- soft-caps
 
 

@@ -39,9 +39,15 @@ def layout(recipe: str, dims: int, page: int = 16) -> PageLayout:
 @pytest.mark.parametrize("ratio", [1, 4, 7, 8])
 @pytest.mark.parametrize(
     "recipe",
-    [*(f"{family}-k{bits}v{bits}" for family in ("tq", "gtq") for bits in (2, 3, 4)), "tq-k1v6", "gtq-k3v3:widths=two"],
+    [
+        *(f"int{bits}{group}" for bits in (2, 4, 8) for group in ("", ":group={half}")),
+        *(f"{family}-k{bits}v{bits}" for family in ("tq", "gtq") for bits in (2, 3, 4)),
+        "tq-k1v6",
+        "gtq-k3v3:widths=two",
+    ],
 )
-def test_codebooks_are_decoded_on_hopper(recipe, dims, ratio):
+def test_integers_and_codebooks_are_decoded_on_hopper(recipe, dims, ratio):
+    recipe = recipe.format(half=dims // 2)
     choice = choose(layout(recipe, dims), ratio, GPU, HOPPER).decode
     assert choice.implementation == "gluon"
     assert choice.reason == "affine integers or codebooks on Hopper or later"
@@ -68,6 +74,7 @@ def test_codebooks_are_decoded_on_hopper(recipe, dims, ratio):
         (TQ3, codebook_slot([(64, 4), (64, 2)]), 16, 4, "values have 2 segments, not one"),
         (affine_slot(128, 3), INT4, 16, 4, "keys are not affine integers of 2, 4 or 8 bits"),
         (INT4, affine_slot(128, 4, 32), 16, 4, "values have 4 groups, not 1 or 2"),
+        (INT4, affine_slot(64, 4), 16, 4, "keys have 128 coordinates and values 64, not equally many"),
         (affine_slot(96, 4), affine_slot(96, 4), 16, 4, "keys of 96 coordinates have 48 bytes of codes"),
         (SlotLayout((Segment(0, 64, 4), Segment(64, 128, 4, "codebook"))), TQ3, 16, 4, "keys are not codes of one set"),
     ],
@@ -164,6 +171,8 @@ def test_outputs_are_those_of_the_codec(columns, bits):
         Case("saw-int4:recent=8", 64, 2, 16, TOKENS, sinks=True),
         Case("int4:recent=1", 64, 2, 16, TOKENS, "float16"),
         Case("oscar-int2:sink=3,recent=20", 128, 2, 16, TOKENS),
+        Case("int2:group=32,recent=2", 64, 2, 16, TOKENS),
+        Case("saw-int4:sink=4,recent=8,group=128", 256, 8, 16, TOKENS),
         Case("gtq-k3v3:recent=2", 64, 3, 16, TOKENS),
         Case("tq-k4v2", 64, 1, 64, TOKENS),
     ],
@@ -189,7 +198,7 @@ def test_a_step_stores_and_reads_what_the_definitions_do(case, monkeypatch):
         ("kivi-2", 128, "triton", "several times slower than the one for Hopper: keys are not affine integers"),
         ("kitty-2", 128, "triton", "no kernel that stores these keys: whole pages .* many times slower"),
         ("int4:group=4", 128, "torch", "no kernel for these keys: 4 coordinates .* many times slower"),
-        ("int2", 64, "triton", "several times slower than the one for Hopper: keys of 64 coordinates have 16 bytes"),
+        ("int2", 32, "triton", "several times slower than the one for Hopper: keys have 32 coordinates"),
     ],
 )
 def test_what_is_slow_on_a_gpu_is_said(recipe, dims, implementation, said):

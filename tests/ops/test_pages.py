@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from kvfold.format.layout import PageLayout, affine_slot
 from kvfold.format.windows import Windows
 from kvfold.ops.pages import HostLengths, Step, require_shadows
 
@@ -190,6 +191,18 @@ def test_filled(seed):
 
 
 # --- shadows
+
+
+def test_a_shadow_page_has_keys_then_values():
+    layout = PageLayout(affine_slot(24, 4), affine_slot(16, 4), page_size=4)
+    shadows = layout.allocate_shadows(3, 2, torch.float16)
+    assert (shadows.shape, shadows.dtype) == ((3, 2, 4 * (24 + 16)), torch.float16)
+    shadows.view(-1).copy_(torch.arange(960))
+    keys, values = layout.shadow_sides(shadows)
+    for page, head, token, d in ((0, 0, 0, 0), (1, 0, 2, 5), (2, 1, 3, 15)):
+        first = (page * 2 + head) * 160
+        assert keys[page, head, token, d] == first + token * 24 + d
+        assert values[page, head, token, d] == first + 4 * 24 + token * 16 + d
 
 
 @pytest.mark.parametrize(

@@ -17,23 +17,31 @@ HEADS, PAGE = 2, 16
 pytestmark = pytest.mark.usefixtures("_poisoned_memory")
 
 
-def layers(recipe: str, dims: int, count: int) -> list[LayerPages]:
+def layers(recipe: str, dims: int | tuple[int, int], count: int) -> list[LayerPages]:
     """Layers of a cache of which 6 pages are full, with other tokens in every layer."""
-    codecs = [
-        tuple(c.to(DEVICE) for c in parse(recipe).codecs(dims, dims, fitted(recipe, dims, HEADS), torch.bfloat16))
-        for _ in range(count)
-    ]
+    both = (dims, dims) if isinstance(dims, int) else dims
+    sides = [parse(recipe).codecs(d, fitted(recipe, d, HEADS), torch.bfloat16) for d in both]
+    codecs = [(sides[0][0].to(DEVICE), sides[1][1].to(DEVICE)) for _ in range(count)]
     cache = PagedCache(codecs, HEADS, 1, windows=Windows(sink=4, recent=40), page_size=PAGE, device=DEVICE)
     cache.extend([6 * PAGE])
     for layer in range(count):
-        k, v = torch.randn(2, 6 * PAGE, HEADS, dims, generator=torch.Generator().manual_seed(layer)).to(DEVICE)
+        generator = torch.Generator().manual_seed(layer)
+        k, v = (torch.randn(6 * PAGE, HEADS, d, generator=generator).to(DEVICE) for d in both)
         store(cache.pages(layer), k.bfloat16(), v.bfloat16())
     return [cache.pages(layer) for layer in range(count)]
 
 
 @pytest.mark.parametrize("how", ["torch", "triton"])
 @pytest.mark.parametrize(
-    ("recipe", "dims"), [("saw-int4", 64), ("int2:group=32", 64), ("gtq-k3v3", 128), ("int8", 80), ("tq-k2v4", 64)]
+    ("recipe", "dims"),
+    [
+        ("saw-int4", 64),
+        ("int2:group=32", 64),
+        ("gtq-k3v3", 128),
+        ("int8", 80),
+        ("tq-k2v4", 64),
+        ("saw-int4", (192, 128)),
+    ],
 )
 def test_copies_are_what_is_packed(recipe, dims, how):
     both = layers(recipe, dims, 2)
@@ -50,7 +58,7 @@ def test_copies_are_what_is_packed(recipe, dims, how):
             ):
                 codes, meta = (view[page].transpose(0, 1).unsqueeze(2) for view in views)
                 expected = codec.dequantize(codes, meta)[:, :, 0].transpose(0, 1)  # [heads, tokens, d]
-                torch.testing.assert_close(layer.shadows[copy, :, side], expected.bfloat16(), rtol=2**-7, atol=1e-30)
+                torch.testing.assert_close(layer.shadow_sides[side][copy], expected.bfloat16(), rtol=2**-7, atol=1e-30)
         assert torch.equal(layer.shadows[3:].view(torch.int16), old[3:].view(torch.int16))  # no other is touched
 
 

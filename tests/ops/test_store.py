@@ -45,6 +45,7 @@ class Case:
     page_size: int = 4
     kv_heads: int = 2
     centred: bool = True
+    value_dims: int | None = None  # where they differ from those of keys
 
     @property
     def windows(self) -> Windows:
@@ -52,12 +53,16 @@ class Case:
 
     @cached_property
     def codecs(self) -> tuple[Codec, Codec]:
-        fit = fitted(self.recipe, self.dims, self.kv_heads, self.centred)
-        geometry = Geometry.uniform("any", 1, self.kv_heads, self.kv_heads, self.dims)
-        return Fitted(parse(self.recipe), geometry, [fit]).layer_codecs(0, self.dtype)
+        both = []
+        for side, dims in enumerate((self.dims, self.value_dims or self.dims)):
+            fit = fitted(self.recipe, dims, self.kv_heads, self.centred)
+            geometry = Geometry("any", 1, self.kv_heads, self.kv_heads, dims)
+            both.append(Fitted(parse(self.recipe), geometry, [fit]).layer_codecs(0, self.dtype)[side])
+        return both[0], both[1]
 
     def __str__(self) -> str:
-        return f"{self.recipe}-d{self.dims}-{str(self.dtype)[6:]}-page{self.page_size}"
+        values = f"v{self.value_dims}" if self.value_dims else ""
+        return f"{self.recipe}-d{self.dims}{values}-{str(self.dtype)[6:]}-page{self.page_size}"
 
 
 @dataclass(frozen=True)
@@ -108,17 +113,19 @@ class Twins:
         cache.extend([0] * sequences)
         return cache
 
-    def extend(self, counts: Sequence[int]) -> torch.Tensor:
-        """Begin a step of random tokens [2, tokens, kv_heads, d] around the means."""
-        case = self.case
+    def extend(self, counts: Sequence[int]) -> torch.Tensor | list[torch.Tensor]:
+        """Begin a step of random tokens [2, tokens, kv_heads, d] around the means. Keys and values that differ in d are
+        two tensors."""
+        case, dims = self.case, [codec.layout.dims for codec in self.case.codecs]
         for cache in (self.expected, self.got):
             cache.extend(counts)
-        x = torch.randn(2, sum(counts), case.kv_heads, case.dims, generator=self.generator)
-        x *= torch.rand(case.dims, generator=self.generator).mul(3).exp()
-        for side, codec in zip(x, case.codecs, strict=True):
+        x = torch.randn(2, sum(counts), case.kv_heads, max(dims), generator=self.generator)
+        x *= torch.rand(max(dims), generator=self.generator).mul(3).exp()
+        sides = [side[..., :d] for side, d in zip(x, dims, strict=True)]
+        for side, codec in zip(sides, case.codecs, strict=True):
             if codec.transform.mean is not None:
                 side += codec.transform.mean
-        return x.to(case.dtype)
+        return x.to(case.dtype) if dims[0] == dims[1] else [side.to(case.dtype) for side in sides]
 
     def take_out(self, rows: Sequence[int], x: torch.Tensor) -> torch.Tensor:
         """After the definition stored the step x: let these rows fill up a CUDA graph, so that the kernel is to leave
@@ -129,8 +136,10 @@ class Twins:
                 for array, before in zip(views(self.expected.pools[0]), views(self.pool), strict=True):
                     array.view(torch.uint8)[page, :, offset] = before.view(torch.uint8)[page, :, offset]
             if shadow >= 0:
-                shadows = self.expected.shadows[0].view(torch.uint8)
-                shadows[shadow, :, :, offset] = self.shadows[shadow, :, :, offset]
+                layout, bits = self.expected.layouts[0], torch.int16
+                now, before = (layout.shadow_sides(x.view(bits)) for x in (self.expected.shadows[0], self.shadows))
+                for side, old in zip(now, before, strict=True):
+                    side[shadow, :, offset] = old[shadow, :, offset]
         self.got.step.locations[rows] = -1
         x = x.clone()
         x[:, rows] = torch.nan
@@ -230,6 +239,7 @@ UNROTATED = [
     Case("int4", 64, centred=False),
     Case("bf16", 80, page_size=3),
     Case("saw-int4:skip=0", 128, torch.float16),
+    Case("int4:sink=2,recent=3", 192, value_dims=128),
 ]
 ROTATED = [
     Case("saw-int4:sink=2,recent=3", 64),
@@ -251,6 +261,9 @@ ROTATED = [
     Case("tq-k2v2", 256),
     Case("gtq-k3v3", 128),
     Case("gtq-k2v4:sink=3,recent=5", 64, torch.float16),
+    Case("gtq-k3v3:recent=2", 192),
+    Case("saw-int4:values=true,sink=3", 192, value_dims=128),
+    Case("tq-k3v4:recent=5", 64, torch.float16, value_dims=192),
 ]
 
 

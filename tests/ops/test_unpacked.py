@@ -150,7 +150,8 @@ def test_recipes(recipes):
 
 
 @pytest.mark.parametrize(
-    ("dims", "kv_heads", "ratio"), [(16, 1, 1), (80, 1, 3), (96, 3, 2), (128, 2, 4), (256, 1, 2), (32, 2, 7)]
+    ("dims", "kv_heads", "ratio"),
+    [(16, 1, 1), (80, 1, 3), (96, 3, 2), (128, 2, 4), (192, 1, 2), (256, 1, 2), (32, 2, 7)],
 )
 def test_shapes_of_heads(dims, kv_heads, ratio):
     world = World(codecs("int4", dims, kv_heads), kv_heads=kv_heads, ratio=ratio, recent=2)
@@ -392,10 +393,12 @@ def test_the_last_part_makes_outputs(first):
         (96, (8, 0), "unpacked", "flash attention"),
         (128, (7, 5), "triton", "older than Ampere"),
         (512, (9, 0), "triton", "heads have 512 dims"),
+        ((192, 128), (9, 0), "triton", "keys have 192 dims and values 128, and flash attention takes equal ones"),
     ],
 )
 def test_choice(dims, capability, implementation, reason):
-    layout = PageLayout(affine_slot(dims, 4), affine_slot(dims, 4), 16)
+    key, value = (dims, dims) if isinstance(dims, int) else dims
+    layout = PageLayout(affine_slot(key, 4), affine_slot(value, 4), 16)
     choice = choose(layout, 4, torch.device("cuda"), capability).extend
     assert choice.implementation == implementation
     assert reason in choice.reason

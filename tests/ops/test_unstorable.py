@@ -192,7 +192,7 @@ def test_what_only_the_copy_cannot_hold_is_zero_in_both(implementation):
     assert (new[1][2, 0] != 0).all()
     assert (new[0][2, 1, :7] != 0).all()
     shadow = int(twins.got.step.shadow_of[page])
-    assert (twins.got.shadows[0][shadow, 1, 1, place] == 0).all()
+    assert (twins.got.pages(0).shadow_sides[1][shadow, 1, place] == 0).all()
     _, meta = twins.got.layouts[0].value_views(twins.got.pools[0])
     assert (meta[page, 1, place] == 0).all()
     assert (meta[page, 0, place, 0] != 0).all()

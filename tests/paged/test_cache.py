@@ -6,7 +6,7 @@ import itertools
 import random
 import resource
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -58,6 +58,7 @@ class Setup:
     value_by_channel: bool = False  # where values are quantized over whole pages, as keys may be
     sinks: bool = False  # learned ones
     cap: float | None = None  # of logits
+    value_dims: int | None = None  # where they differ from those of keys
 
     @property
     def parsed(self) -> Recipe:
@@ -76,8 +77,13 @@ class Setup:
         if not self.centred:
             return None, None
         generator = torch.Generator().manual_seed(100 + layer)
-        mean = torch.randn(2, self.kv_heads, self.dims, generator=generator)
-        return 4 * mean[0], mean[1]
+        mean = torch.randn(2, self.kv_heads, 256, generator=generator)
+        return 4 * mean[0, :, : self.dims], mean[1, :, : self.both[1]]
+
+    @property
+    def both(self) -> tuple[int, int]:
+        """Dims of keys and of values."""
+        return self.dims, self.value_dims or self.dims
 
     @property
     def by_page(self) -> bool:
@@ -93,10 +99,13 @@ class Setup:
         return dict(fit) if key_mean is None else {"key_mean": key_mean, "value_mean": value_mean, **fit}
 
     def codecs(self) -> list[tuple[Codec, Codec]]:
-        geometry = Geometry.uniform("any", LAYERS, self.kv_heads, self.kv_heads, self.dims)
+        if self.value_dims is not None:
+            sides = [replace(self, dims=dims, value_dims=None).codecs() for dims in self.both]
+            return [(key, value) for (key, _), (_, value) in zip(*sides, strict=True)]
+        geometry = Geometry("any", LAYERS, self.kv_heads, self.kv_heads, self.dims)
         fits = [self.fit(layer) for layer in range(LAYERS)]
         result = []
-        for key, value in Fitted(self.parsed, geometry, fits).codecs(self.raw_dtype, "cpu"):
+        for key, value in Fitted(self.parsed, geometry, fits).codecs(self.raw_dtype, "cpu").values():
             if self.value_by_channel:
                 value = Codec(channel_slot(self.dims, 4), value.transform, self.raw_dtype)
             elif self.value_bits is not None:
@@ -238,13 +247,13 @@ def sides(setup: Setup, layer: int) -> tuple[Side, Side]:
     recipe, result = setup.parsed, []
     raw = layer in recipe.skip or recipe.name == "bf16"
     rotated = ("quarot-int2", "saw-int4", "kmeans-saw-int4")
-    for which, codec in enumerate(setup.codecs()[layer]):
+    for which, (codec, dims) in enumerate(zip(setup.codecs()[layer], setup.both, strict=True)):
         rotates = not raw and recipe.name in rotated and (not which or recipe.values)
-        order = (recipe.order or setup.dims & -setup.dims) if rotates else 1
+        order = (recipe.order or dims & -dims) if rotates else 1
         mean = setup.means(layer)[which] if setup.centred and recipe.centre and not raw else None
-        zero = np.zeros((setup.kv_heads, setup.dims))
+        zero = np.zeros((setup.kv_heads, dims))
         mean64 = zero if mean is None else mean.double().numpy()
-        matrix = inverse = hadamard(setup.dims, order)[None]
+        matrix = inverse = hadamard(dims, order)[None]
         rotation = codec.transform.rotation
         if isinstance(rotation, Matrix):  # tests/methods build them from their definitions
             matrix = rotation.matrix.double().numpy()
@@ -255,6 +264,8 @@ def sides(setup: Setup, layer: int) -> tuple[Side, Side]:
 
 @dataclass(frozen=True)
 class Token:
+    """Keys and values are filled up to the same d."""
+
     raw: torch.Tensor  # [layers, 2, kv_heads, d]: what was fed
     stored: np.ndarray  # float64[layers, 2 (K, V), 2 (16 bits, packed), kv_heads, d]
 
@@ -264,8 +275,9 @@ def attention(setup: Setup, layer: int, tokens: Sequence[Token], q: torch.Tensor
     keys, values = sides(setup, layer)
     stored = np.stack([token.stored[layer] for token in tokens])  # [tokens, 2 (K, V), 2 (16 bits, packed), …]
     k, v = (
-        np.stack((stored[:, i, 0], np.nan_to_num(side.packed(stored[:, i], setup.page_size, setup.windows.sink))))
-        for i, side in enumerate((keys, values))
+        np.stack((own[:, 0], np.nan_to_num(side.packed(own, setup.page_size, setup.windows.sink))))
+        for i, (side, dims) in enumerate(zip((keys, values), setup.both, strict=True))
+        for own in [stored[:, i, ..., :dims]]
     )  # [2, tokens, kv_heads, d]
     j, t = np.arange(len(tokens)), np.arange(len(tokens) - len(q), len(tokens))[:, None]
     wide = (j < setup.windows.sink) | (j > t - setup.windows.recent)  # [n, tokens]
@@ -291,8 +303,8 @@ def attention(setup: Setup, layer: int, tokens: Sequence[Token], q: torch.Tensor
     out = values.back(mixed) + weights.sum(-1, keepdims=True) * values.mean[:, None]
     # a logit is a sum of products s·c·q and o·q, whose rounding errors are as large as the largest of them allow
     terms = np.abs(queries).sum(-1).max() * 2 * np.abs(k).max()
-    size = np.abs(v).max() * setup.dims**0.5 + np.abs(values.mean).max()
-    return out.reshape(q.shape), (16 * 2**-24 * (4 + terms)) * size
+    size = np.abs(v).max() * setup.both[1] ** 0.5 + np.abs(values.mean).max()
+    return out.reshape(*q.shape[:-1], -1), (16 * 2**-24 * (4 + terms)) * size
 
 
 class World:
@@ -311,26 +323,26 @@ class World:
 
     def tokens(self, count: int) -> list[Token]:
         setup = self.setup
-        raw = (2 * self.randn(count, LAYERS, 2, setup.kv_heads, setup.dims)).to(setup.dtype)
-        stored = np.zeros((count, LAYERS, 2, 2, setup.kv_heads, setup.dims))
+        raw = (2 * self.randn(count, LAYERS, 2, setup.kv_heads, max(setup.both))).to(setup.dtype)
+        stored = np.zeros((count, LAYERS, 2, 2, setup.kv_heads, max(setup.both)))
         for layer, which in itertools.product(range(LAYERS), range(2)):
-            mean = setup.means(layer)[which]
+            mean, dims = setup.means(layer)[which], setup.both[which]
             if mean is not None:
-                raw[:, layer, which] += mean.to(setup.dtype)
-            stored[:, layer, which] = sides(setup, layer)[which].stored(raw[:, layer, which])
+                raw[:, layer, which, :, :dims] += mean.to(setup.dtype)
+            stored[:, layer, which, ..., :dims] = sides(setup, layer)[which].stored(raw[:, layer, which, :, :dims])
         return [Token(*token) for token in zip(raw, stored, strict=True)]
 
-    def batch(self, new: list[list[Token]], columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """q [layers, sequences, columns, q_heads, d] and kv [layers, 2, sequences, columns, kv_heads, d], left-padded:
-        queries with anything, keys and values with NaN."""
+    def batch(self, new: list[list[Token]], columns: int) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
+        """q [layers, sequences, columns, q_heads, d], and k and v [sequences, columns, kv_heads, d] per layer,
+        left-padded: queries with anything, keys and values with NaN."""
         setup = self.setup
         heads = setup.kv_heads * setup.ratio
         q = self.randn(LAYERS, len(new), columns, heads, setup.dims).to(setup.dtype)
-        kv = torch.full((LAYERS, 2, len(new), columns, setup.kv_heads, setup.dims), torch.nan, dtype=setup.dtype)
+        kv = torch.full((LAYERS, 2, len(new), columns, setup.kv_heads, max(setup.both)), torch.nan, dtype=setup.dtype)
         for row, tokens in enumerate(new):
             for column, token in enumerate(tokens, start=columns - len(tokens)):
                 kv[:, :, row, column] = token.raw
-        return q, kv
+        return q, [[side[..., :dims] for side, dims in zip(layer, setup.both, strict=True)] for layer in kv]
 
     def step(self, counts: Sequence[int], definition: bool = False) -> None:
         """Feed random tokens; `definition`: compare with `naive`, too, however slow."""
@@ -346,7 +358,7 @@ class World:
         for layer in range(LAYERS):
             out = self.cache.attend(layer, q[layer], *kv[layer], self.setup.logits)
             assert out.dtype == torch.float32
-            assert out.shape == q[layer].shape
+            assert out.shape == (*q.shape[1:-1], self.setup.both[1])
             assert all((padded[: columns - count] == 0).all() for padded, count in zip(out, counts, strict=True))
             outputs = [flat(out, counts)]
             if columns <= 2 or (definition and layer == (0 in self.setup.parsed.skip)):  # the first that is packed
@@ -365,7 +377,7 @@ class World:
         self.starts = [len(tokens) for tokens in self.rows]
         q, kv = self.batch([self.tokens(count) for count in counts], max(counts))
         row = max(row for row, count in enumerate(counts) if count)
-        kv[layer, self.starts[row] % 2, row, -1, -1, -1] = torch.nan
+        kv[layer][self.starts[row] % 2][row, -1, -1, -1] = torch.nan
         self.cache.extend(counts)
         for before in range(layer):
             self.cache.attend(before, q[before], *kv[before], self.setup.logits)
@@ -442,8 +454,9 @@ class World:
                 meta.view(torch.int16)[of_meta] = self.garbage
             if len(shadows):
                 more = len(shadows) - len(live_shadows)
-                kept = torch.cat((live_shadows, live.new_zeros(more, size)))[:, None, None]
-                shadows.masked_fill_(~kept[..., None], torch.nan)
+                kept = torch.cat((live_shadows, live.new_zeros(more, size)))[:, None, :, None]
+                for side in layout.shadow_sides(shadows):
+                    side.masked_fill_(~kept, torch.nan)
 
     def check_bookkeeping(self) -> None:
         """No shadow page is lost, none has two owners."""
@@ -525,6 +538,10 @@ def setups() -> list[Setup]:
         Setup("kivi-2:recent=7,group=8", 4, sinks=True),
         Setup("saw-int4:sink=3,recent=7,values=true", 4, cap=5.0),
         Setup("int8", 3, cap=0.5, sinks=True),
+        Setup("saw-int4:sink=3,recent=7,values=true", 4, dims=24, value_dims=16, sinks=True),
+        Setup("oscar-int2:recent=5", 3, dims=16, value_dims=48, cap=9.0),
+        Setup("kivi-2:recent=7,group=8", 4, dims=32, value_dims=16, value_by_channel=True),
+        Setup("bf16", 4, dims=16, value_dims=24),
         *BY_PAGE,
     ]
     return result
@@ -533,6 +550,7 @@ def setups() -> list[Setup]:
 def describe(setup: Setup) -> str:
     values = "" if setup.value_bits is None else f"-v{setup.value_bits}"
     values += "-v-by-channel" if setup.value_by_channel else ""
+    values += f"-dv{setup.value_dims}" if setup.value_dims else ""
     values += ("-sinks" if setup.sinks else "") + (f"-cap{setup.cap}" if setup.cap else "")
     return f"{setup.recipe}-page{setup.page_size}-{setup.kv_heads}x{setup.ratio}-d{setup.dims}{values}"
 
@@ -953,7 +971,7 @@ def test_large_logits_do_not_overflow():
     cache.extend([30])
     pages = cache.pages(0)
     new = naive.store(pages, *kv)
-    expected, got = (op.attend(pages, q, new, 1.0) for op in (naive, attend_torch))
+    expected, got = (op.attend(pages, q, new, Logits(1.0)) for op in (naive, attend_torch))
     assert got.isfinite().all()
     # logits reach 10^6, so that float32 leaves a tenth of rounding in them: ties apart, the same token wins
     agree = ((got - expected).abs().amax(dim=-1) < 1.0).float().mean()
@@ -1053,11 +1071,11 @@ def test_a_single_bit_by_channel_spans_half_the_range():
     kv = torch.zeros(2, 1, 1, 1, 16)
     kv[0, ..., 3] = 32640
     cache.extend([1])
-    cache.attend(0, torch.zeros(1, 1, 1, 16), *kv, 1)
+    cache.attend(0, torch.zeros(1, 1, 1, 16), *kv, Logits(1.0))
     kv[0, ..., 3] = 32768  # the next bfloat16
     cache.extend([1])
     with pytest.raises(ValueError, match="cannot store"):
-        cache.attend(0, torch.zeros(1, 1, 1, 16), *kv, 1)
+        cache.attend(0, torch.zeros(1, 1, 1, 16), *kv, Logits(1.0))
 
 
 def test_a_page_that_is_quantized_as_a_whole_has_two_tokens_at_least():

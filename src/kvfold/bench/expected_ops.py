@@ -6,7 +6,7 @@ flash attention.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -53,14 +53,15 @@ def attend(
     token = torch.arange(length, device=q.device)
     page, offset = step.table[row, token // step.page_size], token % step.page_size
     seen = token <= position  # [n, tokens]
-    read = [(pages.unpack(page, offset), seen)]  # states [tokens, kv_heads, 2, d], and which queries read them
+    read = [(pages.unpack(page, offset), seen)]  # k, v [tokens, kv_heads, d], and which queries read them
     if new is not None:
         raw = (token < windows.sink) | (token >= windows.raw_from(position))
-        kept = pages.shadows[step.shadow_of[page].clamp_min(0), :, :, offset]
-        kept[start:] = torch.stack([side[own] for side in new], dim=2)
-        read = [(read[0][0], seen & ~raw), (kept, seen & raw)]
+        k, v = (side[step.shadow_of[page].clamp_min(0), :, offset] for side in pages.shadow_sides)
+        k[start:], v[start:] = (side[own] for side in new)
+        read = [(read[0][0], seen & ~raw), ((k, v), seen & raw)]
     for states, mask in read:
-        states[~mask.any(dim=0)] = 0  # no query reads these, so they may never have been written
+        for side in states:
+            side[~mask.any(dim=0)] = 0  # no query reads these, so they may never have been written
 
     def rounded(x: Tensor) -> Tensor:
         return x.double() if dtype is None else x.to(dtype).double()
@@ -73,19 +74,19 @@ def attend(
     of_mean = torch.zeros_like(rotated[..., :1])
     if key.mean is not None:
         of_mean = logits.scale * by_head(q[own].double()) @ key.mean.double()[:, None, :, None]
-    outs = torch.zeros_like(rotated)
+    outs = rotated.new_zeros(*rotated.shape[:3], pages.layout.value.dims)
     for head, query in enumerate(rotated):
         x = query.new_full((), -math.inf)
-        for states, mask in read:
-            products = logits.scale * query @ rounded(states[:, head, 0]).mT + of_mean[head]
+        for (k, _), mask in read:
+            products = logits.scale * query @ rounded(k[:, head]).mT + of_mean[head]
             if logits.cap is not None:
                 products = logits.cap * torch.tanh(products / logits.cap)
             x = torch.where(mask, products, x)
         if logits.sinks is not None:
             x = torch.cat((x, logits.sinks.double().view(len(outs), -1, 1, 1)[head].expand(-1, len(x[0]), -1)), dim=-1)
         weights = rounded(torch.softmax(x, dim=-1))
-        for states, mask in read:
-            outs[head] += (weights[..., :length] * mask) @ rounded(states[:, head, 1])
+        for (_, v), mask in read:
+            outs[head] += (weights[..., :length] * mask) @ rounded(v[:, head])
         if logits.sinks is not None:
             zero = value.forward(torch.zeros_like(outs[:, 0, 0]))[head]
             outs[head] += weights[..., length:] * zero
@@ -96,19 +97,18 @@ def store_error(pages: LayerPages, k: Tensor, v: Tensor, new: New) -> tuple[floa
     """The relative and the allowed error of what a step stored and returned as `new`. The codecs are the definition."""
     step = pages.step
     sides = zip((pages.key, pages.value), (k, v), strict=True)
-    y = torch.stack([codec.transform.forward(x) for codec, x in sides], dim=2)
-    narrow = y.to(k.dtype)
+    y = [codec.transform.forward(x) for codec, x in sides]
+    narrow = [side.to(k.dtype) for side in y]
     page, _, offset = step.places
     stored, exact, rounded = [], [], []
     for part, codes, meta in pages.sides:
         codec = pages.codec(part)
         stored.append(codec.dequantize(codes[page, offset], meta[page, offset]))
-        exact.append(codec.dequantize(*codec.quantize(y[:, :, part])))
-        rounded.append(codec.dequantize(*codec.quantize(narrow[:, :, part].float())))
-    expected = torch.cat(exact, dim=2)
-    error, allowed = (relative_error(torch.cat(parts, dim=2), expected) for parts in (stored, rounded))
+        exact.append(codec.dequantize(*codec.quantize(torch.stack(y[part], dim=2))))
+        rounded.append(codec.dequantize(*codec.quantize(torch.stack(narrow[part], dim=2).float())))
+    error, allowed = (relative_error(flat(parts), flat(exact)) for parts in (stored, rounded))
     if new is not None:
-        error = max(error, relative_error(torch.stack(new, dim=2), narrow))
+        error = max(error, relative_error(flat(new), flat(narrow)))
     return error, 2 * allowed
 
 
@@ -166,7 +166,7 @@ def naive_store_error(
 
 
 def _packed(pages: LayerPages) -> Tensor:
-    """The decoded tokens that a step packed, [tokens, kv_heads, 2, d].
+    """The numbers of the decoded tokens that a step packed, keys and values.
 
     Where whole pages are quantized, these are the tokens of the pages that the step filled.
     """
@@ -177,7 +177,7 @@ def _packed(pages: LayerPages) -> Tensor:
         for token in range(start // group * group, length // group * group)
     ]
     row, token = torch.tensor(tokens, dtype=torch.int64).view(-1, 2).unbind(dim=1)
-    return pages.unpack(step.table[row, token // step.page_size], token % step.page_size)
+    return flat(pages.unpack(step.table[row, token // step.page_size], token % step.page_size))
 
 
 def differing_share(before: Tensor, expected: Tensor, got: Tensor) -> float:
@@ -186,6 +186,11 @@ def differing_share(before: Tensor, expected: Tensor, got: Tensor) -> float:
 
 
 # --- Errors.
+
+
+def flat(tensors: Iterable[Tensor]) -> Tensor:
+    """All numbers of keys and values, which may differ in d."""
+    return torch.cat([x.flatten() for x in tensors])
 
 
 def relative_error(x: Tensor, exact: Tensor) -> float:

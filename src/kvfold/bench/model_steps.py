@@ -56,7 +56,7 @@ def packed_cache(
     for layer in geometry.packed:
         key, value = layer_codecs(recipe, geometry, layer, raw_dtype)
         codecs[layer] = key.to(model.device), value.to(model.device)  # one per layer, as a fitted model has
-    cache = PackedCache(recipe, geometry, codecs, raw_dtype, model.device, page)
+    cache = PackedCache(recipe, model.config, codecs, raw_dtype, model.device, page)
     cache.begin(batch, 0, reserve=capacity)
     assert cache.paged is not None
     tables, pages = cache.paged.tables, len(cache.paged.pools[0])
@@ -76,7 +76,8 @@ def fill(cache: PagedCache, recipe: Recipe) -> None:
     one.extend([size])
     generator = torch.Generator(device).manual_seed(0)
     for layer, layout in enumerate(cache.layouts):
-        k, v = (random_states((size, cache.kv_heads, layout.key.dims), generator).to(dtype) for _ in range(2))
+        dims = layout.key.dims, layout.value.dims
+        k, v = (random_states((size, cache.kv_heads, d), generator).to(dtype) for d in dims)
         choose(layout, 1, device).store.run(one.pages(layer), k, v)
         cache.pools[layer].view(torch.int64)[:] = one.pools[layer].view(torch.int64)[0]
         if len(cache.shadows[layer]):

@@ -11,6 +11,7 @@ from kvfold.artifact import TEXT, Artifact, Fingerprint, Metadata, Provenance
 from kvfold.fitted import Fitted
 from kvfold.format.codec import Codec
 from kvfold.geometry import Geometry
+from kvfold.ops.pages import Logits
 from kvfold.recipe import Fit, Recipe
 from kvfold.rope import Rope
 
@@ -63,7 +64,7 @@ def _fit(recipe: Recipe, q_heads: int, kv_heads: int, key_dim: int, value_dim: i
     generator = torch.Generator().manual_seed(0)
     shapes = (q_heads, key_dim), (kv_heads, key_dim), (kv_heads, value_dim), (q_heads, value_dim)
     q, k, v, out = (random_states((FIT_TOKENS, *shape), generator) for shape in shapes)
-    seen = Seen(0, q, k, v, out, key_dim**-0.5)
+    seen = Seen(0, q, k, v, out, Logits(key_dim**-0.5))
     layer = LayerStatistics.begin(seen, FIT_TOKENS)
     layer.add(seen, torch.arange(FIT_TOKENS), 0)
     means = (layer.k.mean, layer.v.mean) if recipe.centre else (None, None)

@@ -14,7 +14,7 @@ from kvfold.calibration.fit import calibrate, versions
 from kvfold.geometry import Geometry
 from kvfold.models import cache_folder
 from kvfold.recipe import Recipe
-from kvfold.text import default_text, tokenize
+from kvfold.text import default_text, tokenize, with_openings
 
 TOKENS = 2048  # one passage; on the embedded model, 1,024 to 8,192 tokens do equally well, for means and for fits
 
@@ -29,9 +29,9 @@ def calibrate_automatically(
 ) -> Artifact:
     """Calibrate on the first `TOKENS` tokens of Python's documentation: one passage, or more if the model takes fewer
     tokens at a time."""
-    longest = Geometry.from_config(model.config.to_dict()).max_context or TOKENS
-    tokens = tokenize(default_text("calibration"), tokenizer, TOKENS)
-    return calibrate(model, tokens, min(TOKENS, longest), recipes, progress=progress)
+    context = min(TOKENS, Geometry.from_config(model.config.to_dict()).max_context or TOKENS)
+    tokens = with_openings(tokenize(default_text("calibration"), tokenizer, TOKENS), context, tokenizer)
+    return calibrate(model, tokens, context, recipes, progress=progress)
 
 
 def kept(

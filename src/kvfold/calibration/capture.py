@@ -3,6 +3,7 @@
 import hashlib
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -13,7 +14,8 @@ from kvfold.calibration.rope_probe import probe
 from kvfold.calibration.statistics import LayerStatistics, Statistics
 from kvfold.calibration.tap import Seen, tapped
 from kvfold.format.windows import FIRST_TOKENS
-from kvfold.geometry import UnsupportedModel
+from kvfold.geometry import Geometry, UnsupportedModel
+from kvfold.ops.pages import Logits
 
 SAMPLES = 4096  # tokens whose keys and values are kept, at most
 
@@ -62,16 +64,16 @@ def left_by(checkpoint: Path, tokens: int, context: int) -> str:
 
 
 @torch.no_grad()
-def collect(model: PreTrainedModel, tokens: Tensor) -> list[tuple[Tensor, Tensor, Tensor, float]]:
-    """Per layer: q [q_heads, n, d], k and v [kv_heads, n, d] (float32, in host memory), and the scale of its logits.
+def collect(model: PreTrainedModel, tokens: Tensor) -> dict[int, tuple[Tensor, Tensor, Tensor, Logits]]:
+    """Per packed layer: q [q_heads, n, d], k and v [kv_heads, n, d] (float32, in host memory), and its logits.
 
     `tokens` (1-D) are one passage.
     """
-    layers: list[tuple[Tensor, Tensor, Tensor, float]] = []
+    layers: dict[int, tuple[Tensor, Tensor, Tensor, Logits]] = {}
 
     def keep(seen: Seen) -> None:
         q, k, v = (states.transpose(0, 1).float().cpu() for states in (seen.q, seen.k, seen.v))
-        layers.append((q, k, v, seen.scale))
+        layers[seen.layer] = (q, k, v, seen.logits)
 
     _run(model, tokens, keep)
     return layers
@@ -105,17 +107,19 @@ def _add_passage(
     """Run the passage that begins at token `start` of the text, and add it to the statistics of every layer."""
     first, end = torch.searchsorted(sampled, torch.tensor([start, start + len(passage)])).tolist()
 
+    numbers = count()
+
     def add(seen: Seen) -> None:
-        if seen.layer == len(layers):
+        if (number := next(numbers)) == len(layers):
             layers.append(LayerStatistics.begin(seen, len(sampled)))
-        layers[seen.layer].add(seen, sampled[first:end] - start, first)
+        layers[number].add(seen, sampled[first:end] - start, first)
 
     _run(model, passage, add)
 
 
 def _run(model: PreTrainedModel, passage: Tensor, tap: Callable[[Seen], None]) -> None:
-    """One forward pass of the decoder. `tap` sees layers 0, 1, 2, … in order."""
-    expected = iter(range(model.get_decoder().config.num_hidden_layers))
+    """One forward pass of the decoder. `tap` sees the packed layers in order."""
+    expected = iter(Geometry.from_config(model.config.to_dict()).packed)
 
     def check(seen: Seen) -> None:
         if seen.layer != next(expected, None):

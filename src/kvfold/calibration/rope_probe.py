@@ -11,17 +11,17 @@ from kvfold.calibration.tap import Seen, tapped
 from kvfold.geometry import UnsupportedModel
 from kvfold.rope import Rope
 
-PROBES = 64  # random vectors per position
+PROBES = 64  # random tokens per position
 RUNG = 4  # ratio of successive positions
 STILL = 1e-12  # a coordinate that changes by less than this share of its energy does not turn
 
 
 @torch.no_grad()
 def probe(model: PreTrainedModel) -> Rope:
-    """The RoPE of the first attention layer, from its keys for the same random vectors at several positions.
+    """The RoPE of the first packed layer, from its keys for the same random tokens at several positions.
 
-    The input of that layer does not depend on the position, so only RoPE changes its keys. A factor on cos and sin
-    (YaRN) is in the keys at position 0 too, and cancels.
+    Each token is a sequence of its own. In such a sequence the input of no layer depends on the position, so only RoPE
+    changes the keys. A factor on cos and sin (YaRN) is in the keys at position 0 too, and cancels.
     """
     limit = _position_limit(model)
     positions = [RUNG**n for n in range(32) if RUNG**n < limit - 1] + [limit - 1]
@@ -54,11 +54,11 @@ def _position_limit(model: PreTrainedModel) -> int:
 
 
 class _Enough(Exception):
-    """Raised to leave the model after its first attention layer."""
+    """Raised to leave the model after its first packed layer."""
 
 
 def _first_keys(model: PreTrainedModel, position: int) -> Tensor:
-    """float64[PROBES * kv_heads, d]: keys of the first attention layer for fixed random inputs at a position."""
+    """float64[PROBES * kv_heads, d]: keys of the first packed layer for fixed random tokens at a position."""
     keys: list[Tensor] = []
 
     def keep(seen: Seen) -> None:
@@ -66,11 +66,11 @@ def _first_keys(model: PreTrainedModel, position: int) -> Tensor:
         raise _Enough
 
     with suppress(_Enough), tapped(model, keep) as decoder:
-        inputs = torch.randn(PROBES, 1, decoder.config.hidden_size, generator=torch.Generator().manual_seed(0))
+        ids = torch.randint(decoder.config.vocab_size, (PROBES, 1), generator=torch.Generator().manual_seed(0))
         position_ids = torch.full((PROBES, 1), position, device=model.device)
-        decoder(inputs_embeds=inputs.to(model.device, model.dtype), position_ids=position_ids, use_cache=False)
+        decoder(ids.to(model.device), position_ids=position_ids, use_cache=False)
     if not keys:
-        raise UnsupportedModel(f"{type(model).__name__}: none of its layers called the attention function")
+        raise UnsupportedModel(f"{type(model).__name__}: none of its packed layers called the attention function")
     return keys[0]
 
 

@@ -13,6 +13,8 @@ from torch import Tensor
 from kvfold.calibration.tap import Seen
 from kvfold.files import write_whole
 from kvfold.format.windows import FIRST_TOKENS
+from kvfold.ops.dense import by_head, log_weights
+from kvfold.ops.pages import Logits
 from kvfold.rope import Rope
 
 PROMPT = 512  # tokens of the first passage whose queries, keys and values are kept
@@ -65,7 +67,7 @@ class LayerStatistics:
     out: Moments
     prompt: tuple[Tensor, Tensor, Tensor]  # float32: q [q_heads, n, d], k and v [kv_heads, n, d] of the first passage
     samples: tuple[Tensor, Tensor]  # float32: k and v [m, kv_heads, d] of tokens spread evenly over the text
-    scale: float  # of the logits
+    logits: Logits
 
     @classmethod
     def begin(cls, first: Seen, samples: int) -> Self:
@@ -79,7 +81,9 @@ class LayerStatistics:
             out=Moments.zeros(*first.v.shape[1:]),
             prompt=(prompt[0], prompt[1], prompt[2]),
             samples=(room[0], room[1]),
-            scale=first.scale,
+            logits=first.logits
+            if first.logits.sinks is None
+            else first.logits._replace(sinks=first.logits.sinks.cpu()),
         )
 
     def add(self, seen: Seen, sampled: Tensor, row: int) -> None:
@@ -93,13 +97,25 @@ class LayerStatistics:
     def moments(self) -> dict[str, Moments]:
         return {"q": self.q, "k": self.k, "v": self.v, "out": self.out}
 
+    def weights(self) -> Tensor:
+        """Causal attention weights of the prompt: float32[kv_heads, group, n, n]. Sinks take their share."""
+        q, k, _ = self.prompt
+        n = k.shape[1]
+        causal = torch.ones(n, n, dtype=torch.bool).tril()
+        heads = zip(q.unflatten(0, (len(k), -1)), k, by_head(self.logits, len(k)), strict=True)
+        return torch.stack([log_weights(queries, keys, causal, own)[..., :n].exp() for queries, keys, own in heads])
+
     def to_host(self) -> None:
         for moments in self.moments.values():
             moments.total, moments.outer = moments.total.cpu(), moments.outer.cpu()
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything as tensors, by name."""
-        named = {"scale": torch.tensor(self.scale, dtype=torch.float64)}
+        named = {"scale": torch.tensor(self.logits.scale, dtype=torch.float64)}
+        if self.logits.cap is not None:
+            named["cap"] = torch.tensor(self.logits.cap, dtype=torch.float64)
+        if self.logits.sinks is not None:
+            named["sinks"] = self.logits.sinks
         for name, moments in self.moments.items():
             named |= {f"{name}.count": torch.tensor(moments.count)}
             named |= {f"{name}.total": moments.total, f"{name}.outer": moments.outer}
@@ -113,7 +129,9 @@ class LayerStatistics:
             for name in ("q", "k", "v", "out")
         )
         prompt = (named["prompt.q"], named["prompt.k"], named["prompt.v"])
-        return cls(q, k, v, out, prompt, (named["samples.k"], named["samples.v"]), float(named["scale"]))
+        cap = float(named["cap"]) if "cap" in named else None
+        logits = Logits(float(named["scale"]), cap, named.get("sinks"))
+        return cls(q, k, v, out, prompt, (named["samples.k"], named["samples.v"]), logits)
 
 
 @dataclass

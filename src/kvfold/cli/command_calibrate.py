@@ -12,7 +12,7 @@ from kvfold.cli.options import Model, TextFile
 from kvfold.cli.output import err, out, progress
 from kvfold.files import claimed
 from kvfold.recipes import parse
-from kvfold.text import draw, read_text, tokenize
+from kvfold.text import draw, read_text, tokenize, with_openings
 
 
 def calibrate(
@@ -50,7 +50,14 @@ def calibrate(
                 ids = draw(tokenize(words, tokenizer, None), tokens, context, seed)
             with progress("Calibrating") as advance:
                 artifact = kvfold.calibrate(
-                    network, ids, context, panel, seed=seed, into=there, checkpoint=checkpoint, progress=advance
+                    network,
+                    with_openings(ids, context, tokenizer),
+                    context,
+                    panel,
+                    seed=seed,
+                    into=there,
+                    checkpoint=checkpoint,
+                    progress=advance,
                 )
             artifact.save(folder)
             checkpoint.unlink()

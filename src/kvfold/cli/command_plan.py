@@ -1,6 +1,8 @@
 """`kvfold plan`: how many tokens and requests fit into memory."""
 
 import re
+from collections import Counter
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -9,8 +11,11 @@ from kvfold.cli.inputs import config_of, fitting_recipes
 from kvfold.cli.options import JsonFile
 from kvfold.cli.output import new_table, out, write_json
 from kvfold.fitted import Fitted
-from kvfold.geometry import Geometry
+from kvfold.geometry import Geometry, text_config
+from kvfold.layer_kinds import Kind
 from kvfold.recipes import RECIPES
+
+WINDOWS: dict[Kind, str] = {"sliding": "sliding_window", "chunked": "attention_chunk_size"}  # fields with their tokens
 
 
 def plan(
@@ -23,33 +28,42 @@ def plan(
 ) -> None:
     """Show how many tokens and requests fit, for every recipe, from the model's configuration alone.
 
+    Bytes per token are those of packed layers. Sliding and chunked layers keep 16 bits and the tokens of their window,
+    which every request is charged with.
+
     Example: `kvfold plan Qwen3-8B --memory 40GiB --context 32768`
     """
-    geometry = Geometry.from_config(config_of(model))
+    config = config_of(model)
+    geometry = Geometry.from_config(config)
     budget = _bytes(memory)
     context = context or geometry.max_context or 32768
-    raw_bytes = Fitted(RECIPES["bf16"], geometry).sequence_bytes(context)
+    text = text_config(config)
+    windows = {kind: min(text.get(field) or context, context) for kind, field in WINDOWS.items()}
+    windowed = {kind: _window_bytes(geometry, kind, window) for kind, window in windows.items()}
+    raw_bytes = Fitted(RECIPES["bf16"], geometry).sequence_bytes(context) + sum(windowed.values())
     fitting, others = fitting_recipes(geometry)
     rows: list[dict[str, Any]] = []
     for name, recipe in fitting.items():
-        per_request = Fitted(recipe, geometry).sequence_bytes(context)
+        packed_bytes = Fitted(recipe, geometry).sequence_bytes(context)
+        per_request = packed_bytes + sum(windowed.values())
         rows.append(
             {
                 "recipe": name,
-                "bytes_per_token": per_request / context,
+                "bytes_per_token": packed_bytes / context,
+                "window_bytes": sum(windowed.values()),
                 "compression": raw_bytes / per_request,
                 "tokens": budget * context // per_request,
                 "requests": budget // per_request,
                 "context": context,
+                "layers": Counter(layer.kind for layer in geometry.layers),
             }
         )
     if write_json(json_file, rows):
         return
-    title = (
-        f"{model}: {len(geometry.layers)} layers, {geometry.q_heads} query and {geometry.kv_heads} KV heads of "
-        f"{geometry.key_dim}; {memory} of cache"
+    table = new_table(
+        f"{model}: {_packed(geometry)}; {memory} of cache",
+        *("recipe", "bytes per token", "smaller by", "tokens", f"requests of {context:,}"),
     )
-    table = new_table(title, "recipe", "bytes per token", "smaller by", "tokens", f"requests of {context:,}")
     for row in rows:
         table.add_row(
             row["recipe"],
@@ -59,8 +73,35 @@ def plan(
             f"{row['requests']:,}",
         )
     out.print(table)
-    for line in others:
+    for line in (*_unpacked(geometry, windows, windowed), *others):
         out.print(line, highlight=False)
+
+
+def _packed(geometry: Geometry) -> str:
+    """The packed layers, in words."""
+    layers, packed, dims = len(geometry.layers), len(geometry.packed), {geometry.key_dim, geometry.value_dim}
+    return (
+        f"{layers if packed == layers else f'{packed} of {layers}'} layers, {geometry.q_heads} query and "
+        f"{geometry.kv_heads} KV heads of {' and '.join(map(str, sorted(dims, reverse=True)))}"
+    )
+
+
+def _unpacked(geometry: Geometry, windows: dict[Kind, int], windowed: dict[Kind, int]) -> Iterator[str]:
+    """A line per kind of layers that are not packed."""
+    counts = Counter(layer.kind for layer in geometry.layers)
+    for kind, taken in windowed.items():
+        if counts[kind]:
+            yield f"{counts[kind]} {kind} layers take {taken:,} bytes per request: {windows[kind]:,} tokens in 16 bits"
+    if counts["linear"]:
+        yield f"{counts['linear']} layers have no cache that grows: what the engine keeps there is not counted"
+    if counts["shared"]:
+        yield f"{counts['shared']} layers read the cache of another layer and have none"
+
+
+def _window_bytes(geometry: Geometry, kind: Kind, window: int) -> int:
+    """Bytes that a request takes in all layers of a kind, for the tokens of a window in 16 bits."""
+    layers = (layer for layer in geometry.layers if layer.kind == kind)
+    return sum(2 * window * layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in layers)
 
 
 def _bytes(text: str) -> int:

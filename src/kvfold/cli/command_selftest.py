@@ -41,7 +41,8 @@ def _print_checks(rows: list[dict[str, Any]]) -> None:
         )
         for row in group:
             numbers = ("–" if row[name] is None else f"{row[name]:.1e}" for name in ("error", "allowed_error"))
-            shape = f"{row['q_heads']}:{row['kv_heads']}, {row['head_dim']}, {row['page']}"
+            dims = "/".join(map(str, dict.fromkeys((row["head_dim"], row["value_dim"]))))
+            shape = f"{row['q_heads']}:{row['kv_heads']}, {dims}, {row['page']}"
             table.add_row(row["recipe"], shape, *numbers, "ok" if row["ok"] else "[bold red]WRONG[/]")
         out.print(table, "")
     first = rows[0]

@@ -161,7 +161,8 @@ class Plan:
 
     def allocate_shadows(self, shadows: int) -> Tensor:
         """The shadow pages of one layer. Zeros make them resident: on a CPU, an engine may measure resident memory."""
-        shape = (shadows, self.kv_heads, 2, self.page_size, self.geometry.key_dim)
+        dims = self.geometry.key_dim + self.geometry.value_dim
+        shape = (shadows, self.kv_heads, self.page_size * dims)
         return torch.zeros(shape, dtype=self.raw_dtype, device=self.device)
 
     def _layers(self) -> str:
@@ -235,10 +236,11 @@ class Layer:
             step = Step.of(host, table, shadow_of, layout.page_size)
             step.locations.fill_(-1)
             tokens = len(step.locations)
-            k = torch.zeros(tokens, pool.shape[1], layout.key.dims, dtype=self.pages.shadows.dtype, device=pool.device)
-            q = k.repeat_interleave(self.ratio, dim=1)
-            self.attend([(slice(tokens), step)], q, k, k, Logits(1.0), torch.empty_like(q))
-        parts.warm_up(self.pages, q[:1], Logits(1.0), torch.empty_like(q[:1]))
+            sides = layout.key, layout.value
+            k, v = (self.pages.shadows.new_zeros(tokens, pool.shape[1], side.dims) for side in sides)
+            q, out = (x.repeat_interleave(self.ratio, dim=1) for x in (k, v))
+            self.attend([(slice(tokens), step)], q, k, v, Logits(1.0), out)
+        parts.warm_up(self.pages, q[:1], Logits(1.0), out[:1])
 
 
 class Served:

@@ -1,7 +1,8 @@
 """transformers: `model.generate(..., past_key_values=kvfold.cache(model, "saw-int4"))`.
 
-The cache's `update` hands the new keys and values on as they are, marked `Incoming`. The attention function registered
-here recognises them, packs them into pages and attends over the pages. With any other cache it calls SDPA.
+The `update` of a packed layer hands the new keys and values on as they are, marked `Incoming`. The attention function
+registered here recognises them, packs them into pages and attends over the pages. Other layers have transformers' own
+cache, and attend as with transformers.
 """
 
 from collections.abc import Callable
@@ -11,16 +12,28 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    Cache,
+    DynamicCache,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from kvfold.artifact import Artifact, Fingerprint
 from kvfold.calibration.automatic import calibrate_automatically
+from kvfold.engines.unpacked_attention import attend_unpacked, logits_of
 from kvfold.fitted import Fitted
 from kvfold.format.codec import Codec, sixteen_bit
-from kvfold.geometry import Geometry, UnsupportedModel
+from kvfold.geometry import Geometry, UnsupportedModel, listed
 from kvfold.models import load_tokenizer
 from kvfold.ops.dispatch import check_dtype, choose
 from kvfold.ops.pages import Logits
@@ -29,6 +42,7 @@ from kvfold.recipe import Recipe
 from kvfold.recipes import parse
 
 IMPLEMENTATION = "kvfold"
+GROWING = (DynamicLayer, LinearAttentionAndFullAttentionLayer)  # what transformers caches all tokens in
 
 _calibrated: WeakKeyDictionary[PreTrainedModel, dict[str, Artifact]] = WeakKeyDictionary()
 
@@ -38,7 +52,7 @@ def cache(
 ) -> "PackedCache":
     """An empty cache for `model.generate(past_key_values=...)` or plain forward calls, for one batch of sequences.
 
-    The model's attention implementation is set to kvfold's. With any other cache, that calls SDPA.
+    The model's attention implementation is set to kvfold's. With any other cache, it attends as transformers does.
     Means and fits come from `artifact`. Without one, a recipe that needs them is calibrated on a short text, once per
     model and recipe. Pages have `page_size` tokens, by default the recipe's number.
     """
@@ -48,7 +62,8 @@ def cache(
     if page_size not in (None, recipe.page_size) and any(page.per_page for page in pages):
         raise ValueError(f"{recipe} quantizes pages of {recipe.page_size} tokens as a whole, so page_size is given")
     ratio = geometry.q_heads // geometry.kv_heads
-    check_dtype([choose(layout, ratio, model.device) for layout in set(pages)], model.dtype)
+    capped = geometry.shape.cap is not None
+    check_dtype([choose(layout, ratio, model.device, cap=capped) for layout in set(pages)], model.dtype)
     if model.config._attn_implementation != IMPLEMENTATION:
         model.set_attn_implementation(IMPLEMENTATION)
         if model.config._attn_implementation != IMPLEMENTATION:
@@ -63,7 +78,7 @@ def cache(
         artifact = _calibrate_once(model, recipe)
     raw_dtype = sixteen_bit(model.dtype)
     codecs = Fitted.of(recipe, geometry, artifact).codecs(raw_dtype, model.device)
-    return PackedCache(recipe, geometry, codecs, raw_dtype, model.device, page_size or recipe.page_size)
+    return PackedCache(recipe, model.config, codecs, raw_dtype, model.device, page_size or recipe.page_size)
 
 
 def _calibrate_once(model: PreTrainedModel, recipe: Recipe) -> Artifact:
@@ -82,18 +97,27 @@ def _calibrate_once(model: PreTrainedModel, recipe: Recipe) -> Artifact:
 
 @dataclass(frozen=True)
 class Incoming:
-    """New keys or values [sequences, kv_heads, n, d] of a layer, on their way into a PackedCache."""
+    """New keys or values [sequences, kv_heads, n, d] of a layer, on their way into a PackedCache.
+
+    Layers that share this layer's cache get them too.
+    """
 
     cache: "PackedCache"
     layer: int
     states: Tensor
 
+    def to(self, device: torch.device) -> "Incoming":
+        """What models do before they hand keys and values on to a layer that shares them."""
+        assert device == self.states.device, "a packed cache is on one device"
+        return self
+
 
 class PackedLayer(CacheLayerMixin):
-    """A layer of a PackedCache as transformers sees it. It has sizes only: the bytes are in the pages."""
+    """A packed layer as transformers sees it. It has sizes only: the bytes are in the pages, which the cache owns."""
 
     is_sliding = False
     is_croppable = True
+    is_compileable = False
     supports_early_init = False
 
     def __init__(self, cache: "PackedCache", number: int) -> None:
@@ -115,30 +139,63 @@ class PackedLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """The cache crops and reorders the pages of all layers at once."""
+
+    def reorder_cache(self, beam_idx: Tensor) -> None: ...
+
+
+class PackedMixedLayer(LinearAttentionLayer, PackedLayer):
+    """A packed layer that has Mamba beside its attention. Mamba's states are transformers' own."""
+
+    is_compileable = False
+
+    def __init__(self, cache: "PackedCache", number: int, states: int) -> None:
+        PackedLayer.__init__(self, cache, number)
+        LinearAttentionLayer.__init__(self, states)
+
 
 class PackedCache(Cache):
-    """A transformers cache over packed pages. Left padding is not stored: sequences have their own lengths."""
+    """A transformers cache over packed pages. Left padding is not stored: sequences have their own lengths.
+
+    Layers that are not packed have the cache that transformers gives them.
+    """
 
     def __init__(
         self,
         recipe: Recipe,
-        geometry: Geometry,
+        config: PreTrainedConfig,
         codecs: dict[int, tuple[Codec, Codec]],  # keys and values, per packed layer
         raw_dtype: torch.dtype,
         device: torch.device,
         page_size: int,
     ) -> None:
-        super().__init__(layers=[PackedLayer(self, number) for number in range(len(geometry.layers))])
-        self.recipe, self.geometry, self.codecs = recipe, geometry, codecs
+        self.recipe, self.config, self.codecs = recipe, config, codecs
         self.raw_dtype, self.device, self.page_size = raw_dtype, device, page_size
+        self.geometry = Geometry.from_config(config.to_dict())
+        super().__init__(layers=[])
         self.reset()
+
+    def _new_layers(self) -> list[Any]:
+        layers: list[Any] = DynamicCache(config=self.config).layers
+        grow = tuple(n for n, layer in enumerate(layers) if type(layer) in GROWING)
+        if grow != self.geometry.packed:
+            raise UnsupportedModel(
+                f"{self.geometry.architecture}: transformers caches all tokens in layers {listed(grow)}, and the "
+                f"configuration has full attention in layers {listed(self.geometry.packed)}"
+            )
+        for n in grow:
+            mixed = isinstance(layers[n], LinearAttentionLayer)
+            layers[n] = PackedMixedLayer(self, n, layers[n].number_of_states) if mixed else PackedLayer(self, n)
+        return layers
 
     def empty(self) -> "PackedCache":
         """Another cache like this one, without sequences."""
-        return PackedCache(self.recipe, self.geometry, self.codecs, self.raw_dtype, self.device, self.page_size)
+        return PackedCache(self.recipe, self.config, self.codecs, self.raw_dtype, self.device, self.page_size)
 
     def reset(self) -> None:
         """Forget every sequence, and free their pages."""
+        self.layers = self._new_layers()
         self.paged: PagedCache | None = None
         self.tokens = 0  # columns of the batch so far, padding included
         self.begun = 0  # columns of a step that `begin` has made and no forward call has used yet
@@ -149,24 +206,39 @@ class PackedCache(Cache):
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of the pages and shadow pages of all layers."""
+        """Bytes of the pages and shadow pages of all packed layers."""
         return 0 if self.paged is None else self.paged.allocated_bytes
 
+    @property
+    def unpacked_bytes(self) -> int:
+        """Bytes of what transformers caches: layers that are not packed, and the states of Mamba beside attention."""
+        held = []
+        for layer in self.layers:
+            held += [getattr(layer, "keys", None), getattr(layer, "values", None)]
+            held += [*getattr(layer, "conv_states", {}).values(), *getattr(layer, "recurrent_states", {}).values()]
+        return sum(tensor.untyped_storage().nbytes() for tensor in held if tensor is not None)
+
     @torch.no_grad()
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, logits: Logits) -> Tensor:
-        """Pack a layer's new tokens and attend its queries: [sequences, heads, n, d] -> [sequences, n, heads, d]."""
-        if layer == self.geometry.packed[0] and not self.begun:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, logits: Logits, again: bool = False
+    ) -> Tensor:
+        """Pack a layer's new tokens and attend its queries: [sequences, heads, n, d] -> [sequences, n, heads, d].
+
+        `again`: the queries are those of another layer, which shares this one's tokens. Packing them once more changes
+        no byte.
+        """
+        if layer == self.geometry.packed[0] and not self.begun and not again:
             self.begin(q.shape[0], q.shape[2], mask)
         assert self.paged is not None
         self.begun = 0
         n = q.shape[2]
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         try:
-            return self.paged.attend(
-                self.geometry.packed.index(layer), q, k, v, logits, torch.empty(q.shape, dtype=q.dtype, device=q.device)
-            )
+            out = q.new_empty(*q.shape[:3], v.shape[-1])
+            return self.paged.attend(self.geometry.packed.index(layer), q, k, v, logits, out)
         except Exception:
-            self.crop(-n)  # a step that fails leaves no tokens behind
+            # A step that fails leaves no tokens behind. Other layers cannot take it back, so all tokens go with it.
+            self.crop(-n) if all(type(own) is PackedLayer for own in self.layers) else self.reset()
             raise
 
     def begin(self, sequences: int, n: int, mask: Tensor | None = None, reserve: int = 0) -> None:
@@ -196,24 +268,31 @@ class PackedCache(Cache):
         self.begun = n
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens of every sequence (transformers passes a negative number)."""
+        """Remove the last `-tokens_to_remove` tokens of every sequence (transformers passes a negative number).
+
+        A layer that is not packed may refuse. See `activate_past_recording`.
+        """
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): pass the negative number of tokens to remove")
         if self.paged is not None:
             removed = min(-tokens_to_remove, self.tokens)
-            self.paged.crop([min(removed, length) for length in self.paged.lengths])
+            counts = [min(removed, length) for length in self.paged.lengths]
+            self.paged.check_crop(counts)
+            super().crop(-removed)
+            self.paged.crop(counts)
             self.tokens -= removed
             self.begun = 0
 
-    def batch_select_indices(self, indices: Tensor) -> None:
+    def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.paged is not None:
-            self.paged.select(indices.tolist())
+            self.paged.select(beam_idx.tolist())
+        super().reorder_cache(beam_idx)
 
-    reorder_cache = batch_select_indices
+    batch_select_indices = reorder_cache
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.paged is not None:
-            self.paged.select([row for row in range(len(self.paged.lengths)) for _ in range(repeats)])
+            self.reorder_cache(torch.arange(len(self.paged.lengths)).repeat_interleave(repeats))
 
 
 def _left_padded(mask: Tensor, n: int, lengths: list[int]) -> list[int]:
@@ -240,12 +319,12 @@ def _attention(
     """The attention function of models with a PackedCache."""
     if not isinstance(key, Incoming):
         n, tokens = query.shape[2], key.shape[2]
-        if attention_mask is None and 1 < n < tokens:
+        if attention_mask is None and 1 < n < tokens and getattr(module, "is_causal", True):
             attention_mask = torch.ones(query.shape[0], tokens, dtype=torch.bool, device=query.device)
         if attention_mask is not None and attention_mask.ndim == 2:
             attention_mask = _causal_mask(attention_mask, n)
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    for unsupported in ("sliding_window", "softcap", "s_aux", "position_bias"):
+        return attend_unpacked(module, query, key, value, attention_mask, scaling=scaling, **kwargs), None
+    for unsupported in ("sliding_window", "position_bias"):
         if kwargs.get(unsupported) is not None:
             raise UnsupportedModel(
                 f"{type(module).__name__}: attention with {unsupported} cannot run over packed pages"
@@ -254,8 +333,9 @@ def _attention(
         raise ValueError(
             "a packed cache takes attention_mask [batch, tokens]; masks of four dimensions are not supported"
         )
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return key.cache.attend(key.layer, query, key.states, value.states, attention_mask, Logits(scale)), None
+    logits = logits_of(query, scaling, kwargs)
+    again = module.layer_idx != key.layer
+    return key.cache.attend(key.layer, query, key.states, value.states, attention_mask, logits, again), None
 
 
 def _mask(mask_function: Callable = causal_mask_function, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:

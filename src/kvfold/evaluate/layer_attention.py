@@ -11,6 +11,8 @@ from kvfold.calibration.capture import collect
 from kvfold.calibration.rope_probe import probe
 from kvfold.engines.transformers import PackedCache
 from kvfold.format.codec import Codec
+from kvfold.ops.dense import by_head, log_weights
+from kvfold.ops.pages import Logits
 from kvfold.rope import Rope
 
 TOP = 10
@@ -39,12 +41,12 @@ def diagnose(
         raise ValueError(f"diagnosing attention takes at least {2 * TOP} tokens, not {len(tokens)}")
     rope = rope or probe(model)
     rows: dict[str, list[LayerRow]] = {name: [] for name in caches}
-    for layer, states in enumerate(collect(model, tokens)):
-        q, k = (vectors.to(model.device) for vectors in states[:2])  # [q_heads, n, d], [kv_heads, n, d]
+    for layer, (*states, _, logits) in collect(model, tokens).items():
+        q, k = (vectors.to(model.device) for vectors in states)  # [q_heads, n, d], [kv_heads, n, d]
         queries = q.unflatten(0, (len(k), -1))  # [kv_heads, group, n, d]
         for name, cache in caches.items():
             decoded = _decoded(cache.codecs[layer][0], k, cache.page_size)
-            kl, top = _weights(queries, k, decoded, scale=states[3])
+            kl, top = _weights(queries, k, decoded, logits)
             rows[name].append(LayerRow(layer, kl, top, _logit_error(queries, decoded - k, rope)))
     return rows
 
@@ -60,18 +62,16 @@ def _decoded(codec: Codec, k: Tensor, page_size: int) -> Tensor:
     return torch.cat((decoded, tokens[whole:])).transpose(0, 1)
 
 
-def _weights(queries: Tensor, k: Tensor, decoded: Tensor, scale: float) -> tuple[float, float]:
+def _weights(queries: Tensor, k: Tensor, decoded: Tensor, logits: Logits) -> tuple[float, float]:
     """KL of the attention weights and overlap of the most attended tokens, for queries [kv_heads, group, n, d]."""
     n = k.shape[1]
-    future = torch.ones(n, n, device=k.device).triu(1).bool()[n // 2 :]
+    causal = torch.ones(n, n, dtype=torch.bool, device=k.device).tril()[n // 2 :]
     kl, common = [], []
-    for head, original, rounded in zip(queries[:, :, n // 2 :], k, decoded, strict=True):
-        p, other = (
-            torch.log_softmax((scale * head @ keys.T).masked_fill(future, -torch.inf), dim=-1)
-            for keys in (original, rounded)
-        )
-        kl.append((p.exp() * (p - other).masked_fill(future, 0)).sum(dim=-1).double().mean())
-        best, others = (weights.topk(TOP, dim=-1).indices for weights in (p, other))
+    heads = zip(queries[:, :, n // 2 :], k, decoded, by_head(logits, len(k)), strict=True)
+    for head, original, rounded, own in heads:
+        p, other = (log_weights(head, keys, causal, own) for keys in (original, rounded))
+        kl.append((p.exp() * (p - other)).sum(dim=-1).double().mean())  # weights of later tokens are zero
+        best, others = (weights[..., :n].topk(TOP, dim=-1).indices for weights in (p, other))
         common.append((best.unsqueeze(-1) == others.unsqueeze(-2)).any(dim=-1).double().mean())
     return float(torch.stack(kl).mean()), float(torch.stack(common).mean())
 

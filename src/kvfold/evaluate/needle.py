@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.evaluate.retrieval import Make, ask, bury, encode
+from kvfold.text import opening
 
 TASKS = ("single", "distractor", "multi", "m-key", "m-value", "m-query")
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -120,16 +121,17 @@ def hide(
     """A haystack of `length` tokens with the needles in it, and their tokens. Equal arguments give equal haystacks."""
     rng = random.Random(trial)
     hidden = {needle: needle.encode(tokenizer) for needle in needles(depth, rng)}
-    room = length - sum(len(piece) for pieces in hidden.values() for piece in pieces)
+    begin = opening(tokenizer)
+    room = length - len(begin) - sum(len(piece) for pieces in hidden.values() for piece in pieces)
     if not length // 2 <= room <= len(text):
         raise ValueError(
             f"haystacks of {length} tokens do not work: the needles take {length - room} tokens, at most half of it, "
             f"and the text has {len(text)}"
         )
-    begin = rng.randrange(len(text) - room + 1)
+    start = rng.randrange(len(text) - room + 1)
     ordered = sorted(hidden.items(), key=lambda item: item[0].depth)
     needles_at = [(needle.depth, torch.cat(pieces)) for needle, pieces in ordered]
-    return bury(text[begin : begin + room], needles_at), hidden
+    return torch.cat((begin, bury(text[start : start + room], needles_at))), hidden
 
 
 def _found(
@@ -138,9 +140,9 @@ def _found(
     """Per needle that a task asks for, the share of its values that is found."""
     for chunk in tokens.to(model.device).split(PREFILL):
         model(chunk[None], past_key_values=cache, logits_to_keep=1)
-    shares = {}
-    for needle, (question, *values, _) in hidden.items():
-        if needle.tasks:
-            right = ask(model, cache, question, torch.cat(values))
-            shares[needle] = fmean(bool(value.all()) for value in right.split([len(value) for value in values]))
-    return shares
+    asked = {needle: (question, values) for needle, (question, *values, _) in hidden.items() if needle.tasks}
+    answers = ask(model, cache, [(question, torch.cat(values)) for question, values in asked.values()])
+    return {
+        needle: fmean(bool(value.all()) for value in right.split([len(value) for value in values]))
+        for (needle, (_, values)), right in zip(asked.items(), answers, strict=True)
+    }

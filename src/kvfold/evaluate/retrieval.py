@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
+from kvfold.text import opening
+
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 THINGS = ("red door", "old clock", "green boat", "stone tower", "silver box")  # one needle per depth
 COPY_TOKENS = 256
@@ -18,15 +20,15 @@ Make = Callable[[], Cache]
 
 
 @torch.no_grad()
-def copy_accuracy(model: PreTrainedModel, make: Make, text: Tensor) -> float:
+def copy_accuracy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, make: Make, text: Tensor) -> float:
     """Feed shuffled tokens of `text` twice. The result is the share of the second half that the model predicts."""
-    right = 0
+    right, begin = 0, opening(tokenizer)
     for trial in range(COPY_TRIALS):
         generator = torch.Generator().manual_seed(trial)
         once = text[torch.randperm(len(text), generator=generator)[:COPY_TOKENS]]
-        tokens = torch.cat((once, once)).to(model.device)
+        tokens = torch.cat((begin, once, once)).to(model.device)
         logits = model(tokens[None, :-1], past_key_values=make(), logits_to_keep=len(once) - 1).logits[0]
-        right += int((logits.argmax(dim=-1) == tokens[len(once) + 1 :]).sum())
+        right += int((logits.argmax(dim=-1) == tokens[-len(once) + 1 :]).sum())
     return right / (COPY_TRIALS * (len(once) - 1))
 
 
@@ -36,9 +38,9 @@ def needle_accuracy(
 ) -> dict[str, float]:
     """Hide a code per thing of `THINGS` in haystacks out of `text`. The result is the share found, by depth.
 
-    A haystack is read once. After each question the cache is cropped to the haystack again. An answer counts if greedy
-    decoding gives every token of it.
+    A haystack is read once, then all questions are asked. An answer counts if greedy decoding gives every token of it.
     """
+    begin = opening(tokenizer)
     length = min(HAYSTACK_TOKENS, len(text) // HAYSTACKS)
     found = dict.fromkeys(DEPTHS, 0)
     for trial in range(HAYSTACKS):
@@ -46,13 +48,16 @@ def needle_accuracy(
         codes = [f" {rng.randrange(10_000, 100_000)}" for _ in THINGS]
         sentences = [f"\nThe code of the {thing} is{code}.\n" for thing, code in zip(THINGS, codes, strict=True)]
         needles = [encode(tokenizer, sentence) for sentence in sentences]
-        hay = text[trial * length : (trial + 1) * length - sum(map(len, needles))]
-        tokens = bury(hay, list(zip(DEPTHS, needles, strict=True)))
+        hay = text[trial * length : (trial + 1) * length - sum(map(len, (begin, *needles)))]
+        tokens = torch.cat((begin, bury(hay, list(zip(DEPTHS, needles, strict=True)))))
         cache = make()
         model(tokens[None].to(model.device), past_key_values=cache, logits_to_keep=1)
-        for depth, thing, code in zip(DEPTHS, THINGS, codes, strict=True):
-            question = encode(tokenizer, f"\nThe code of the {thing} is")
-            found[depth] += bool(ask(model, cache, question, encode(tokenizer, code)).all())
+        asked = [
+            (encode(tokenizer, f"\nThe code of the {thing} is"), encode(tokenizer, code))
+            for thing, code in zip(THINGS, codes, strict=True)
+        ]
+        for depth, right in zip(DEPTHS, ask(model, cache, asked), strict=True):
+            found[depth] += bool(right.all())
     return {f"{depth:.0%}": count / HAYSTACKS for depth, count in found.items()}
 
 
@@ -66,12 +71,22 @@ def bury(hay: Tensor, needles: list[tuple[float, Tensor]]) -> Tensor:
     return torch.cat((*parts, hay[begin:]))
 
 
-def ask(model: PreTrainedModel, cache: Cache, question: Tensor, answer: Tensor) -> Tensor:
-    """Which tokens of `answer` greedy decoding gives after `question`. The cache is cropped to what it held before."""
-    asked = torch.cat((question, answer[:-1]))[None].to(model.device)
-    logits = model(asked, past_key_values=cache, logits_to_keep=len(answer)).logits[0]
-    cache.crop(-asked.shape[1])
-    return logits.argmax(dim=-1).cpu() == answer
+def ask(model: PreTrainedModel, cache: Cache, asked: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """For each question and answer: which tokens of the answer greedy decoding gives after the question.
+
+    The cache holds one sequence. It is copied for every question, since not every cache can take a question back.
+    """
+    width = max(len(question) + len(answer) - 1 for question, answer in asked)
+    ids = torch.zeros(len(asked), width, dtype=torch.int64)  # padded on the right, which changes nothing before it
+    for row, (question, answer) in zip(ids, asked, strict=True):
+        row[: len(question) + len(answer) - 1] = torch.cat((question, answer[:-1]))
+    cache.batch_repeat_interleave(len(asked))
+    first = min(len(question) for question, _ in asked) - 1
+    given = model(ids.to(model.device), past_key_values=cache, logits_to_keep=width - first).logits.argmax(dim=-1).cpu()
+    return [
+        row[len(question) - 1 - first :][: len(answer)] == answer
+        for row, (question, answer) in zip(given, asked, strict=True)
+    ]
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:

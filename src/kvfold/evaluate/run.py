@@ -25,6 +25,7 @@ from kvfold.fitted import Fitted
 from kvfold.geometry import Geometry
 from kvfold.recipe import Recipe
 from kvfold.recipes import parse
+from kvfold.text import with_openings
 
 PLAIN = "transformers' own cache"
 DIAGNOSED = 2048  # the attention of at most this many tokens is diagnosed
@@ -52,6 +53,7 @@ def evaluate(
         for read in (tokens,) if haystack is None else (tokens, haystack):
             check_disjoint(read, artifact.tensors[TEXT])
     text = tokens if haystack is None else haystack
+    scored = with_openings(tokens, context, tokenizer)
     panel = {str(recipe): recipe for recipe in (parse(REFERENCE), *recipes)}
     # A recipe or length that does not fit the model fails here, before the long work.
     caches = {name: cache(model, recipe, artifact) for name, recipe in panel.items()}
@@ -60,14 +62,14 @@ def evaluate(
         hide(tokenizer, text, length, depth=0, trial=0)
     check_tasks(tasks)
     rope = artifact.metadata.rope if artifact else None
-    by_layer = diagnose(model, tokens[: min(context, DIAGNOSED)], caches, rope) if layers else {}
+    by_layer = diagnose(model, scored[: min(context, DIAGNOSED)], caches, rope) if layers else {}
     others = {name: make for name, make in makes.items() if name != REFERENCE}
     others[PLAIN] = partial(DynamicCache, config=model.config)
-    own, scores = compare(model, tokens, context, makes[REFERENCE], others, lambda share: advance(0.6 * share))
+    own, scores = compare(model, scored, context, makes[REFERENCE], others, lambda share: advance(0.6 * share))
     part = 0.4 / len(panel) / (1 + bool(lengths) + bool(problems) + bool(tasks))
     rows = []
     for name, recipe in panel.items():
-        copied = copy_accuracy(model, makes[name], tokens)
+        copied = copy_accuracy(model, tokenizer, makes[name], tokens)
         needles = needle_accuracy(model, tokenizer, makes[name], tokens)
         row = _row(recipe, geometry, artifact, own if name == REFERENCE else scores[name], copied, needles)
         advance(part)
@@ -120,7 +122,7 @@ def _row(
 ) -> Row:
     # without an artifact, `cache` calibrates by itself, and its layouts are not known here
     fitted = Fitted.of(recipe, geometry, artifact if recipe.learns else None)
-    layout = fitted.page_layouts()[0]
+    layout = fitted.page_layouts()[geometry.packed[0]]
     return Row(
         recipe=str(recipe),
         bits_per_element_2k=fitted.bits_per_element(2048),

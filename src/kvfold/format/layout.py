@@ -244,6 +244,19 @@ class PageLayout:
         """An uninitialised pool of `pages` pages: uint8[pages, kv_heads, page_bytes]."""
         return torch.empty(pages, kv_heads, self.page_bytes, dtype=torch.uint8, device=device)
 
+    def allocate_shadows(
+        self, shadows: int, kv_heads: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> Tensor:
+        """`shadows` uninitialised shadow pages: 16-bit [shadows, kv_heads, numbers], the raw keys of a page, then its
+        raw values."""
+        numbers = self.page_size * (self.key.dims + self.value.dims)
+        return torch.empty(shadows, kv_heads, numbers, dtype=dtype, device=device)
+
+    def shadow_sides(self, shadows: Tensor) -> tuple[Tensor, Tensor]:
+        """Shadow pages [..., numbers] -> views of their keys and values [..., page_size, d]."""
+        k, v = shadows.split([self.page_size * slot.dims for slot in (self.key, self.value)], dim=-1)
+        return k.unflatten(-1, (self.page_size, -1)), v.unflatten(-1, (self.page_size, -1))
+
     def key_views(self, pages: Tensor) -> tuple[Tensor, Tensor]:
         """Pages uint8[..., page_bytes] -> views of their K codes uint8[..., page_size, code_bytes] and K metadata
         float16[..., page_size or 1, entries]."""

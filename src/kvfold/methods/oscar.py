@@ -62,11 +62,9 @@ class Oscar(Integers):
         """The best of `CLIPS` for keys and for values."""
         sides = zip(("key", "value"), means, strict=True)
         centred = {**fit, **{f"{side}_mean": mean.float() for side, mean in sides if mean is not None}}
-        q, k, _ = layer.prompt  # [heads, tokens, d]
-        logits = layer.scale * q.unflatten(0, (len(k), -1)) @ k.unsqueeze(1).mT
-        weights = torch.softmax(logits.masked_fill(torch.ones(logits.shape[-2:]).triu(1).bool(), -torch.inf), dim=-1)
+        weights = layer.weights().double()
         tried = [
-            self._errors(layer, weights.double(), {**centred, "key_clip": clip, "value_clip": clip})
+            self._errors(layer, weights, {**centred, "key_clip": clip, "value_clip": clip})
             for clip in torch.tensor(CLIPS)
         ]
         key, value = torch.tensor(tried).argmin(dim=0).tolist()

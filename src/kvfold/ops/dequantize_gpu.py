@@ -118,10 +118,10 @@ def _restore(
     token = tl.arange(0, TOKENS)
     for i in range(tl.load(count)):
         page = tl.load(pages + i).to(tl.int64) * KV_HEADS + head + tl.zeros([TOKENS], tl.int64)
-        shadow = (tl.load(shadows + i).to(tl.int64) * KV_HEADS + head) * (2 * PAGE)
-        to = layer_shadows + (shadow + token) * KEY.head_dim
+        shadow = tl.load(shadows + i).to(tl.int64) * KV_HEADS + head
+        to = layer_shadows + shadow * (PAGE * (KEY.head_dim + VALUE.head_dim)) + token * KEY.head_dim
         _write(to, codes, meta, raw, levels, page, token, token < PAGE, KEY, PAGE_BYTES, TOKENS)
-        to += PAGE * KEY.head_dim
+        to += PAGE * KEY.head_dim + token * (VALUE.head_dim - KEY.head_dim)
         _write(to, codes, meta, raw, levels, page, token, token < PAGE, VALUE, PAGE_BYTES, TOKENS)
 
 

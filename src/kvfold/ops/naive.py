@@ -10,8 +10,8 @@ from kvfold.quantizers import channelwise
 def store(pages: LayerPages, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
     """Pack the step's keys and values [tokens, kv_heads, d] into their slots, and write them raw to shadow pages.
 
-    Returns the transformed raw vectors: queries of the same step read them inside their windows. Without windows,
-    returns None.
+    Returns the transformed raw vectors, which are contiguous: queries of the same step read them inside their windows.
+    Without windows, returns None.
 
     Tokens with a negative location are not stored.
 
@@ -22,18 +22,19 @@ def store(pages: LayerPages, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | No
     step = pages.step
     page, shadow, offset = step.places
     live = torch.nonzero(step.locations >= 0).squeeze(1)
-    y = torch.stack((pages.key.transform.forward(k), pages.value.transform.forward(v)), dim=2)  # [tokens, heads, 2, d]
-    raw = y.to(pages.shadows.dtype) if pages.windows else None
-    lost = _beyond_raw(pages, y, raw)
-    y = y.masked_fill(lost.unsqueeze(-1), 0)
+    y = pages.key.transform.forward(k), pages.value.transform.forward(v)
+    raw = _sixteen_bits(pages, y) if pages.windows else None
+    lost = torch.zeros(*k.shape[:2], 2, dtype=torch.bool, device=k.device) if raw is None else _beyond_raw(pages, raw)
+    y = _zeroed(y, lost)
     for sides, codes, meta in pages.sides:
         codec = pages.codec(sides)
+        new = torch.stack([*y][sides], dim=2)  # [tokens, kv_heads, sides, d]
         if codec.layout.per_page:
-            filled, tokens = _filled(pages, y[:, :, sides].to(pages.shadows.dtype), sides)
+            filled, tokens = _filled(pages, new.to(pages.shadows.dtype), sides)
             index: tuple[Tensor, ...] = (filled,)
             new_codes, new_meta = codec.quantize(tokens.float())
         else:
-            new_codes, new_meta, refused = codec.quantize_or_zero(y[:, :, sides])
+            new_codes, new_meta, refused = codec.quantize_or_zero(new)
             lost[:, :, sides] |= refused
             index, new_codes, new_meta = (page[live], offset[live]), new_codes[live], new_meta[live]
         codes[index] = new_codes
@@ -43,22 +44,32 @@ def store(pages: LayerPages, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | No
         pages.faults[step.locations[live][lost[live].flatten(1).any(dim=1)]] = 1
     if raw is None:
         return None
-    raw = raw.masked_fill(lost.unsqueeze(-1), 0)
+    raw = _zeroed(raw, lost)
     kept = live[shadow[live] >= 0]
-    pages.shadows[shadow[kept], :, :, offset[kept]] = raw[kept]
-    return raw[:, :, 0], raw[:, :, 1]
+    for shadows, side in zip(pages.shadow_sides, raw, strict=True):
+        shadows[shadow[kept], :, offset[kept]] = side[kept]
+    return raw
 
 
-def _beyond_raw(pages: LayerPages, y: Tensor, raw: Tensor | None) -> Tensor:
-    """bool[tokens, kv_heads, 2]: which vectors y [tokens, kv_heads, 2, d] are not finite in 16 bits. If whole pages
+def _sixteen_bits(pages: LayerPages, y: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    k, v = (side.to(pages.shadows.dtype).contiguous() for side in y)
+    return k, v
+
+
+def _zeroed(y: tuple[Tensor, Tensor], lost: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [tokens, kv_heads, d], with zeros where bool[tokens, kv_heads, 2] says."""
+    k, v = (side.masked_fill(gone.unsqueeze(-1), 0) for side, gone in zip(y, lost.unbind(2), strict=True))
+    return k, v
+
+
+def _beyond_raw(pages: LayerPages, raw: tuple[Tensor, Tensor]) -> Tensor:
+    """bool[tokens, kv_heads, 2]: which keys and values [tokens, kv_heads, d] are not finite in 16 bits. If whole pages
     are quantized, also vectors that no page could hold."""
-    if raw is None:
-        return torch.zeros(y.shape[:-1], dtype=torch.bool, device=y.device)
-    lost = ~raw.isfinite().all(dim=-1)
+    lost = torch.stack([~side.isfinite().all(dim=-1) for side in raw], dim=2)
     for sides, *_ in pages.sides:
         layout = pages.codec(sides).layout
         if layout.per_page:
-            lost[:, :, sides] |= ~channelwise.storable(raw[:, :, sides], layout.segments[0].bits)
+            lost[:, :, sides] |= ~channelwise.storable(torch.stack([*raw][sides], dim=2), layout.segments[0].bits)
     return lost
 
 
@@ -72,7 +83,8 @@ def _filled(pages: LayerPages, new: Tensor, sides: slice) -> tuple[Tensor, Tenso
     step = pages.step
     step.once(require_shadows, pages.windows)
     row, page, own = step.filled
-    old = pages.shadows[step.shadow_of[step.table[row, page]]][:, :, sides].permute(0, 3, 1, 2, 4)
+    shadow = step.shadow_of[step.table[row, page]]
+    old = torch.stack([side[shadow].transpose(1, 2) for side in pages.shadow_sides[sides]], dim=3)
     full = torch.where((own >= 0)[..., None, None, None], new[own], old)
     first = (pages.windows.sink - page * step.page_size).clamp(0, step.page_size - 1).unsqueeze(1)
     token = first + (torch.arange(step.page_size, device=page.device) - first) % (step.page_size - first)
@@ -80,12 +92,13 @@ def _filled(pages: LayerPages, new: Tensor, sides: slice) -> tuple[Tensor, Tenso
 
 
 def attend(pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, logits: Logits) -> Tensor:
-    """Plain softmax attention of queries [tokens, q_heads, d] over the tokens each reads: float32 of the same shape.
+    """Plain softmax attention of queries [tokens, q_heads, d] over the tokens each reads: float32[tokens, q_heads, d],
+    where d is the dimension of values.
 
     `new` is what `store` returned for the step. Logits are those of keys that are not centred.
     """
     kv_heads = pages.pool.shape[1]
-    out = torch.zeros(q.shape, device=q.device)
+    out = torch.zeros(*q.shape[:2], pages.layout.value.dims, device=q.device)
     key, value = pages.key.transform, pages.value.transform
     query_rows = iter(range(len(q)))
     for row, (start, length) in enumerate(zip(*pages.step.known, strict=True)):
@@ -120,15 +133,13 @@ def read(pages: LayerPages, row: int, position: int, new: tuple[Tensor, Tensor] 
     step, windows = pages.step, pages.windows
     tokens = torch.arange(position + 1, device=pages.pool.device)
     page, offset = step.table[row, tokens // step.page_size], tokens % step.page_size
-    x = pages.unpack(page, offset)  # [tokens, kv_heads, 2, d]
+    x = pages.unpack(page, offset)
     start, after = step.known.starts[row], int(step.query_starts[row + 1]) - step.known.lengths[row]
     for j in range(position + 1):
         unfilled = j >= (position + 1) // windows.group * windows.group
         if new is not None and (j < windows.sink or j > position - windows.recent or unfilled):
-            if j >= start:
-                x[j] = torch.stack([side[after + j] for side in new], dim=1)
-            else:
-                shadow = int(step.shadow_of[page[j]])
-                assert shadow >= 0, "a window reaches into a page that has no shadow"
-                x[j] = pages.shadows[shadow, :, :, offset[j]]
-    return x[:, :, 0], x[:, :, 1]
+            shadow = int(step.shadow_of[page[j]])
+            assert shadow >= 0 or j >= start, "a window reaches into a page that has no shadow"
+            for side, own, shadows in zip(x, new, pages.shadow_sides, strict=True):
+                side[j] = own[after + j] if j >= start else shadows[shadow, :, offset[j]]
+    return x

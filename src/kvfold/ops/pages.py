@@ -206,7 +206,7 @@ class LayerPages:
     windows: Windows
     pool: Tensor  # uint8[pages, kv_heads, page_bytes]
     sides: list[tuple[slice, Tensor, Tensor]]  # layout.sides(pool): views of codes and metadata
-    shadows: Tensor  # 16-bit float [shadow pages, kv_heads, 2 (K, V), page_size, d]
+    shadows: Tensor  # 16-bit float [shadow pages, kv_heads, numbers of a page]
     faults: Tensor  # uint8[pages · page_size]: 1 at the locations of tokens that `store` could not store
 
     @classmethod
@@ -227,13 +227,19 @@ class LayerPages:
         """The codec that quantizes these sides (0: keys, 1: values)."""
         return (self.key, self.value)[sides.start]
 
-    def unpack(self, page: Tensor, offset: Tensor) -> Tensor:
-        """Decode the slots at page and offset int64[tokens]: float32[tokens, kv_heads, 2 (K, V), d]."""
+    @property
+    def shadow_sides(self) -> tuple[Tensor, Tensor]:
+        """Views of the keys and values in shadow pages: [shadow pages, kv_heads, page_size, d]."""
+        return self.layout.shadow_sides(self.shadows)
+
+    def unpack(self, page: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
+        """Decode the slots at page and offset int64[tokens]: keys and values float32[tokens, kv_heads, d]."""
         parts = [
             self.codec(sides).dequantize(codes[page, offset], meta[page, offset % meta.shape[1]])
             for sides, codes, meta in self.sides
         ]
-        return torch.cat(parts, dim=2)
+        k, v = (side for part in parts for side in part.unbind(2))
+        return k, v
 
 
 _NO_PAGES = torch.empty(0, 0, dtype=torch.int64)

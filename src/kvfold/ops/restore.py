@@ -37,7 +37,8 @@ class Restore:
         for layer in (layer for layers in self.alike.values() for layer in layers if n):
             for sides, codes, meta in layer.sides:
                 x = layer.codec(sides).dequantize(codes[pages[:n]], meta[pages[:n]])  # [pages, tokens, heads, sides, d]
-                layer.shadows[shadows[:n], :, sides] = x.permute(0, 2, 3, 1, 4).to(layer.shadows.dtype)
+                for side, unpacked in zip(layer.shadow_sides[sides], x.unbind(3), strict=True):
+                    side[shadows[:n]] = unpacked.transpose(1, 2).to(side.dtype)
 
     def launch(self, pages: Tensor, shadows: Tensor, count: Tensor) -> None:
         """The same with one launch per layout, for all its layers. Waits for nothing."""

@@ -48,10 +48,7 @@ class PagedCache:
         self.counts: list[int] = []  # new tokens of the step, per sequence
         self.faults = torch.zeros(0, dtype=torch.uint8, device=self.device)
         self.pools = [layout.allocate(0, kv_heads, self.device) for layout in self.layouts]
-        self.shadows = [
-            torch.empty(0, kv_heads, 2, page_size, layout.key.dims, dtype=raw_dtype, device=self.device)
-            for layout in self.layouts
-        ]
+        self.shadows = [layout.allocate_shadows(0, kv_heads, raw_dtype, self.device) for layout in self.layouts]
         self._layers = self._views()
         # per layer, by query heads per KV head and whether logits are capped
         self._ops: dict[tuple[int, bool], list[Ops]] = {}
@@ -129,16 +126,16 @@ class PagedCache:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, logits: Logits, out: Tensor | None = None) -> Tensor:
         """Pack a layer's new tokens and attend its queries, float32 or in `out`.
 
-        All are [sequences, n, heads, d]. If a sequence has fewer than n new tokens, they are its last columns. Outputs
-        before them are zero. A token that cannot be stored raises, on a GPU with the last layer. Then take the step
-        back by `crop`.
+        All are [sequences, n, heads, d]. Outputs have the d of values. If a sequence has fewer than n new tokens, they
+        are its last columns. Outputs before them are zero. A token that cannot be stored raises, on a GPU with the last
+        layer. Then take the step back by `crop`.
         """
         kind = q.shape[2] // self.kv_heads, logits.cap is not None
         if kind not in self._ops:
             ratio, cap = kind
             self._ops[kind] = [choose(layout, ratio, self.device, cap=cap) for layout in self.layouts]
         run, pages = self._ops[kind][layer].store_and_attend, self.pages(layer)
-        out = torch.empty(q.shape, device=q.device) if out is None else out
+        out = torch.empty(*q.shape[:3], v.shape[-1], device=q.device) if out is None else out
         if sum(self.counts) == q.shape[:2].numel():
             run(pages, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), logits, out.view(-1, *out.shape[2:]))
         else:
@@ -155,12 +152,16 @@ class PagedCache:
             self.faults.zero_()
             raise ValueError(UNSTORABLE)
 
-    def crop(self, counts: Sequence[int]) -> None:
-        """Forget the last `counts[i]` tokens of sequence i."""
+    def check_crop(self, counts: Sequence[int]) -> None:
+        """Refuse a `crop` that cannot be done."""
         lengths = [length - count for length, count in zip(self.lengths, counts, strict=True)]
         if min(counts, default=0) < 0 or min(lengths, default=0) < 0:
             raise ValueError(f"cannot remove {list(counts)} tokens from sequences of {self.lengths}")
         self.shadow_map.check_crop(self.tables, lengths)
+
+    def crop(self, counts: Sequence[int]) -> None:
+        """Forget the last `counts[i]` tokens of sequence i."""
+        self.check_crop(counts)
         self.tables.crop(counts)
 
     def select(self, rows: Sequence[int]) -> None:

@@ -45,17 +45,19 @@ from kvfold.quantizers import lloyd_max
 def attend(
     pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, logits: Logits, out: Tensor | None = None
 ) -> Tensor:
-    """Queries [tokens, q_heads, d] -> outputs of the same shape, float32 or in `out`.
+    """Queries [tokens, q_heads, d] -> outputs [tokens, q_heads, d], float32 or in `out`. Keys and values may differ in
+    d.
 
     `new` is what `store` returned for the same step.
     """
+    dims = pages.layout.value.dims
     if not q.numel():
-        return q.float()
+        return torch.empty(*q.shape[:2], dims, device=q.device)
     rotated = dual(pages.key.transform, q)
     last = pages.step.table.shape[1] * pages.layout.page_size - 1  # the last position in the page table
     tokens = pages.windows.raw_from(last) - pages.windows.sink  # the most that a query reads packed
     packed = QueryTiles(pages, rotated).splits(tokens, q.device) if tokens > 0 else 0
-    outs, weights = empty(packed + (0 if new is None else window_kernel.splits(pages, rotated)), rotated)
+    outs, weights = empty(packed + (0 if new is None else window_kernel.splits(pages, rotated)), rotated, dims)
     cap = soft_cap(pages, q, logits)
     if packed:
         _attend_packed(pages, rotated, logits, cap, outs[:packed], weights[:packed])
@@ -160,7 +162,6 @@ def _attend(
     STRIDE: tl.constexpr,  # tokens from tile to tile
     TOKENS: tl.constexpr,  # columns of a tile; the first STRIDE hold tokens
 ):
-    DIMS: tl.constexpr = KEY.head_dim
     head, split = HEAD + tl.program_id(1), tl.program_id(2)
     sequence, first = tl.program_id(0) // query_tiles, tl.program_id(0) % query_tiles * QUERIES
     if first >= tl.load(query_starts + sequence + 1) - tl.load(query_starts + sequence):
@@ -208,7 +209,7 @@ def _attend(
             else:
                 logits = tl.dot(qs[i], tl.trans(x), logits)
             if key_centroids is not None:
-                named = key_centroids + head * KEY_CENTROIDS * DIMS
+                named = key_centroids + head * KEY_CENTROIDS * KEY.head_dim
                 c = _centroids(named, pool_meta, page, offset, exists, KEY, i, PAGE_BYTES)
                 logits = tl.dot(qs[i], tl.trans(c.to(tl.float16)), logits)
         if cap is not None:
@@ -227,7 +228,7 @@ def _attend(
             elif VALUE.rule[i] == CODEBOOK:
                 x = x * tl.load(meta, mask=exists, other=0.0).to(tl.float32)[:, None]
             if value_centroids is not None:
-                named = value_centroids + head * VALUE_CENTROIDS * DIMS
+                named = value_centroids + head * VALUE_CENTROIDS * VALUE.head_dim
                 x = x + _centroids(named, pool_meta, page, offset, exists, VALUE, i, PAGE_BYTES)
             updated += (tl.dot(weight, x.to(tl.float16), means[i] * fade[:, None]),)
         means = updated
@@ -237,7 +238,8 @@ def _attend(
     for i in tl.static_range(len(VALUE.parts)):
         coordinate, real = coordinates(VALUE, i)
         mean = means[i] / tl.where(total > 0, total, 1.0)[:, None]
-        tl.store(outs + place[:, None] * DIMS + coordinate[None, :], mean, mask=live[:, None] & real[None, :])
+        at = outs + place[:, None] * VALUE.head_dim + coordinate[None, :]
+        tl.store(at, mean, mask=live[:, None] & real[None, :])
 
 
 @triton.jit

@@ -20,11 +20,12 @@ UNSEEN = -1e30  # added to logits of tokens that a query does not read; finite, 
 def attend(
     pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, logits: Logits, out: Tensor | None = None
 ) -> Tensor:
-    """Queries [tokens, q_heads, d] -> outputs of the same shape, float32 or in `out`.
+    """Queries [tokens, q_heads, d] -> outputs [tokens, q_heads, d], float32 or in `out`. Keys and values may differ in
+    d.
 
     `new` is what `store` returned for the same step. Neighbouring sequences with equal numbers of queries form a batch.
     """
-    out = torch.empty(q.shape, device=q.device) if out is None else out
+    out = torch.empty(*q.shape[:2], pages.layout.value.dims, device=q.device) if out is None else out
     if new is not None:
         pages.step.once(require_shadows, pages.windows)
     for n, tokens, step in pages.step.once(_batches):
@@ -54,13 +55,14 @@ def _attend(pages: LayerPages, q: Tensor, new: Sequence[Tensor], logits: Logits)
         parts.add(chunk.columns, chunk.mask, *_unpack(pages, chunk))
     if new:
         for window in pages.step.once(_window_chunks, pages.windows, tokens):
-            parts.add(window.columns, window.mask, *window.gather(pages.shadows, *new))
+            parts.add(window.columns, window.mask, *window.gather(pages.shadow_sides, new))
     return pages.value.transform.inverse(parts.out.transpose(1, 2))
 
 
 def _unpack(pages: LayerPages, chunk: "_PackedChunk") -> tuple[Tensor, Tensor]:
     """The keys and values [sequences, kv_heads, tokens, d] of a chunk, float32."""
-    sequences, parts = len(pages.step.table), []
+    sequences = len(pages.step.table)
+    unpacked: list[Tensor] = []
     tokens = len(chunk.pages) // sequences * pages.step.page_size
     for sides, *views in pages.sides:
         # [pages, page_size, kv_heads, sides, …] -> [kv_heads, sides, pages, page_size, …]
@@ -70,11 +72,10 @@ def _unpack(pages: LayerPages, chunk: "_PackedChunk") -> tuple[Tensor, Tensor]:
             for array in (codes, meta) if codec.layout.has_raw else (meta,):
                 last = array.unflatten(2, (sequences, -1))[:, :, :, -chunk.unwritten.shape[1] :]
                 last.masked_fill_(chunk.unwritten[:, :, : array.shape[3]], 0)
-        parts.append(codec.dequantize(codes, meta, heads=-5))
-    x = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-    x = x.view(*x.shape[:2], sequences, tokens, x.shape[-1]).narrow(3, 0, chunk.tokens)
-    k, v = x.transpose(0, 2).unbind(1)
-    return k, v
+        x = codec.dequantize(codes, meta, heads=-5)
+        x = x.view(*x.shape[:2], sequences, tokens, x.shape[-1]).narrow(3, 0, chunk.tokens)
+        unpacked += x.transpose(0, 2).unbind(1)
+    return unpacked[0], unpacked[1]
 
 
 class _Parts:
@@ -97,7 +98,7 @@ class _Parts:
             self.out, self.weight = part, weight
             return
         if self.weight is None:
-            self.out = part.new_zeros(queries.shape)
+            self.out = part.new_zeros((*queries.shape[:-1], part.shape[-1]))
             self.weight = part.new_full((*queries.shape[:-1], 1), 2 * UNSEEN)
         out, old = self.out[:, :, columns], self.weight[:, :, columns]
         # the sigmoid is this part's share of both. `lerp_` does not round at 0 and 1: an unseen part changes no bit
@@ -114,7 +115,7 @@ class _Parts:
 def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """softmax(scale·q·kᵀ + mask)·v with q [sequences, q_heads, n, d] and k, v [sequences, kv_heads, tokens, d], and the
     log-sum-exp of the logits."""
-    if q.device.type == "cpu":
+    if q.device.type == "cpu" and k.shape == v.shape:
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return flash(q, k, v, attn_mask=mask, scale=scale)
     return _softmax(q, k, v, mask, scale)
@@ -186,13 +187,13 @@ class _WindowChunk:
     old: tuple[Tensor, Tensor]  # row and index of tokens older than the step
     shadow: tuple[Tensor, Tensor]  # their shadow page and offset
 
-    def gather(self, shadows: Tensor, new_k: Tensor, new_v: Tensor) -> tuple[Tensor, Tensor]:
+    def gather(self, shadow_sides: Sequence[Tensor], new: Sequence[Tensor]) -> list[Tensor]:
         """The keys and values [sequences, kv_heads, tokens, d], float32."""
         row = torch.arange(len(self.column), device=self.column.device).unsqueeze(1)
-        old = shadows[self.shadow[0], :, :, self.shadow[1]]  # [tokens, kv_heads, 2, d]
-        k, v = new_k[row, self.column], new_v[row, self.column]  # [sequences, tokens, kv_heads, d]
-        k[self.old], v[self.old] = old[:, :, 0], old[:, :, 1]
-        return k.transpose(1, 2).float(), v.transpose(1, 2).float()
+        sides = [side[row, self.column] for side in new]  # [sequences, tokens, kv_heads, d]
+        for side, shadows in zip(sides, shadow_sides, strict=True):
+            side[self.old] = shadows[self.shadow[0], :, self.shadow[1]]
+        return [side.transpose(1, 2).float() for side in sides]
 
 
 def _window_chunks(step: Step, windows: Windows, chunk_tokens: int) -> list[_WindowChunk]:

@@ -48,7 +48,7 @@ Arguments = arguments(
     "table", "table_stride", "starts", "lengths", "shadow_of",
     "key_rotation", "key_rotations", "value_rotation", "value_rotations", "value_mean",
     "sinks", "sink_values", "of_mean",
-    "sequences", "chunks", "kv_heads", "ratio", "dims", "page_size", "windows", "sink", "recent",
+    "sequences", "chunks", "kv_heads", "ratio", "key_dims", "value_dims", "page_size", "windows", "sink", "recent",
     floats=("scale", "cap", "key_factor", "value_factor"),
 )  # fmt: skip
 
@@ -56,11 +56,12 @@ Arguments = arguments(
 def attend(
     pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, logits: Logits, out: Tensor | None = None
 ) -> Tensor:
-    """Queries [sequences, q_heads, d] -> outputs of the same shape, float32 or in `out`.
+    """Queries [sequences, q_heads, d] -> outputs [sequences, q_heads, d], float32 or in `out`. Keys and values may
+    differ in d.
 
     `new` is what `store` returned for the same step.
     """
-    sequences, q_heads, dims = q.shape
+    (sequences, q_heads, key_dims), value_dims = q.shape, pages.layout.value.dims
     step, windows, kv_heads = pages.step, pages.windows, pages.pool.shape[1]
     starts, lengths, chunks = pages.step.once(_lengths)
     if new is not None:
@@ -69,12 +70,16 @@ def attend(
     of_mean = None if logits.cap is None else logits.of_mean(pages.key.transform, q)
     of_mean = None if of_mean is None else of_mean * LOG2_E
     q = q.float().contiguous()
-    result = out if out is not None and out.dtype == torch.float32 and out.is_contiguous() else torch.empty_like(q)
-    queries, parts = torch.empty_like(q), torch.empty(chunks, *q.shape)
+    result = (
+        out
+        if out is not None and out.dtype == torch.float32 and out.is_contiguous()
+        else torch.empty(sequences, q_heads, value_dims)
+    )
+    queries, parts = torch.empty_like(q), torch.empty(chunks, *result.shape)
     weights = torch.empty(chunks, sequences, q_heads, 2)
-    width = -(-max(dims + 7, TILE) // 16) * 16  # in whole cache lines
+    width = -(-max(key_dims + 7, value_dims + 7, TILE) // 16) * 16  # in whole cache lines
     scratch = torch.zeros(torch.get_num_threads(), TILE + q_heads // kv_heads, width)  # finite in rows without a token
-    key, value = dense(pages.key.transform, dims), dense(pages.value.transform, dims)
+    key, value = dense(pages.key.transform, key_dims), dense(pages.value.transform, value_dims)
     raw = [] if new is None else [side.contiguous() for side in new]
     told = Arguments(
         0, 0, 0, *described(pages), lloyd_max.level_table(q.device).data_ptr(),
@@ -85,7 +90,7 @@ def attend(
         starts.data_ptr(), lengths.data_ptr(), step.shadow_of.data_ptr(),
         key.matrix.data_ptr(), key.matrix.shape[0], value.inverse.data_ptr(), value.inverse.shape[0],
         value.mean.data_ptr(), *([x.data_ptr() for x in sinks] or (0, 0)), 0 if of_mean is None else of_mean.data_ptr(),
-        sequences, chunks, kv_heads, q_heads // kv_heads, dims, pages.layout.page_size,
+        sequences, chunks, kv_heads, q_heads // kv_heads, key_dims, value_dims, pages.layout.page_size,
         new is not None, windows.sink, windows.recent,
         logits.scale * LOG2_E, (logits.cap or 0) * LOG2_E, key.factor, value.factor,
     )  # fmt: skip
@@ -161,9 +166,9 @@ def _rotate_queries(p):
     """A task rotates one query, and scales it for logits to base 2."""
     a = carray(p, 1)[0]
     heads = a.kv_heads * a.ratio
-    q = array(a.q, (a.sequences * heads, a.dims), np.float32)
-    queries = array(a.queries, (a.sequences * heads, a.dims), np.float32)
-    rotations = array(a.key_rotation, (a.key_rotations, a.dims, a.dims), np.float64)
+    q = array(a.q, (a.sequences * heads, a.key_dims), np.float32)
+    queries = array(a.queries, (a.sequences * heads, a.key_dims), np.float32)
+    rotations = array(a.key_rotation, (a.key_rotations, a.key_dims, a.key_dims), np.float64)
     task = take(p, TASK)
     while task < a.tasks:
         rotate(q[task], rotations, task % heads // a.ratio, a.key_factor, queries[task])
@@ -179,8 +184,8 @@ def _attend_chunks(p):
     to the highest logit.
     """
     a = carray(p, 1)[0]
-    queries = array(a.queries, (a.sequences, a.kv_heads, a.ratio, a.dims), np.float32)
-    parts = array(a.parts, (a.chunks, a.sequences, a.kv_heads, a.ratio, a.dims), np.float32)
+    queries = array(a.queries, (a.sequences, a.kv_heads, a.ratio, a.key_dims), np.float32)
+    parts = array(a.parts, (a.chunks, a.sequences, a.kv_heads, a.ratio, a.value_dims), np.float32)
     weights = array(a.weights, (a.chunks, a.sequences, a.kv_heads, a.ratio, 2), np.float32)
     pool, words = array(a.pool, a.pool_bytes, np.uint8), array(a.pool, a.pool_bytes // 2, np.uint16)
     levels = array(a.levels, 512, np.float32)
@@ -188,9 +193,10 @@ def _attend_chunks(p):
     table = array(a.table, (a.sequences, a.table_stride), np.int64)
     shadow_of = array(a.shadow_of, a.pool_bytes // a.page_stride, np.int64)
     starts, lengths = array(a.starts, a.sequences, np.int32), array(a.lengths, a.sequences, np.int32)
-    shadows = array(a.shadows, (a.shadow_pages, a.kv_heads, 2, a.page_size, a.dims), np.uint16)
-    new_keys = array(a.new_keys, (a.sequences, a.kv_heads, a.dims), np.uint16)
-    new_values = array(a.new_values, (a.sequences, a.kv_heads, a.dims), np.uint16)
+    of_keys = a.page_size * a.key_dims
+    shadows = array(a.shadows, (a.shadow_pages, a.kv_heads, of_keys + a.page_size * a.value_dims), np.uint16)
+    new_keys = array(a.new_keys, (a.sequences, a.kv_heads, a.key_dims), np.uint16)
+    new_values = array(a.new_values, (a.sequences, a.kv_heads, a.value_dims), np.uint16)
     of_mean = array(a.of_mean, (a.sequences, a.kv_heads, a.ratio), np.float32)
     scratch = array(a.scratch, (a.workers, TILE + a.ratio, a.width), np.float32)[take(p, WORKER)]
     tile, shares = scratch[:TILE], scratch[TILE:]
@@ -205,7 +211,7 @@ def _attend_chunks(p):
         for first in range(chunk * CHUNK, end, TILE):
             count = min(TILE, end - first)
             for side in range(2):
-                i = 0
+                i, dims = 0, a.value_dims if side else a.key_dims
                 while i < count:
                     token = first + i
                     page, place = table[sequence, token // a.page_size], token % a.page_size
@@ -216,8 +222,9 @@ def _attend_chunks(p):
                         widen((new_keys if side == 0 else new_values)[sequence, head], half, tile[i])
                         run = 1  # the query's own token
                     elif in_window:
+                        raw = shadows[shadow_of[page], head, side * of_keys :]
                         for j in range(run):
-                            widen(shadows[shadow_of[page], head, side, place + j], half, tile[i + j])
+                            widen(raw[(place + j) * dims : (place + j + 1) * dims], half, tile[i + j])
                     else:
                         at = page * a.page_stride + head * a.head_stride
                         read(pool, words, at, place, sides[side], segments[side], levels, half, tile[i : i + run])
@@ -238,16 +245,16 @@ def _merge(p):
     """A task merges the chunks of one query and its learned sink, rotates the result back, and adds the mean value."""
     a = carray(p, 1)[0]
     heads = a.kv_heads * a.ratio
-    parts = array(a.parts, (a.chunks, a.sequences * heads, a.dims), np.float32)
+    parts = array(a.parts, (a.chunks, a.sequences * heads, a.value_dims), np.float32)
     weights = array(a.weights, (a.chunks, a.sequences * heads, 2), np.float32)
-    rotations = array(a.value_rotation, (a.value_rotations, a.dims, a.dims), np.float64)
-    means = array(a.value_mean, (a.kv_heads, a.dims), np.float32)
+    rotations = array(a.value_rotation, (a.value_rotations, a.value_dims, a.value_dims), np.float64)
+    means = array(a.value_mean, (a.kv_heads, a.value_dims), np.float32)
     sinks = array(a.sinks, a.sequences * heads, np.float32)
-    sink_values = array(a.sink_values, (a.kv_heads, a.dims), np.float32)
-    out = array(a.out, (a.sequences * heads, a.dims), np.float32)
+    sink_values = array(a.sink_values, (a.kv_heads, a.value_dims), np.float32)
+    out = array(a.out, (a.sequences * heads, a.value_dims), np.float32)
     task = take(p, TASK)
     while task < a.tasks:
-        weight, mixed, total = weights[:, task], np.zeros(a.dims, np.float32), f4(1e-30)
+        weight, mixed, total = weights[:, task], np.zeros(a.value_dims, np.float32), f4(1e-30)
         highest, head = weight[:, 0].max(), task % heads // a.ratio
         if a.sinks:
             highest = max(highest, sinks[task])

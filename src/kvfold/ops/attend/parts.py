@@ -1,6 +1,7 @@
 """Attention in parts: what the Triton kernels that compute parts share, and their merge by log-sum-exp.
 
-A part is attention over some of the tokens that queries read. `outs` are its outputs, float32[tokens, q_heads, d].
+A part is attention over some of the tokens that queries read. `outs` are its outputs, float32[tokens, q_heads, d]
+with the d of values.
 `weights` are the log2 of its sums of softmax weights, float32[tokens, q_heads].
 """
 
@@ -45,7 +46,8 @@ class QueryTiles:
         self.rows = max(16, self.queries * self.ratio)  # MMA takes 16 at least
         self.per_sequence = ceil_div(step.max_queries, self.queries)
         self.count = self.per_sequence * len(step.lengths)
-        self.tokens = 64 if q.shape[-1] <= 128 else 32  # keys that a tile reads at once
+        dims = max(pages.layout.key.dims, pages.layout.value.dims)
+        self.tokens = 64 if dims <= 128 else 32  # keys that a tile reads at once
         self.num_warps = 8 if self.rows > 64 else 4
         self.registers = 128 if self.rows == 16 else None  # per thread, so that four CTAs fit on an SM
 
@@ -55,9 +57,9 @@ class QueryTiles:
         return max(1, min(wanted, ceil_div(tokens, self.tokens), MAX_SPLITS))
 
 
-def empty(splits: int, q: Tensor) -> tuple[Tensor, Tensor]:
-    """Memory for `splits` parts of queries [tokens, q_heads, d]: outputs and weights."""
-    outs = torch.empty(splits, *q.shape, dtype=torch.float32, device=q.device)
+def empty(splits: int, q: Tensor, dims: int) -> tuple[Tensor, Tensor]:
+    """Memory for `splits` parts of queries [tokens, q_heads, d]: outputs of `dims` coordinates, and weights."""
+    outs = torch.empty(splits, *q.shape[:2], dims, dtype=torch.float32, device=q.device)
     return outs, torch.empty(splits, *q.shape[:2], dtype=torch.float32, device=q.device)
 
 
@@ -148,7 +150,7 @@ def warm_up(pages: LayerPages, q: Tensor, logits: Logits, out: Tensor) -> None:
     """
     splits = FEWEST_PARTS
     while splits <= 2 * MAX_SPLITS:
-        merge(*empty(splits, q), pages.value.transform, out, sinks=learned_sinks(pages, q, logits))
+        merge(*empty(splits, q, out.shape[-1]), pages.value.transform, out, sinks=learned_sinks(pages, q, logits))
         splits *= 2
 
 

@@ -49,6 +49,8 @@ def unsupported(layout: PageLayout) -> str | None:
     if packed := tiles.unsupported_side(layout):
         return "{} are not unpacked: {}".format(*packed)
     dims = layout.key.dims
+    if dims != layout.value.dims:
+        return f"keys have {dims} dims and values {layout.value.dims}, and flash attention takes equal ones"
     return f"heads have {dims} dims, not a multiple of 8 up to 256" if dims % 8 or dims > 256 else None
 
 

@@ -36,6 +36,7 @@ def attend(
     """
     step, windows, tiles = pages.step, pages.windows, QueryTiles(pages, q, MAX_ROWS)
     tokens, q_heads, dims = q.shape
+    assert all(side.is_contiguous() for side in new)
     long = step.max_queries >= tiles.tokens
     overlap = BESIDE_TO_END if overlaps else ALONE
     _windows[(tiles.count, tiles.kv_heads, len(outs))](
@@ -58,12 +59,13 @@ def attend(
         tokens,
         step.table.stride(0),
         *q.stride()[:2],
-        *new[0].stride()[:2],
         PAGE=pages.layout.page_size,
         KV_HEADS=tiles.kv_heads,
         Q_HEADS=q_heads,
-        DIMS=dims,
-        PADDED=power_of_two(dims),
+        KEY_DIMS=dims,
+        VALUE_DIMS=outs.shape[-1],
+        KEY_PADDED=power_of_two(dims),
+        VALUE_PADDED=power_of_two(outs.shape[-1]),
         RATIO=tiles.ratio,
         QUERIES=tiles.queries,
         ROWS=tiles.rows,
@@ -103,13 +105,13 @@ def _windows(
     table_stride,
     q_stride,
     q_head_stride,
-    new_stride,
-    new_head_stride,
     PAGE: tl.constexpr,
     KV_HEADS: tl.constexpr,
     Q_HEADS: tl.constexpr,
-    DIMS: tl.constexpr,
-    PADDED: tl.constexpr,  # DIMS, up to a power of two
+    KEY_DIMS: tl.constexpr,
+    VALUE_DIMS: tl.constexpr,
+    KEY_PADDED: tl.constexpr,  # up to a power of two
+    VALUE_PADDED: tl.constexpr,
     RATIO: tl.constexpr,  # query heads per KV head, up to a power of two
     QUERIES: tl.constexpr,
     ROWS: tl.constexpr,
@@ -131,12 +133,11 @@ def _windows(
     lacked = None
     if cap is not None:
         lacked = lacking(cap, query.to(tl.int64) * Q_HEADS + q_head, live)
-    coordinate = tl.arange(0, PADDED)
-    real = (coordinate < DIMS)[None, :]
+    of_key, of_value = tl.arange(0, KEY_PADDED)[None, :], tl.arange(0, VALUE_PADDED)[None, :]
     row = q + query.to(tl.int64) * q_stride + q_head * q_head_stride
-    queries = tl.load(row[:, None] + coordinate[None, :], mask=live[:, None] & real, other=0.0)
+    queries = tl.load(row[:, None] + of_key, mask=live[:, None] & (of_key < KEY_DIMS), other=0.0)
     queries = (queries.to(tl.float32) * scale).to(tl.float16)
-    out = tl.zeros([ROWS, PADDED], tl.float32)
+    out = tl.zeros([ROWS, VALUE_PADDED], tl.float32)
     highest = tl.full([ROWS], UNSEEN, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
 
@@ -152,11 +153,11 @@ def _windows(
         own_from = tl.where(start > 0, sink_tiles + tl.cdiv(tl.maximum(start - recent_from, 0), TOKENS), 0)
         for tile in tl.range(tl.maximum(begin, own_from), stop, num_stages=3):
             tile_from, newest, seen = _tile(tile, sink, sink_tiles, recent_from, last, packed_to, position, TOKENS)
-            own = (tile_from + end - length).to(tl.int64) * new_stride + head * new_head_stride
+            own = (tile_from + end - length).to(tl.int64) * KV_HEADS + head
             token = tl.minimum(tl.arange(0, TOKENS), newest - tile_from)  # past the newest token, load it again
-            at = (token * new_stride)[:, None] + coordinate[None, :]
-            k = tl.load(new_k + own + at, mask=real, other=0.0)
-            v = tl.load(new_v + own + at, mask=real, other=0.0)
+            at = (token * KV_HEADS)[:, None]
+            k = tl.load(new_k + own * KEY_DIMS + (at * KEY_DIMS + of_key), mask=of_key < KEY_DIMS, other=0.0)
+            v = tl.load(new_v + own * VALUE_DIMS + (at * VALUE_DIMS + of_value), mask=of_value < VALUE_DIMS, other=0.0)
             out, highest, total = _read(queries, k, v, cap, lacked, seen, out, highest, total)
         stop = tl.minimum(stop, own_from)
     for tile in range(begin, stop):
@@ -167,19 +168,19 @@ def _windows(
         page = tl.load(table + token // PAGE, mask=exists, other=0)
         shadow = tl.load(shadow_of + page, mask=exists & ~of_step, other=0).to(tl.int64)
         tl.device_assert(shadow >= 0, "a window reaches into a page that has no shadow")
-        old = shadows + ((shadow * KV_HEADS + head) * 2 * PAGE + token % PAGE) * DIMS
-        own = (token + end - length).to(tl.int64) * new_stride + head * new_head_stride
+        old = shadows + (shadow * KV_HEADS + head) * (PAGE * (KEY_DIMS + VALUE_DIMS))
+        own = (token + end - length).to(tl.int64) * KV_HEADS + head
         exists &= shadow >= 0
-        mask = exists[:, None] & real
-        k = tl.load(tl.where(of_step, new_k + own, old)[:, None] + coordinate[None, :], mask=mask, other=0.0)
-        v_at = tl.where(of_step, new_v + own, old + PAGE * DIMS)
-        v = tl.load(v_at[:, None] + coordinate[None, :], mask=mask, other=0.0)
+        k_at = tl.where(of_step, new_k + own * KEY_DIMS, old + token % PAGE * KEY_DIMS)
+        k = tl.load(k_at[:, None] + of_key, mask=exists[:, None] & (of_key < KEY_DIMS), other=0.0)
+        v_at = tl.where(of_step, new_v + own * VALUE_DIMS, old + (PAGE * KEY_DIMS + token % PAGE * VALUE_DIMS))
+        v = tl.load(v_at[:, None] + of_value, mask=exists[:, None] & (of_value < VALUE_DIMS), other=0.0)
         out, highest, total = _read(queries, k, v, cap, lacked, seen & exists[None, :], out, highest, total)
 
     place = (split.to(tl.int64) * tokens + query) * Q_HEADS + q_head
     tl.store(weights + place, tl.where(total > 0, highest + tl.log2(total), UNSEEN), mask=live)
     mean = out / tl.where(total > 0, total, 1.0)[:, None]
-    tl.store(outs + place[:, None] * DIMS + coordinate[None, :], mean, mask=live[:, None] & real)
+    tl.store(outs + place[:, None] * VALUE_DIMS + of_value, mean, mask=live[:, None] & (of_value < VALUE_DIMS))
     release(OVERLAP, "end")
     wait(OVERLAP, "end")
 

@@ -37,8 +37,8 @@ Arguments = arguments(
     *PAGES, "levels", "boundaries",
     "key", "value", "key_mean", "value_mean",
     "key_rotation", "key_rotations", "value_rotation", "value_rotations",
-    "raw", "locations", "shadow_of", "shadows", "shadow_pages", "faults",
-    "tokens", "kv_heads", "dims", "page_size", "windows",
+    "raw_keys", "raw_values", "locations", "shadow_of", "shadows", "shadow_pages", "faults",
+    "tokens", "kv_heads", "key_dims", "value_dims", "page_size", "windows",
     floats=("key_factor", "value_factor"),
 )  # fmt: skip
 
@@ -46,22 +46,22 @@ Arguments = arguments(
 def store(pages: LayerPages, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
     """As `naive.store`."""
     step, layout = pages.step, pages.layout
-    locations, (tokens, kv_heads, dims) = step.locations.long().contiguous(), k.shape
+    locations, (tokens, kv_heads, key_dims), value_dims = step.locations.long().contiguous(), k.shape, v.shape[-1]
     key, value = k.float().contiguous(), v.float().contiguous()
-    raw = torch.empty(2, *k.shape, dtype=pages.shadows.dtype) if pages.windows else None
-    by_key, by_value = dense(pages.key.transform, dims), dense(pages.value.transform, dims)
+    raw = [torch.empty(x.shape, dtype=pages.shadows.dtype) for x in (k, v)] if pages.windows else []
+    by_key, by_value = dense(pages.key.transform, key_dims), dense(pages.value.transform, value_dims)
     told = Arguments(
         0, 0, 0, *described(pages),
         lloyd_max.level_table(k.device).data_ptr(), lloyd_max.boundary_table(k.device).data_ptr(),
         key.data_ptr(), value.data_ptr(), by_key.mean.data_ptr(), by_value.mean.data_ptr(),
         by_key.matrix.data_ptr(), by_key.matrix.shape[0], by_value.matrix.data_ptr(), by_value.matrix.shape[0],
-        0 if raw is None else raw.data_ptr(), locations.data_ptr(), step.shadow_of.data_ptr(),
+        *([side.data_ptr() for side in raw] or (0, 0)), locations.data_ptr(), step.shadow_of.data_ptr(),
         pages.shadows.data_ptr(), pages.shadows.shape[0], pages.faults.data_ptr(),
-        tokens, kv_heads, dims, layout.page_size, raw is not None,
+        tokens, kv_heads, key_dims, value_dims, layout.page_size, bool(raw),
         by_key.factor, by_value.factor,
     )  # fmt: skip
     _store(told, tokens * kv_heads)
-    return None if raw is None else (raw[0], raw[1])
+    return (raw[0], raw[1]) if raw else None
 
 
 @njit(**EXACT)
@@ -167,37 +167,43 @@ def _store(p):
     levels, boundaries = array(a.levels, 512, np.float32), array(a.boundaries, 512, np.float32)
     locations, half = array(a.locations, a.tokens, np.int64), a.half != 0
     pool, words = array(a.pool, a.pool_bytes, np.uint8), array(a.pool, a.pool_bytes // 2, np.uint16)
-    raw = array(a.raw, (2, a.tokens * a.kv_heads, a.dims), np.uint16)
     pages = a.pool_bytes // a.page_stride
     shadow_of, faults = array(a.shadow_of, pages, np.int64), array(a.faults, pages * a.page_size, np.uint8)
-    shadows = array(a.shadows, (a.shadow_pages, a.kv_heads, 2, a.page_size, a.dims), np.uint16)
-    unpacked, x, y = np.empty(a.dims + 7, np.uint8), np.empty(a.dims, np.float32), np.empty(a.dims, np.float32)
+    of_keys = a.page_size * a.key_dims
+    shadows = array(a.shadows, (a.shadow_pages, a.kv_heads, of_keys + a.page_size * a.value_dims), np.uint16)
+    most = max(a.key_dims, a.value_dims)
+    unpacked, given, turned = np.empty(most + 7, np.uint8), np.empty(most, np.float32), np.empty(most, np.float32)
     task = take(p, TASK)
     while task < a.tasks:
         head, location = task % a.kv_heads, locations[task // a.kv_heads]
         page, place = location // a.page_size, location % a.page_size
-        if location < 0 and a.windows:  # padding
-            raw[:, task] = 0
-        for side in range(2 if location >= 0 else 0):
-            given, mean = (a.value, a.value_mean) if side else (a.key, a.key_mean)
-            at, count = (a.value_rotation, a.value_rotations) if side else (a.key_rotation, a.key_rotations)
-            x[:] = array(given, (a.tokens * a.kv_heads, a.dims), np.float32)[task]
+        for side in range(2):
+            dims, at, mean = (a.value_dims, a.value, a.value_mean) if side else (a.key_dims, a.key, a.key_mean)
+            raw = array(a.raw_values if side else a.raw_keys, (a.tokens * a.kv_heads, dims), np.uint16)
+            if location < 0:  # padding
+                if a.windows:
+                    raw[task] = 0
+                continue
+            x, y = given[:dims], turned[:dims]
+            x[:] = array(at, (a.tokens * a.kv_heads, dims), np.float32)[task]
             if mean:
-                x -= array(mean, (a.kv_heads, a.dims), np.float32)[head]
-            rotations = array(at, (count, a.dims, a.dims), np.float64)
+                x -= array(mean, (a.kv_heads, dims), np.float32)[head]
+            at, count = (a.value_rotation, a.value_rotations) if side else (a.key_rotation, a.key_rotations)
+            rotations = array(at, (count, dims, dims), np.float64)
             rotate(x, rotations, head, a.value_factor if side else a.key_factor, y)
-            held = _narrow(y, half, raw[side, task]) if a.windows else True
+            held = _narrow(y, half, raw[task]) if a.windows else True
             s, of_head = sides[side], page * a.page_stride + head * a.head_stride
             byte, entry = of_head + s.codes + place * s.code_stride, of_head // 2 + s.meta + place * s.meta_stride
             codes, meta = pool[byte : byte + s.code_stride], words[entry : entry + s.meta_stride]
-            if s.kept < a.dims:
+            if s.kept < dims:
                 _clip(y, s.kept)
             held &= _slot(y, segments[side, : s.segments], levels, boundaries, half, unpacked, codes, meta)
             if not held:
                 y[:], faults[location] = f4(0), 1
                 _slot(y, segments[side, : s.segments], levels, boundaries, half, unpacked, codes, meta)
                 if a.windows:
-                    raw[side, task] = 0
+                    raw[task] = 0
             if a.windows and shadow_of[page] >= 0:
-                shadows[shadow_of[page], head, side, place] = raw[side, task]
+                first = side * of_keys + place * dims
+                shadows[shadow_of[page], head, first : first + dims] = raw[task]
         task = take(p, TASK)

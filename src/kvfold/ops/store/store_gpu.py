@@ -61,6 +61,7 @@ class _Source(NamedTuple):
     x: Tensor  # [tokens, kv_heads, d]; the numbers of a vector are contiguous
     token: int  # strides
     head: int
+    new: Tensor | None  # raw, as `store` returns it
 
 
 class Operands(NamedTuple):
@@ -90,7 +91,6 @@ class _Memory(NamedTuple):
     pool: Tensor
     entries: Tensor  # the pool as 16-bit words
     shadows: Tensor
-    new: Tensor | None  # [2, tokens, kv_heads, d]
     faults: Tensor
     levels: Tensor  # see lloyd_max.py
     boundaries: Tensor
@@ -104,9 +104,13 @@ def store(pages: LayerPages, k: Tensor, v: Tensor, overlaps: bool = False) -> tu
     A vector that cannot be stored gets zeros as metadata. Then any codes decode to zeros.
     """
     check(pages, k, v)
-    new = torch.empty(2, *k.shape, dtype=pages.shadows.dtype, device=k.device) if pages.windows else None
-    _launch(pages, pages.key.transform, k, pages.value.transform, v, new, AFTER if overlaps else ALONE)
-    return None if new is None else (new[0], new[1])
+    overlap, transforms = AFTER if overlaps else ALONE, (pages.key.transform, pages.value.transform)
+    if not pages.windows:
+        _launch(pages, transforms, (k, v), (None, None), overlap)
+        return None
+    new_k, new_v = (torch.empty(x.shape, dtype=pages.shadows.dtype, device=x.device) for x in (k, v))
+    _launch(pages, transforms, (k, v), (new_k, new_v), overlap)
+    return new_k, new_v
 
 
 def pack(pages: LayerPages, kv: Tensor, overlaps: bool = False) -> None:
@@ -115,12 +119,12 @@ def pack(pages: LayerPages, kv: Tensor, overlaps: bool = False) -> None:
     With `overlaps`, the kernel runs beside the previous one. That one must wait before it releases this one: then the
     prologue has ended, and `kv` is written.
     """
-    _launch(pages, IDENTITY, kv[0], IDENTITY, kv[1], None, BESIDE if overlaps else ALONE)
+    _launch(pages, (IDENTITY, IDENTITY), (kv[0], kv[1]), (None, None), BESIDE if overlaps else ALONE)
 
 
 def check(pages: LayerPages, k: Tensor, v: Tensor) -> None:
-    expected = (len(pages.step.locations), pages.pool.shape[1], pages.layout.key.dims)
-    for x in (k, v):
+    for x, slot in ((k, pages.layout.key), (v, pages.layout.value)):
+        expected = (len(pages.step.locations), pages.pool.shape[1], slot.dims)
         if x.dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(f"the kernel stores bfloat16 and float16, not {x.dtype}")
         if x.shape != expected:
@@ -129,41 +133,40 @@ def check(pages: LayerPages, k: Tensor, v: Tensor) -> None:
 
 def _launch(
     pages: LayerPages,
-    of_keys: Transform,
-    k: Tensor,
-    of_values: Transform,
-    v: Tensor,
-    new: Tensor | None,
+    transforms: tuple[Transform, Transform],
+    states: tuple[Tensor, Tensor],
+    new: tuple[Tensor | None, Tensor | None],
     overlap: Overlap,
 ) -> None:
-    (tokens, kv_heads, dims), step = k.shape, pages.step
+    """Store keys and values, each by its transform. `new` gets them raw."""
+    (k, v), step = states, pages.step
+    tokens, kv_heads, _ = k.shape
     memory = _Memory(
         step.shadow_of,
         pages.pool,
         pages.pool.view(torch.int16),
         pages.shadows.view(torch.int16),
-        None if new is None else new.view(torch.int16),
         pages.faults,
         lloyd_max.level_table(k.device),
         lloyd_max.boundary_table(k.device),
     )
-    key, KEY = _prepared(pages.key, of_keys, tiles.key_side(pages.layout), k)
-    value, VALUE = _prepared(pages.value, of_values, tiles.value_side(pages.layout), v)
+    key, KEY = _prepared(pages.key, transforms[0], tiles.key_side(pages.layout), k)
+    value, VALUE = _prepared(pages.value, transforms[1], tiles.value_side(pages.layout), v)
     ranks = _clip_rank(pages.key), _clip_rank(pages.value)
     if tokens * kv_heads < MANY_VECTORS:
         tile = FEW if max(len(key.matrices), len(value.matrices)) < 2 else FEW_TERMS
     else:
-        tile = MANY if dims <= 128 else MANY_LONG
+        tile = MANY if max(k.shape[-1], v.shape[-1]) <= 128 else MANY_LONG
     _store[ceil_div(tokens, tile.tokens), kv_heads, 2](
-        _source(k), key, KEY, _source(v), value, VALUE, *ranks, step.locations, memory, tokens,
+        _source(k, new[0]), key, KEY, _source(v, new[1]), value, VALUE, *ranks, step.locations, memory, tokens,
         pages.shadows.dtype == torch.bfloat16, pages.layout.page_size, pages.layout.page_bytes, tile.tokens,
         tile.rows, overlap, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **overlap.launch,
     )  # fmt: skip
 
 
-def _source(x: Tensor) -> _Source:
+def _source(x: Tensor, new: Tensor | None) -> _Source:
     x = x if x.stride(-1) == 1 else x.contiguous()
-    return _Source(x, x.stride(0), x.stride(1))
+    return _Source(x, x.stride(0), x.stride(1), None if new is None else new.view(torch.int16))
 
 
 def _clip_rank(codec: Codec) -> int:
@@ -205,22 +208,28 @@ def _store(
     BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    OF_KEYS: tl.constexpr = PAGE_SIZE * KEY.side.head_dim  # numbers of a shadow page
+    SHADOW: tl.constexpr = OF_KEYS + PAGE_SIZE * VALUE.side.head_dim
     wait(OVERLAP, "start")
     release(OVERLAP, "start")
     if tl.program_id(2) == 0:
-        _store_side(k, key, key_rank, locations, memory, tokens, 0, KEY, BFLOAT, PAGE_SIZE, PAGE_BYTES, TOKENS, ROWS)
+        _store_side(
+            k, key, key_rank, locations, memory, tokens, KEY, 0, SHADOW, BFLOAT, PAGE_SIZE, PAGE_BYTES, TOKENS, ROWS
+        )
     else:
         _store_side(
-            v, value, value_rank, locations, memory, tokens, 1, VALUE, BFLOAT, PAGE_SIZE, PAGE_BYTES, TOKENS, ROWS
-        )
+            v, value, value_rank, locations, memory, tokens, VALUE, OF_KEYS, SHADOW, BFLOAT, PAGE_SIZE, PAGE_BYTES,
+            TOKENS, ROWS,
+        )  # fmt: skip
     wait(OVERLAP, "end")
 
 
 @triton.jit
 def _store_side(
-    source, operands, rank, locations, memory, tokens, WHICH: tl.constexpr, PACKING: tl.constexpr, BFLOAT: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    source, operands, rank, locations, memory, tokens, PACKING: tl.constexpr, FIRST: tl.constexpr, SHADOW: tl.constexpr,
+    BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """Store a side. It begins at number FIRST of a shadow page, which has SHADOW numbers."""
     SEGMENTS: tl.constexpr = len(PACKING.side.parts)
     head = tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(1)
@@ -238,7 +247,7 @@ def _store_side(
             ys += (_loaded(vectors, operands, exists, head, PACKING, i),)
 
     sound = stored
-    if memory.new is not None:
+    if source.new is not None:
         for i in tl.static_range(SEGMENTS):
             sound = sound & storable(ys[i], BFLOAT)
     clipped = ys
@@ -269,10 +278,10 @@ def _store_side(
             at = meta[:, None] + tl.arange(0, packed[i][2].shape[1])[None, :]
             tl.store(at, tl.where(sound[:, None], packed[i][2].to(tl.int16, bitcast=True), 0), mask=stored[:, None])
 
-    if memory.new is not None:
+    if source.new is not None:
         shadow = tl.load(memory.shadow_of + page, mask=stored, other=-1)
-        in_shadow = memory.shadows + (((shadow * heads + head) * 2 + WHICH) * PAGE_SIZE + place) * PACKING.side.head_dim
-        in_new = memory.new + ((WHICH * tokens + token.to(tl.int64)) * heads + head) * PACKING.side.head_dim
+        in_shadow = memory.shadows + (shadow * heads + head) * SHADOW + FIRST + place * PACKING.side.head_dim
+        in_new = source.new + (token.to(tl.int64) * heads + head) * PACKING.side.head_dim
         for i in tl.static_range(SEGMENTS):
             raw = sixteen_bits(ys[i], sound, BFLOAT)
             store_parts(raw, in_new + PACKING.side.start[i], exists, PACKING, i)

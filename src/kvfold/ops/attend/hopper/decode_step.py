@@ -33,6 +33,8 @@ def unsupported(layout: PageLayout, ratio: int) -> str | None:
     for side, slot in (("keys", layout.key), ("values", layout.value)):
         if reason := check(slot, side):
             return f"{side} {reason}"
+    if layout.key.dims != layout.value.dims:
+        return f"keys have {layout.key.dims} coordinates and values {layout.value.dims}, not equally many"
     if layout.page_size % 16:
         return f"pages of {layout.page_size} tokens are no multiple of 16"
     return f"{ratio} query heads share a KV head, not 1 to 8" if ratio > 8 else None
@@ -50,8 +52,8 @@ def _no_integers(slot: SlotLayout, side: str) -> str | None:
         return "are not affine integers of 2, 4 or 8 bits"
     if len(slot.segments) > 2:
         return f"have {len(slot.segments)} groups, not 1 or 2"
-    if slot.dims not in (64, 128, 256) or slot.code_bytes < 32:
-        return f"of {slot.dims} coordinates have {slot.code_bytes} bytes of codes"
+    if slot.dims not in (64, 128, 256):
+        return f"have {slot.dims} coordinates, not 64, 128 or 256"
     return None
 
 
@@ -128,7 +130,7 @@ def _attend(
     ratio = q_heads // kv_heads
     tiles = ceil_div(step.table.shape[1] * layout.page_size, TILE)
     splits = _splits(sequences * kv_heads, tiles, kernel.warps, q.device)
-    outs, weights = empty(splits + (0 if new is None else window_kernel.splits(pages, q)), q)
+    outs, weights = empty(splits + (0 if new is None else window_kernel.splits(pages, q)), q, dims)
     heads = 4 if ratio <= 4 else 8
     # With windows, the next kernels pack tokens and read windows beside this one. So this one waits for their inputs
     # before it releases them. Without windows, the next kernel merges.

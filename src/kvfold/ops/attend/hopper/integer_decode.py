@@ -18,7 +18,8 @@ Codes become operands by a single AND:
   subtracts the other codes and takes the powers of two away.
 
 Each segment of a token has a scale and an offset of its own, which go into logits and weights. A segment of keys is a
-product of its own. Two segments of values take two columns per head.
+product of its own: of its words, or if these are fewer than the four lanes of a run, of all words with queries that are
+zero outside the segment. Two segments of values take two columns per head.
 
 Queries are rotated by Hadamard matrices in the registers from which MMA reads them. An entry of such a matrix is
 (−1)^n, where n bits are set in both row and column. So the matrix stays the same if the bits of both are permuted in
@@ -55,6 +56,7 @@ from kvfold.ops.attend.hopper.integer_layouts import (
     copy_layout,
     flat,
     key_layout,
+    key_parts,
     meta_layout,
     places_first,
     registers,
@@ -91,10 +93,19 @@ def integer_words(slot: SlotLayout, codes: int, meta: int) -> IntegerWords:
 
 
 def room(key: IntegerWords, value: IntegerWords) -> int:
-    """How many CTAs fit on an SM, at most WARPS."""
-    others = key.per_token + value.per_token + value.segments
-    words = STAGES.value * others + meta_stages(key.segments, others) * key.segments
-    return SHARED // (4 * TILE * words + 1024)
+    """How many CTAs an SM takes."""
+    return ctas(key.per_token + value.per_token + key.segments + value.segments)
+
+
+@gluon.constexpr_function
+def ctas(words):
+    """How many CTAs an SM takes, if a stage has `words` words per token: as many as fit, at most WARPS.
+
+    From four on, each of its four schedulers gets as many as the others. They share the work equally, so they would
+    wait for a scheduler that has more.
+    """
+    fit = min(WARPS, SHARED // (4 * TILE * STAGES.value * words + 1024))
+    return fit // 4 * 4 or fit
 
 
 @gluon.constexpr_function
@@ -102,10 +113,10 @@ def meta_stages(segments, others):
     """How many stages of key metadata a CTA allocates. Per token, a stage has `segments` words of key metadata and
     `others` words of the rest.
 
-    The CTA uses STAGES of them. The rest is padding. Without it, the first SM to become free would take more than WARPS
-    CTAs. The padding is as small as possible, because a CTA that reads windows needs 20 KiB beside them.
+    The CTA uses STAGES of them. The rest is padding. Without it, the first SM to become free would take more CTAs than
+    its share. The padding is as small as possible, because a CTA that reads windows needs 20 KiB beside them.
     """
-    least = SHARED // (WARPS + 1) - 1023
+    least = SHARED // (ctas(segments + others) + 1) - 1023
     return max(STAGES.value, -((4 * TILE * STAGES.value * others - least) // (4 * TILE * segments)))
 
 
@@ -217,12 +228,12 @@ def _logits(k, meta, query0, unit0, sum0, query1, unit1, sum1, KEY: gl.constexpr
             HEADS: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
     """Logits [place in a run, run, head] of a tile."""
     scale0, offset0, scale1, offset1 = _scales(meta, KEY, logits_layout(HEADS))
-    if KEY.segments == 2:
+    k0, k1 = k, k
+    if key_parts(KEY.per_token, KEY.segments) == 2:
         k0, k1 = gl.split(gl.permute(gl.reshape(k, [8, 8, 2, KEY.per_token // 2]), [0, 1, 3, 2]))
-        logits = _segment(k0, scale0, offset0, query0, unit0, sum0, KEY, DIMS, HEADS, MMA)
+    logits = _segment(k0, scale0, offset0, query0, unit0, sum0, KEY, DIMS, HEADS, MMA)
+    if KEY.segments == 2:
         logits += _segment(k1, scale1, offset1, query1, unit1, sum1, KEY, DIMS, HEADS, MMA)
-    else:
-        logits = _segment(k, scale0, offset0, query0, unit0, sum0, KEY, DIMS, HEADS, MMA)
     return logits
 
 
@@ -242,26 +253,31 @@ def _segment(k, scale, offset, query, unit, total, KEY: gl.constexpr, DIMS: gl.c
 def _queries(q, SEGMENT: gl.constexpr, scale, KEY: gl.constexpr, DIMS: gl.constexpr, RATIO: gl.constexpr,
              HEADS: gl.constexpr, ORDER: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
     """The second operand of a segment's logits; and per head, the unit and the sum of its numbers, times `scale`."""
-    COUNT: gl.constexpr = DIMS // KEY.segments
-    WORDS: gl.constexpr = KEY.per_token // KEY.segments // 4  # per lane
+    PARTS: gl.constexpr = key_parts(KEY.per_token, KEY.segments)
+    COUNT: gl.constexpr = DIMS // PARTS
+    WORDS: gl.constexpr = KEY.per_token // PARTS // 4  # per lane
+    CODES: gl.constexpr = 8 // KEY.bits
+    BYTES: gl.constexpr = 4 * KEY.per_token // KEY.segments
     OPERAND: gl.constexpr = gl.DotOperandLayout(1, MMA, 4)
     HEAD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, logits_layout(HEADS)))
     index = gl.arange(0, COUNT, gl.SliceLayout(1, OPERAND))
     column = gl.arange(0, 2 * HEADS, gl.SliceLayout(0, OPERAND))
     coordinate = index * 0
     for bit in gl.static_range(log2(COUNT)):
-        coordinate += (index >> bit & 1) * key_coordinate(bit, WORDS)
+        coordinate += (index >> bit & 1) * key_coordinate(bit, WORDS, CODES, BYTES)
     head = (column // 2)[None, :]
     q += head * DIMS + coordinate[:, None]
-    x = gl.load(q + SEGMENT * COUNT, mask=head < RATIO, other=0.0).to(gl.float32)
-    if KEY.segments == 2 and ORDER == DIMS:
+    x = gl.load(q + SEGMENT % PARTS * COUNT, mask=head < RATIO, other=0.0).to(gl.float32)
+    if PARTS == 2 and ORDER == DIMS:
         other = gl.load(q + (1 - SEGMENT) * COUNT, mask=head < RATIO, other=0.0).to(gl.float32)
         x = other + (x if SEGMENT == 0 else -x)
     for bit in gl.static_range(log2(COUNT)):
-        if key_coordinate(bit, WORDS) < ORDER:
+        if key_coordinate(bit, WORDS, CODES, BYTES) < ORDER:
             x = _butterfly(x, bit, COUNT, 2 * HEADS, OPERAND)
     x *= ORDER**-0.5
-    place = 1 << (coordinate // (16 * WORDS) * KEY.bits & 3)
+    if KEY.segments > PARTS:
+        x = gl.where((coordinate // (CODES * BYTES) == SEGMENT)[:, None], x, 0.0)
+    place = 1 << (coordinate // BYTES % CODES * KEY.bits & 3)
     narrow, unit, total = _fixed(x, place.to(gl.float32)[:, None], (column % 2)[None, :])
     unit, total = gl.max(gl.reshape(unit, [HEADS, 2]), 1), gl.max(gl.reshape(total, [HEADS, 2]), 1)
     return narrow, gl.convert_layout(unit * scale, HEAD), gl.convert_layout(total * scale, HEAD)
@@ -345,15 +361,13 @@ def _codes_alone(out, VALUE: gl.constexpr, DIMS: gl.constexpr, COLUMNS: gl.const
 
 
 @gluon.constexpr_function
-def key_coordinate(bit, words):
-    """What a bit of an index of `_keys` adds to the coordinate in the segment. An index has, from the low bits up: the
+def key_coordinate(bit, words, codes, segment_bytes):
+    """What a bit of an index of `_keys` adds to the coordinate in the part. An index has, from the low bits up: the
     byte of a word, the lane, the word of the lane's `words`, the code of the byte."""
-    if bit < 2:
-        return 1 << bit
-    if bit < 4:
-        return (4 * words) << (bit - 2)
-    word = 1 << (bit - 4)
-    return 4 * word if word < words else 16 * word
+    if bit >= 4 + log2(words):
+        return segment_bytes << (bit - 4 - log2(words))
+    byte = 1 << bit if bit < 2 else 4 * words << (bit - 2) if bit < 4 else 4 << (bit - 4)
+    return byte if byte < segment_bytes else codes * byte  # in the second segment of a part
 
 
 # --- from words to operands
@@ -361,8 +375,9 @@ def key_coordinate(bit, words):
 
 @gluon.jit
 def _keys(k, KEY: gl.constexpr, DIMS: gl.constexpr, MMA: gl.constexpr):
-    """Words [run, place, word] of a segment -> the first operand of its logits, int8[token, coordinate]."""
-    COUNT: gl.constexpr = KEY.per_token // KEY.segments
+    """Words [run, place, word] of a part -> the first operand of its logits, int8[token, coordinate]."""
+    PARTS: gl.constexpr = key_parts(KEY.per_token, KEY.segments)
+    COUNT: gl.constexpr = KEY.per_token // PARTS
     OUT: gl.constexpr = 4 * (8 // KEY.bits)
     k = gl.convert_layout(k, places_first(COUNT), assert_trivial=True)
     codes = gl.inline_asm_elementwise(
@@ -370,7 +385,7 @@ def _keys(k, KEY: gl.constexpr, DIMS: gl.constexpr, MMA: gl.constexpr):
     )
     codes = gl.reshape(joined(codes), with_bits((8, 2, 4, 4, COUNT // 4), OUT).value)
     codes = gl.permute(codes, around_bits((1, 6, 5, 0), 7, OUT // 4, (4, 3, 2)).value)
-    codes = gl.reshape(codes, [64, DIMS // KEY.segments])
+    codes = gl.reshape(codes, [64, DIMS // PARTS])
     return gl.convert_layout(codes, gl.DotOperandLayout(0, MMA, 4), assert_trivial=True)
 
 
@@ -467,7 +482,7 @@ def _copy(to, pool, page, tile, COUNT: gl.constexpr, PAGE: gl.constexpr, PAGE_WO
 @gluon.jit
 def _read_keys(shared, KEY: gl.constexpr):
     """The words of a tile's keys, [run, place, word]."""
-    LAYOUT: gl.constexpr = key_layout(KEY.per_token, KEY.segments)
+    LAYOUT: gl.constexpr = key_layout(KEY.per_token, key_parts(KEY.per_token, KEY.segments))
     words = gl.reshape(shared.load(flat(LAYOUT)), [8, 8, KEY.per_token])
     return gl.convert_layout(words, LAYOUT, assert_trivial=True)
 

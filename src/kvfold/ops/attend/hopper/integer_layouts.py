@@ -9,10 +9,16 @@ PLACES = gl.constexpr([[0, 1, 0], [0, 2, 0], [0, 4, 0]])
 
 
 @gluon.constexpr_function
-def key_layout(count, segments):
-    """[run, place, word]: the lanes of a run share the words of its tokens, segment by segment."""
-    each = count // segments
-    words = [[0, 0, 1 << i] for i in range(log2(each) - 2)] + ([[0, 0, each]] if segments == 2 else [])
+def key_parts(count, segments):
+    """How many parts of a token's `count` words are multiplied apart: its segments, if each has a word per lane."""
+    return segments if count >= 4 * segments else 1
+
+
+@gluon.constexpr_function
+def key_layout(count, parts):
+    """[run, place, word]: the lanes of a run share the words of its tokens, part by part."""
+    each = count // parts
+    words = [[0, 0, 1 << i] for i in range(log2(each) - 2)] + ([[0, 0, each]] if parts == 2 else [])
     return gl.DistributedLinearLayout([*words, *PLACES.value], word_lanes(each), [], [], [8, 8, count])
 
 
