@@ -1,8 +1,9 @@
 """What a serving engine's attention should give, step by step, by its definition.
 
-`defined_attention` watches `Layer.attend`, which every serving engine calls. It keeps its own record of what was stored
-at each location of the engine's pages, computes in float64 what every query should get from that, and notes how far the
-engine's result is from it. The same keys and values go both ways, so that no rounding of the model comes between.
+`defined_attention` watches `Layer.attend` and `Layer.read`, which serving engines call. It keeps its own record of what
+was stored at each location of the engine's pages, computes in float64 what every query should get from that, and notes
+how far the engine's result is from it. The same keys and values go both ways, so that no rounding of the model comes
+between.
 
 A token is read in 16 bits where it lies in a window of the query and either comes with the query's own step, or has
 a 16-bit copy that was made when the token was stored and was never lost. Where the copy was lost, or never made, a
@@ -49,22 +50,23 @@ class Record:
         pages = layer.pages
         self.codecs, self.windows = (pages.key, pages.value), pages.windows
         self.page_size, self.raw_dtype = pages.layout.page_size, pages.shadows.dtype
-        self.states: dict[int, Tensor] = {}  # of a page: float64[ways, K and V, tokens, kv_heads, d]
+        self.states: dict[int, tuple[Tensor, ...]] = {}  # keys and values of a page: float64[ways, tokens, kv_heads, d]
         self.copied: dict[int, Tensor] = {}  # bool[tokens]: whose 16-bit copy is that of when it was stored
         self.shadow: dict[int, int] = {}  # of a page when it was last seen
 
     def store(self, step: Step, k: Tensor, v: Tensor) -> None:
-        ways = torch.stack([self._ways(codec, x) for codec, x in zip(self.codecs, (k, v), strict=True)], dim=1)
+        sides = [self._ways(codec, x) for codec, x in zip(self.codecs, (k, v), strict=True)]
         for i, location in enumerate(step.locations.tolist()):
             page, offset = divmod(location, self.page_size)
             if page not in self.states:
-                self.states[page] = ways.new_full((*ways.shape[:2], self.page_size, *ways.shape[3:]), torch.nan)
+                self.states[page] = tuple(x.new_full((3, self.page_size, *x.shape[2:]), torch.nan) for x in sides)
                 self.copied[page] = torch.zeros(self.page_size, dtype=torch.bool)
-            self.states[page][:, :, offset] = ways[:, :, i]
+            for states, ways in zip(self.states[page], sides, strict=True):
+                states[:, offset] = ways[:, i]
             self.copied[page][offset] = self.shadow[page] >= 0
 
     def _ways(self, codec: Codec, x: Tensor) -> Tensor:
-        """Keys or values [tokens, kv_heads, d] as they are read in each way."""
+        """Keys or values [tokens, kv_heads, d] as they are read in each way: float64[ways, tokens, kv_heads, d]."""
         y = codec.transform.forward(x)
         packed = codec.dequantize(*codec.quantize(y.unsqueeze(-2))).squeeze(-2)
         ways = {EXACT: y.to(self.raw_dtype), PACKED: packed, RESTORED: packed.to(self.raw_dtype)}
@@ -81,14 +83,14 @@ class Record:
         """Queries [n, q_heads, d] from position `start` on: their outputs, the largest value, and how many reads were
         of restored tokens."""
         n, length = len(q), start + len(q)
-        states = torch.cat([self.states[page] for page in pages], dim=2)[:, :, :length]
+        k, v = (torch.cat([self.states[page][side] for page in pages], dim=1)[:, :length] for side in range(2))
         copied = torch.cat([self.copied[page] for page in pages])[:length]
         t, j = torch.arange(start, length).unsqueeze(1), torch.arange(length)
         inside = (j < self.windows.sink) | (j > t - self.windows.recent)
         exact = inside & ((j >= start) | copied)
         way = torch.where(exact, EXACT, torch.where(inside, RESTORED, PACKED))
-        queries = q.double().unflatten(1, (states.shape[3], -1))
-        x = torch.einsum("thgd,wjhd->whgtj", queries, states[:, 0]) * logits.scale
+        queries = q.double().unflatten(1, (k.shape[2], -1))
+        x = torch.einsum("thgd,wjhd->whgtj", queries, k) * logits.scale
         if logits.cap is not None:
             x = logits.cap * torch.tanh(x / logits.cap)
         x = x.gather(0, way.expand(1, *x.shape[1:])).squeeze(0).masked_fill(j > t, -torch.inf)
@@ -96,14 +98,14 @@ class Record:
             learned = logits.sinks.double().view(*x.shape[:2], 1, 1).expand(-1, -1, n, -1)
             x = torch.cat((x, learned), dim=-1)
         weights = x.softmax(-1)[..., :length] * (way == torch.arange(3).view(3, 1, 1, 1, 1))
-        out = torch.einsum("whgtj,wjhd->thgd", weights, states[:, 1]).reshape(n, *q.shape[1:])
-        return out, states[:, 1].abs().max().item(), int(((way == RESTORED) & (j <= t)).sum())
+        out = torch.einsum("whgtj,wjhd->thgd", weights, v).flatten(1, 2)
+        return out, v.abs().max().item(), int(((way == RESTORED) & (j <= t)).sum())
 
 
 @contextmanager
 def defined_attention() -> Iterator[Found]:
     """Compare all attention of packed layers with its definition."""
-    found, records, attend = Found(), {}, Layer.attend
+    found, records, attend, read = Found(), {}, Layer.attend, Layer.read
 
     def watched(layer: Layer, steps, q: Tensor, k: Tensor, v: Tensor, logits: Logits, out: Tensor) -> None:
         attend(layer, steps, q, k, v, logits, out)
@@ -111,6 +113,13 @@ def defined_attention() -> Iterator[Found]:
         record.see(steps[0][1].shadow_of)
         for tokens, step in steps:
             record.store(step, k[tokens], v[tokens])
+        compare(record, steps, q, logits, out)
+
+    def watched_read(layer: Layer, steps, q: Tensor, logits: Logits, out: Tensor) -> None:
+        read(layer, steps, q, logits, out)
+        compare(records[layer.pages.pool.data_ptr()], steps, q, logits, out)
+
+    def compare(record: Record, steps, q: Tensor, logits: Logits, out: Tensor) -> None:
         for tokens, step in steps:
             first = tokens.start
             for row, (start, length) in enumerate(zip(*step.known, strict=True)):
@@ -120,5 +129,5 @@ def defined_attention() -> Iterator[Found]:
                 error = (out[own].double() - expected).abs().max().item() / largest
                 found.add(error, length - start, restored)
 
-    with patch.object(Layer, "attend", watched):
+    with patch.object(Layer, "attend", watched), patch.object(Layer, "read", watched_read):
         yield found

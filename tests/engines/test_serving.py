@@ -197,13 +197,19 @@ class World:
                 x[poisoned, side:, 7] = (torch.nan, -torch.inf)[side]
                 kept[poisoned, side:] = codec.transform.mean[side:].to(self.dtype)
         self.layer.attend(steps, q, *given, Logits(DIMS**-0.5), out)
+        attended = [(q, out)]
+        if self.layer.shared:
+            others, found = self.randn(sum(counts), KV_HEADS * RATIO), torch.full_like(q, torch.nan)
+            self.layer.read(steps, others, Logits(DIMS**-0.5), found)
+            attended.append((others, found))
         for row, (new_k, new_v) in enumerate(zip(k.split(counts), v.split(counts), strict=True)):
             self.keys[row] = torch.cat((self.keys[row], new_k.float()))
             self.values[row] = torch.cat((self.values[row], new_v.float()))
-        for row, (queries, found) in enumerate(zip(q.split(counts), out.split(counts), strict=True)):
-            for i, query in enumerate(queries):
-                expected = self.defined(row, starts[row] + i, starts[row], query.float())
-                torch.testing.assert_close(found[i].float(), expected, **self.error)
+        for all_queries, outputs in attended:
+            for row, (queries, found) in enumerate(zip(all_queries.split(counts), outputs.split(counts), strict=True)):
+                for i, query in enumerate(queries):
+                    expected = self.defined(row, starts[row] + i, starts[row], query.float())
+                    torch.testing.assert_close(found[i].float(), expected, **self.error)
         return out
 
     def defined(self, row, position, start, query):
@@ -247,6 +253,23 @@ class WorldOfKernels(World):
     def __init__(self, recipe, requests, **options):
         super().__init__(recipe, requests, **options)
         self.layer.ops = KERNELS._replace(extend=KERNELS.extend._replace(run=unpacked.attend))
+
+
+@pytest.mark.parametrize("world", [World, WorldOfKernels])
+@pytest.mark.parametrize("recipe", ["saw-int4", "int2:sink=5,recent=20"])
+def test_another_layer_reads_what_a_shared_one_stores(recipe, world):
+    """In the same step: tokens that are packed, raw, and in a window of the step itself."""
+    world = world(recipe, requests=3)
+    world.layer.shared = True
+    for counts in ((33, 1, 0), (1, 1, 7), (1, 1, 1)):
+        world.step(*counts)
+
+
+def test_what_is_not_shared_is_not_kept():
+    world = World("int4", requests=1)
+    world.step(3)
+    with pytest.raises(AssertionError, match="kept for layers that are shared"):
+        world.layer.read([], torch.empty(0), Logits(1.0), torch.empty(0))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

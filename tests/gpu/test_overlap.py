@@ -118,6 +118,36 @@ def test_a_step_in_a_row_is_one_that_waits_after_every_kernel(recipe, text):
         assert torch.equal(pages.pool, pool)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+@torch.no_grad()
+def test_a_layer_that_only_reads_waits_for_its_queries(recipe):
+    """They are copied just before it reads what another layer stored, which has read it too."""
+    case = Case.parse("decode", "8x700")
+    ops, pages, q, k, v, new = fill(case, parse(recipe), DEVICE)
+    states = [torch.randn(q.shape, device=DEVICE).to(q.dtype) for _ in range(20)]
+    given = torch.empty_like(q)
+
+    def step(queries):
+        ops.store.run(pages, k, v)
+        ops.attend(pages, q, new, case.logits)
+        given.copy_(queries)
+        return ops.read(pages, given, new, case.logits)
+
+    for queries in states:
+        with waiting():
+            expected = step(queries)
+        if queries is states[0]:
+            error, allowed = naive_attend_error(on_cpu(pages), queries.cpu(), cpu(new), case.logits, expected)
+            assert error <= allowed
+        given.fill_(torch.nan)
+        torch.cuda.synchronize()
+        assert torch.equal(step(queries), expected)
+
+
+def cpu(new):
+    return None if new is None else tuple(side.cpu() for side in new)
+
+
 @pytest.mark.parametrize(
     "recipe",
     ["saw-int4", *(f"{name}:sink=0,recent={n}" for name in ("saw-int4", "oscar-int2", "gtq-k3v3") for n in (1, 2))],

@@ -184,10 +184,10 @@ def test_a_step_stores_and_reads_what_the_definitions_do(case, monkeypatch):
         pytest.skip("the kernels around those for Hopper are interpreted here; tests/gpu has them all")
     emulated_gluon.use(monkeypatch)
     stored = Choice("triton", "interpreted", partial(store.store, overlaps=True))
-    ops = Ops(stored, Choice("gluon", "emulated", gluon.attend, gluon.store_and_attend), stored)
+    ops = Ops(stored, Choice("gluon", "emulated", gluon.attend, gluon.store_and_attend, gluon.read), stored)
     monkeypatch.setattr(selftest, "choose", lambda *_, **__: ops)
     layer = selftest.Layer(case, torch.device("cpu"))
-    for row in (layer.step(), layer.attend("decode", ops.decode)):
+    for row in (layer.step(), layer.attend("decode", ops.decode), layer.attend("read", Choice("", "", gluon.read))):
         assert row.ok, row
 
 

@@ -59,6 +59,7 @@ class Setup:
     sinks: bool = False  # learned ones
     cap: float | None = None  # of logits
     value_dims: int | None = None  # where they differ from those of keys
+    shared: bool = False  # other layers read the pages too
 
     @property
     def parsed(self) -> Recipe:
@@ -124,6 +125,7 @@ def make_cache(setup: Setup, sequences: int = 1, *, shuffled: int | None = None,
         windows=setup.windows,
         page_size=setup.page_size,
         raw_dtype=setup.raw_dtype,
+        shared=range(LAYERS) if setup.shared else (),
     )
     if shuffled is not None:
         rng = random.Random(shuffled)
@@ -365,12 +367,18 @@ class World:
                 pages = self.cache.pages(layer)
                 new = naive.store(pages, *(flat(x, counts) for x in kv[layer]))
                 outputs.append(naive.attend(pages, flat(q[layer], counts), new, self.setup.logits))
-            for row, count in enumerate(counts):
-                if count:
-                    expected, tolerance = attention(self.setup, layer, self.rows[row], q[layer, row, -count:])
-                    for got in outputs:
-                        error = np.abs(got.split(list(counts))[row].double().numpy() - expected).max()
-                        assert error <= tolerance, (layer, row, error, tolerance)
+            self.check(layer, q[layer], counts, outputs)
+            if self.setup.shared:
+                others = self.randn(*q[layer].shape).to(q.dtype)
+                self.check(layer, others, counts, [flat(self.cache.read(layer, others, self.setup.logits), counts)])
+
+    def check(self, layer: int, q: torch.Tensor, counts: Sequence[int], outputs: list[torch.Tensor]) -> None:
+        for row, count in enumerate(counts):
+            if count:
+                expected, tolerance = attention(self.setup, layer, self.rows[row], q[row, -count:])
+                for got in outputs:
+                    error = np.abs(got.split(list(counts))[row].double().numpy() - expected).max()
+                    assert error <= tolerance, (layer, row, error, tolerance)
 
     def failing_step(self, counts: Sequence[int], layer: int) -> None:
         """A NaN arrives in the last token of the last row that has one; the engine takes the step back."""
@@ -542,6 +550,8 @@ def setups() -> list[Setup]:
         Setup("oscar-int2:recent=5", 3, dims=16, value_dims=48, cap=9.0),
         Setup("kivi-2:recent=7,group=8", 4, dims=32, value_dims=16, value_by_channel=True),
         Setup("bf16", 4, dims=16, value_dims=24),
+        Setup("saw-int4:sink=3,recent=7", 4, shared=True, sinks=True),
+        Setup("int4", 3, shared=True),
         *BY_PAGE,
     ]
     return result
@@ -550,6 +560,7 @@ def setups() -> list[Setup]:
 def describe(setup: Setup) -> str:
     values = "" if setup.value_bits is None else f"-v{setup.value_bits}"
     values += "-v-by-channel" if setup.value_by_channel else ""
+    values += "-shared" if setup.shared else ""
     values += f"-dv{setup.value_dims}" if setup.value_dims else ""
     values += ("-sinks" if setup.sinks else "") + (f"-cap{setup.cap}" if setup.cap else "")
     return f"{setup.recipe}-page{setup.page_size}-{setup.kv_heads}x{setup.ratio}-d{setup.dims}{values}"

@@ -22,7 +22,7 @@ from kvfold.format.codec import Codec, sixteen_bit
 from kvfold.format.layout import PageLayout, raw_slot
 from kvfold.format.windows import Windows
 from kvfold.geometry import Geometry, listed
-from kvfold.ops.dispatch import Ops, check_dtype, choose
+from kvfold.ops.dispatch import New, Ops, check_dtype, choose
 from kvfold.ops.pages import HostLengths, LayerPages, Logits, Step
 from kvfold.ops.restore import Restore
 from kvfold.recipe import Recipe
@@ -205,10 +205,16 @@ class Plan:
 
 
 class Layer:
-    """One layer in an engine. It packs new tokens into the engine's pages and lets the queries read."""
+    """One layer in an engine. It packs new tokens into the engine's pages and lets the queries read.
 
-    def __init__(self, plan: Plan, number: int, pool: Tensor, shadows: Tensor, faults: Tensor) -> None:
-        self.ops, self.ratio = plan.ops[number], plan.ratio
+    `shared`: other layers read its pages, in the same step.
+    """
+
+    def __init__(
+        self, plan: Plan, number: int, pool: Tensor, shadows: Tensor, faults: Tensor, shared: bool = False
+    ) -> None:
+        self.ops, self.ratio, self.shared = plan.ops[number], plan.ratio, shared
+        self.new: list[New] = []  # if it is shared: what `store` returned, per part of the last step
         self.pages = LayerPages.of(plan.codecs[number], plan.layouts[number], plan.windows, pool, shadows, faults)
 
     def attend(self, steps: Steps, q: Tensor, k: Tensor, v: Tensor, logits: Logits, out: Tensor) -> None:
@@ -219,9 +225,20 @@ class Layer:
         """
         (tokens, first), *others = ((rows, replace(self.pages, step=step)) for rows, step in steps)
         stored = [self.ops.store.run(pages, k[rows], v[rows]) for rows, pages in others]
-        self.ops.store_and_attend(first, q[tokens], k[tokens], v[tokens], logits, out[tokens])
+        if self.shared:
+            new = self.ops.store.run(first, k[tokens], v[tokens])
+            self.ops.attend(first, q[tokens], new, logits, out[tokens])
+            self.new = [new, *stored]
+        else:
+            self.ops.store_and_attend(first, q[tokens], k[tokens], v[tokens], logits, out[tokens])
         for (rows, pages), new in zip(others, stored, strict=True):
             self.ops.attend(pages, q[rows], new, logits, out[rows])
+
+    def read(self, steps: Steps, q: Tensor, logits: Logits, out: Tensor) -> None:
+        """Let the queries of another layer read what `attend` packed in the same steps. Outputs go to `out`."""
+        assert self.shared, "what a step stored is kept for layers that are shared"
+        for (rows, step), new in zip(steps, self.new, strict=True):
+            self.ops.read(replace(self.pages, step=step), q[rows], new, logits, out[rows])
 
     def warm_up(self) -> None:
         """Compile the kernels, by steps that store nothing."""
@@ -240,6 +257,8 @@ class Layer:
             k, v = (self.pages.shadows.new_zeros(tokens, pool.shape[1], side.dims) for side in sides)
             q, out = (x.repeat_interleave(self.ratio, dim=1) for x in (k, v))
             self.attend([(slice(tokens), step)], q, k, v, Logits(1.0), out)
+            if self.shared:
+                self.read([(slice(tokens), step)], q, Logits(1.0), out)
         parts.warm_up(self.pages, q[:1], Logits(1.0), out[:1])
 
 

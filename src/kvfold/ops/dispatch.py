@@ -23,6 +23,7 @@ class Choice(NamedTuple):
     reason: str
     run: Callable[..., Any]
     store_and_attend: Callable[..., Tensor] | None = None  # both in one call, if they share work
+    read: Callable[..., Tensor] | None = None  # `run` where it may not overlap with what was launched before
 
 
 class Ops(NamedTuple):
@@ -43,7 +44,13 @@ class Ops(NamedTuple):
         return self.attend(pages, q, self.store.run(pages, k, v), logits, out)
 
     def attend(self, pages: LayerPages, q: Tensor, new: New, logits: Logits, out: Tensor | None = None) -> Tensor:
+        """Let the queries [tokens, q_heads, d] read, right after `store`, which returned `new`."""
         return self._attention(pages).run(pages, q, new, logits, out)
+
+    def read(self, pages: LayerPages, q: Tensor, new: New, logits: Logits, out: Tensor | None = None) -> Tensor:
+        """`attend` at any time after `store`: for a layer that reads the pages of another one."""
+        choice = self._attention(pages)
+        return (choice.read or choice.run)(pages, q, new, logits, out)
 
     def _attention(self, pages: LayerPages) -> Choice:
         return self.decode if pages.step.max_queries == 1 else self.extend
@@ -120,7 +127,7 @@ def _hopper(layout: PageLayout, ratio: int, cap: bool, store: Choice, portable: 
         warn(f"the portable kernel decodes, several times slower than the one for Hopper: {reason}", stacklevel=3)
         return Choice("triton", reason, portable)
     both = gluon.store_and_attend if store.implementation == "triton" else None
-    return Choice("gluon", "affine integers or codebooks on Hopper or later", gluon.attend, both)
+    return Choice("gluon", "affine integers or codebooks on Hopper or later", gluon.attend, both, gluon.read)
 
 
 def _cpu(layout: PageLayout) -> Ops:

@@ -1,7 +1,7 @@
 """PagedCache: the packed pages of a batch of sequences, for all layers."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +11,7 @@ from torch import Tensor
 from kvfold.format.codec import UNSTORABLE, Codec
 from kvfold.format.layout import PageLayout
 from kvfold.format.windows import Windows
-from kvfold.ops.dispatch import Ops, choose
+from kvfold.ops.dispatch import New, Ops, choose
 from kvfold.ops.pages import NO_STEP, HostLengths, LayerPages, Logits, Step
 from kvfold.paged.shadows import Shadows
 from kvfold.paged.tables import PageTables
@@ -34,9 +34,11 @@ class PagedCache:
         page_size: int = 16,
         raw_dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
+        shared: Collection[int] = (),  # layers whose pages other layers read too
     ) -> None:
         self.codecs = list(codecs)
-        self.kv_heads = kv_heads
+        self.kv_heads, self.shared = kv_heads, shared
+        self.new: dict[int, New] = {}  # what `store` returned in the step, by shared layer
         self.device = torch.device(device)
         self.layouts = [PageLayout(key.layout, value.layout, page_size) for key, value in self.codecs]
         self.recipe_windows = windows or Windows()
@@ -130,19 +132,45 @@ class PagedCache:
         are its last columns. Outputs before them are zero. A token that cannot be stored raises, on a GPU with the last
         layer. Then take the step back by `crop`.
         """
+        ops, pages = self._chosen(layer, q, logits), self.pages(layer)
+
+        def run(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None) -> Tensor:
+            if layer not in self.shared:
+                return ops.store_and_attend(pages, q, k, v, logits, out)
+            self.new[layer] = ops.store.run(pages, k, v)
+            return ops.attend(pages, q, self.new[layer], logits, out)
+
+        out = self._run(run, (q, k, v), v.shape[-1], out)
+        if layer == len(self.layouts) - 1 or self.device.type != "cuda":
+            self.check_faults()
+        return out
+
+    def read(self, layer: int, q: Tensor, logits: Logits, out: Tensor | None = None) -> Tensor:
+        """Let the queries of another layer read what `attend` packed for a shared layer in this step. Queries and
+        outputs are as there."""
+        ops, pages, new = self._chosen(layer, q, logits), self.pages(layer), self.new[layer]
+
+        def run(q: Tensor, out: Tensor | None = None) -> Tensor:
+            return ops.read(pages, q, new, logits, out)
+
+        return self._run(run, (q,), pages.layout.value.dims, out)
+
+    def _chosen(self, layer: int, q: Tensor, logits: Logits) -> Ops:
         kind = q.shape[2] // self.kv_heads, logits.cap is not None
         if kind not in self._ops:
             ratio, cap = kind
             self._ops[kind] = [choose(layout, ratio, self.device, cap=cap) for layout in self.layouts]
-        run, pages = self._ops[kind][layer].store_and_attend, self.pages(layer)
-        out = torch.empty(*q.shape[:3], v.shape[-1], device=q.device) if out is None else out
-        if sum(self.counts) == q.shape[:2].numel():
-            run(pages, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), logits, out.view(-1, *out.shape[2:]))
+        return self._ops[kind][layer]
+
+    def _run(self, run: Callable[..., Tensor], states: Sequence[Tensor], dims: int, out: Tensor | None) -> Tensor:
+        """Run an op on the tokens of left-padded states [sequences, n, heads, d]. Outputs have `dims` coordinates."""
+        shape = states[0].shape[:3]
+        out = torch.empty(*shape, dims, device=self.device) if out is None else out
+        if sum(self.counts) == shape[:2].numel():
+            run(*(x.flatten(0, 1) for x in states), out.view(-1, *out.shape[2:]))
         else:
             tokens = self.step.once(_index, tuple(self.counts))
-            out.zero_()[tokens] = run(pages, q[tokens], k[tokens], v[tokens], logits).to(out.dtype)
-        if layer == len(self.layouts) - 1 or self.device.type != "cuda":
-            self.check_faults()
+            out.zero_()[tokens] = run(*(x[tokens] for x in states)).to(out.dtype)
         return out
 
     def check_faults(self) -> None:

@@ -18,7 +18,7 @@ from kvfold.ops.attend.hopper.decode_tiles import TILE
 from kvfold.ops.attend.parts import LOG2_E, Sinks, empty, learned_sinks, merge, sms
 from kvfold.ops.decode_prologue import prologue
 from kvfold.ops.pages import LayerPages, Logits
-from kvfold.ops.pdl import Overlap
+from kvfold.ops.pdl import Overlap, Place
 from kvfold.ops.rotate import dual
 from kvfold.ops.sizes import ceil_div
 from kvfold.ops.store.store_gpu import pack, store
@@ -85,15 +85,27 @@ def store_and_attend(
         return attend(pages, q, store(pages, k, v, overlaps=True), logits, out)
     sinks = learned_sinks(pages, q, logits)
     begun = prologue(pages, q, k, v, overlaps=True)
-    return _attend(pages, begun.q, 1, True, begun.new, begun.kv, logits, sinks, out)
+    return _attend(pages, begun.q, 1, "start", begun.new, begun.kv, logits, sinks, out)
+
+
+def read(
+    pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, logits: Logits, out: Tensor | None = None
+) -> Tensor:
+    """`attend` where the previous kernel is not `store`. It may write the queries, so nothing overlaps with it."""
+    return attend(pages, q, new, logits, out, stored=False)
 
 
 def attend(
-    pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, logits: Logits, out: Tensor | None = None
+    pages: LayerPages,
+    q: Tensor,
+    new: tuple[Tensor, Tensor] | None,
+    logits: Logits,
+    out: Tensor | None = None,
+    stored: bool = True,
 ) -> Tensor:
     """Queries [sequences, q_heads, d] -> outputs of the same shape, float32 or in `out`.
 
-    `new` is what `store` returned for the same step.
+    `new` is what `store` returned for the same step. `stored`: `store` is the previous kernel.
     """
     rotation, rotated, sinks = pages.key.transform.rotation, q, learned_sinks(pages, q, logits)
     in_kernel = _kernel(pages.layout).rotates and new is None
@@ -102,16 +114,17 @@ def attend(
     if copied := rotated.stride()[1:] != (q.shape[-1], 1):
         rotated = rotated.contiguous()
     if order == 1:
-        rotated = dual(pages.key.transform, rotated, overlaps=not copied)
+        rotated = dual(pages.key.transform, rotated, overlaps=stored and not copied)
     fresh = copied or (order == 1 and rotation is not None)
-    return _attend(pages, rotated, order, fresh, new, None, logits, sinks, out)
+    wait: Place = ("start" if fresh else "end") if stored else "never"
+    return _attend(pages, rotated, order, wait, new, None, logits, sinks, out)
 
 
 def _attend(
     pages: LayerPages,
     q: Tensor,
     order: int,
-    fresh: bool,
+    wait: Place,
     new: tuple[Tensor, Tensor] | None,
     kv: Tensor | None,
     logits: Logits,
@@ -121,7 +134,7 @@ def _attend(
     """`attend` for queries [sequences, q_heads, d], and the `sinks` of queries before they were rotated.
 
     - `order`: the kernel rotates queries by Hadamard matrices of this order; 1: they are rotated already.
-    - `fresh`: the previous kernel writes the queries.
+    - `wait`: where the kernel waits, "start" if the previous kernel writes the queries.
     - `kv`: keys and values that the prologue transformed; they are packed beside decoding.
     """
     step, layout, kernel = pages.step, pages.layout, _kernel(pages.layout)
@@ -135,7 +148,7 @@ def _attend(
     # With windows, the next kernels pack tokens and read windows beside this one. So this one waits for their inputs
     # before it releases them. Without windows, the next kernel merges.
     beside = new is not None
-    overlap = Overlap("start" if fresh or beside else "end", "start" if beside else "end")
+    overlap = Overlap("start" if beside and wait == "end" else wait, "start" if beside else "end")
     kernel.decode[(splits, kv_heads, sequences)](
         q,
         outs,
