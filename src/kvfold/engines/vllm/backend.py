@@ -156,10 +156,10 @@ class PackedImpl(AttentionImpl[PackedMetadata]):
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
         self.logits_soft_cap, self.sinks = logits_soft_cap or None, sinks
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         unsupported = {
             "ALiBi": alibi_slopes,
             "a sliding window": sliding_window,
-            "another layer's cache": kv_sharing_target_layer_name,
             "bidirectional or cross attention": attn_type != AttentionType.DECODER,
             **{name.replace("_", " "): value for name, value in others.items()},
         }
@@ -192,8 +192,12 @@ class PackedImpl(AttentionImpl[PackedMetadata]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Queries [tokens, heads, d] over the pages of the layer."""
+        """Queries [tokens, heads, d] over the layer's pages, or over those of another layer, which ran before."""
         if attn_metadata is None:  # vLLM profiles memory
             return output.zero_()
-        self.engine.layers[layer.layer_name].attend(attn_metadata.steps, query, key, value, self.logits, output)
+        packed, steps = self.engine.layers[layer.layer_name], attn_metadata.steps
+        if self.kv_sharing_target_layer_name is None:
+            packed.attend(steps, query, key, value, self.logits, output)
+        else:
+            packed.read(steps, query, self.logits, output)
         return output

@@ -135,6 +135,7 @@ class Engine:
         for name, module in self.modules.items():  # the target of a shared cache comes before its readers
             if (target := module.kv_sharing_target_layer_name) is not None:
                 self.layers[name] = self.layers[target]
+                self.layers[name].shared = True
                 continue
             served = self.group(name).served
             pool = module.kv_cache.view(served.pages, served.plan.kv_heads, -1)
