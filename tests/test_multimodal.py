@@ -158,7 +158,7 @@ def test_what_images_need_is_refused_where_it_is_missing():
     cache = kvfold.cache(model, "int4", made)
     with torch.no_grad():
         model(random_tokens(10)[None], past_key_values=cache)
-        with pytest.raises(ValueError, match="only in the first step: .* images at the beginning of the prompt"):
+        with pytest.raises(ValueError, match=r"only in the first step: .* images at the beginning of the prompt"):
             model(**prompt, past_key_values=cache)
         with pytest.raises(ValueError, match="kivi-2 quantizes whole pages, which tokens of an image cannot read"):
             model(**prompt, past_key_values=kvfold.cache(model, "kivi-2", made))
