@@ -156,8 +156,7 @@ def check(layer: RadixAttention, plan: Plan) -> None:
         "a temperature of its own": layer.xai_temperature_len > 0,
         "bidirectional or cross attention": layer.is_cross_attention or layer.attn_type != AttentionType.DECODER,
         "heads of another number or size than its configuration says": (
-            (layer.tp_k_head_num, layer.head_dim, layer.v_head_dim)
-            != (plan.kv_heads, shape.key_dim, shape.value_dim)
+            (layer.tp_k_head_num, layer.head_dim, layer.v_head_dim) != (plan.kv_heads, shape.key_dim, shape.value_dim)
         ),
     }
     for what, applies in unsupported.items():
