@@ -23,7 +23,6 @@ from kvfold.format.layout import ALIGNMENT
 from kvfold.geometry import Geometry
 
 if TYPE_CHECKING:
-    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
     from sglang.srt.mem_cache.memory_pool import KVCache
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
 
     from kvfold.engines.sglang.attention import PackedBackend
 
+Source = tuple[str, bool, str | None, str]
 logger = getLogger("sglang.kvfold")  # a child of SGLang's logger, so that it is shown
 
 PAGE_SIZE = {"cuda": 64, "cpu": 16}
@@ -127,8 +127,6 @@ def resolve(original: Callable[["ServerArgs"], None], arguments: "ServerArgs") -
 @aborting
 def prepare(config: Config, arguments: "ServerArgs") -> Geometry:
     """Refuse what cannot be served, before anything is loaded, and set the arguments that kvfold needs."""
-    from sglang.srt.utils.hf_transformers_utils import get_config
-
     refuse(arguments)
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     arguments.page_size = arguments.page_size or PAGE_SIZE.get(device, ALIGNMENT)
@@ -137,10 +135,9 @@ def prepare(config: Config, arguments: "ServerArgs") -> Geometry:
         arguments.max_running_requests = RUNNING
     if arguments.page_size % ALIGNMENT:
         raise ValueError(f"pages need a multiple of {ALIGNMENT} tokens, not --page-size {arguments.page_size}")
-    overrides = json.loads(arguments.json_model_override_args)
-    model = get_config(arguments.model_path, arguments.trust_remote_code, arguments.revision, overrides).to_dict()
     weights = digest_model(arguments.model_path) if config.artifact else None
-    plan = Plan.make(config, model, arguments.page_size, torch.bfloat16, ranks=arguments.tp_size, weights=weights)
+    model, ranks = configuration(*source(arguments)), arguments.tp_size
+    plan = Plan.make(config, model, arguments.page_size, torch.bfloat16, ranks=ranks, weights=weights)
     for name in BACKENDS:
         if (given := getattr(arguments, name)) is not None and not beside(plan.geometry):
             raise ValueError(f"--{name.replace('_', '-')} {given} does not go together with a packed cache")
@@ -264,17 +261,38 @@ def packed_backend(runner: "ModelRunner") -> "PackedBackend":
 
 def plan_of(configurator: "KVCacheConfigurator") -> Plan:
     own = configurator.layer_info.start_layer, configurator.layer_info.end_layer
-    return _plan(configurator.model_config, configurator.page_size, configurator.model_dtype, configurator.device, *own)
+    pages = configurator.page_size, configurator.model_dtype, configurator.device
+    return _plan(source(configurator.server_args), *pages, *own)
 
 
 @cache
-def _plan(model: "ModelConfig", page_size: int, dtype: torch.dtype, device: str, start: int, end: int) -> Plan:
+def _plan(model: Source, page_size: int, dtype: torch.dtype, device: str, start: int, end: int) -> Plan:
     from sglang.srt.runtime_context import get_parallel
 
     config, ranks = Config.read(), get_parallel()
     assert config is not None
     rank = ranks.attn_tp_rank, ranks.attn_tp_size
-    return Plan.make(config, model.hf_config.to_dict(), page_size, dtype, device, *rank, layers=range(start, end))
+    return Plan.make(config, configuration(*model), page_size, dtype, device, *rank, layers=range(start, end))
+
+
+def source(arguments: "ServerArgs") -> Source:
+    """The arguments that say which model it is."""
+    overrides = arguments.json_model_override_args
+    return arguments.model_path, arguments.trust_remote_code, arguments.revision, overrides
+
+
+def configuration(path: str, trusted: bool, revision: str | None, overrides: str) -> dict[str, Any]:
+    """A model's configuration as transformers has it. SGLang has classes of its own for some, which state less."""
+    import transformers
+    from sglang.srt.utils.hf_transformers_utils import get_config
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    config = get_config(path, trusted, revision, changes := json.loads(overrides))
+    own = getattr(transformers, CONFIG_MAPPING_NAMES.get(config.model_type, ""), None)
+    if own is not None and type(config).__module__.startswith("sglang."):
+        config = own.from_pretrained(path, revision=revision)
+        config.update(changes)
+    return config.to_dict()
 
 
 def shadows_of(plan: Plan) -> int:

@@ -60,6 +60,11 @@ def fused_gdn_gating_cpu(A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor) -
     return decay.unsqueeze(0), b.float().sigmoid().unsqueeze(0)
 
 
+def fused_rmsnorm_gated_cpu(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
+    normed = x.float() * torch.rsqrt(x.float().square().mean(dim=-1, keepdim=True) + eps)
+    return (normed * weight * silu(gate.float())).to(x.dtype)
+
+
 def chunk_gated_delta_rule_cpu(
     q: Tensor,
     k: Tensor,
