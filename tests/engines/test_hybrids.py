@@ -1,4 +1,4 @@
-"""Models with layers that are not packed: sliding windows, chunks, linear attention, Mamba, convolutions, shared caches.
+"""Models with layers that are not packed: sliding windows, chunks, linear attention, convolutions, shared caches.
 
 The definition is a stock model with transformers' own cache. Its packed layers give each query what the recipe says.
 """

@@ -10,7 +10,7 @@ from recorded_graphs import KERNELS
 
 from kvfold.artifact import Artifact
 from kvfold.engines import faults as fault_module
-from kvfold.engines.faults import Faults
+from kvfold.engines.faults import FaultLog, Faults
 from kvfold.engines.serving import Config, Plan, Served
 from kvfold.geometry import Geometry, UnsupportedModel
 from kvfold.ops.attend import unpacked_prefill as unpacked
@@ -95,9 +95,9 @@ def test_the_report_names_the_kernels_of_a_gpu():
     [
         ("int4", {}, "needs an artifact of the model: run `kvfold calibrate MODEL --recipe int4 --out DIR`, or use"),
         ("kivi-2", {}, "quantizes whole pages"),
-        ("int4:centre=false,skip=7", {}, "the model has layers 0 to 1"),
+        ("int4:centre=false,skip=7", {}, "layer 7 cannot be skipped: the packed layers are 0, 1"),
         ("int4:centre=false", {"kv_lora_rank": 512}, "MLA"),
-        ("int4:centre=false", {"sliding_window": 4096}, "sliding attention in layers 0, 1"),
+        ("int4:centre=false", {"sliding_window": 4096}, "all its layers are sliding"),
         ("int4:centre=false,group=48", {}, "group=48 does not divide the head dimension 64"),
     ],
 )
@@ -108,7 +108,7 @@ def test_what_is_refused(recipe, model, reason):
 
 def test_what_kernels_cannot_store_is_refused_at_the_start(monkeypatch):
     """As on a GPU, where a kernel would refuse the first token of a float32 model."""
-    monkeypatch.setattr("kvfold.engines.serving.choose", lambda *_: KERNELS)
+    monkeypatch.setattr("kvfold.engines.serving.choose", lambda *_, **__: KERNELS)
     config = Config(parse("int4:centre=false"))
     with pytest.raises(ValueError, match=r"the model is in torch.float32: .* --dtype bfloat16"):
         Plan.make(config, MODEL, PAGE, torch.float32)
@@ -261,7 +261,7 @@ def test_another_layer_reads_what_a_shared_one_stores(recipe, world):
     """In the same step: tokens that are packed, raw, and in a window of the step itself."""
     world = world(recipe, requests=3)
     world.layer.shared = True
-    for counts in ((33, 1, 0), (1, 1, 7), (1, 1, 1)):
+    for counts in ((26, 1, 0), (1, 1, 3), (1, 1, 1)):
         world.step(*counts)
 
 
@@ -354,7 +354,7 @@ def test_tokens_that_cannot_be_stored_are_counted_and_told_once_a_minute(monkeyp
     logger, log, now = logging.getLogger("test"), Log(), [100.0]
     logger.addHandler(log)
     monkeypatch.setattr(fault_module, "monotonic", lambda: now[0])
-    faults = Faults(64, torch.device("cpu"), logger)
+    faults, told_by = Faults(64, torch.device("cpu")), FaultLog(logger)
     assert faults.count() == 0
     for seconds, locations, counted, told in (
         (0, [3, 9], 0, None),  # what is counted now is seen by the next call
@@ -367,6 +367,7 @@ def test_tokens_that_cannot_be_stored_are_counted_and_told_once_a_minute(monkeyp
         now[0] += seconds
         faults.marks[locations] = 1
         assert faults.count() == counted
+        told_by.tell(counted)
         assert [line.split("keys or values of ")[1].split()[0] for line in log.lines] == ([str(told)] if told else [])
         log.lines.clear()
 

@@ -514,8 +514,9 @@ def test_numbers_of_splits(sequences, length):
 def test_learned_sinks(recipes, windows):
     """Where a query reads one token, one part, and several."""
     world = World(codecs(recipes, 32, 2), 2, ratio=3, sinks=True, **windows)
-    for counts in ((1, 70), (1, 1), (3, 0)):
-        world.step(*counts)
+    world.fill(0, 70)
+    world.step(1, 1)
+    world.step(3, 0)
 
 
 @pytest.mark.parametrize("cap", [0.7, 30.0])

@@ -28,24 +28,32 @@ class Faults:
     steps, long before a location gets another token.
     """
 
-    def __init__(self, locations: int, device: torch.device, logger: Logger) -> None:
+    def __init__(self, locations: int, device: torch.device) -> None:
         self.marks = torch.zeros(locations, dtype=torch.uint8, device=device)
-        self.logger = logger
         self._counted = torch.zeros(1, dtype=torch.int64, device=device)
         self._seen = Late(device)
-        self._told, self._quiet_until = 0, 0.0
 
     def count(self) -> int:
-        """The count as of an earlier call. Logs how many tokens are new, at most once a minute."""
+        """The count as of an earlier call."""
         self._counted += self.marks.sum()
         self.marks.zero_()
-        count = self._seen.read(self._counted)
-        if count > self._told and monotonic() >= self._quiet_until:
-            self.logger.warning(
-                "kvfold: keys or values of %d tokens held NaN, Inf or numbers beyond the range of 16-bit floats; zeros "
-                "are stored in their place. Only the requests of these tokens see it. Check the model's weights, and "
-                "its dtype: float16 overflows where bfloat16 does not",
-                count - self._told,
-            )
-            self._told, self._quiet_until = count, monotonic() + QUIET
-        return count
+        return self._seen.read(self._counted)
+
+
+class FaultLog:
+    """Says in the log how many tokens could not be stored, at most once a minute."""
+
+    def __init__(self, logger: Logger) -> None:
+        self.logger = logger
+        self._told, self._quiet_until = 0, 0.0
+
+    def tell(self, count: int) -> None:
+        if count <= self._told or monotonic() < self._quiet_until:
+            return
+        self.logger.warning(
+            "kvfold: keys or values of %d tokens held NaN, Inf or numbers beyond the range of 16-bit floats; zeros "
+            "are stored in their place. Only the requests of these tokens see it. Check the model's weights, and "
+            "its dtype: float16 overflows where bfloat16 does not",
+            count - self._told,
+        )
+        self._told, self._quiet_until = count, monotonic() + QUIET

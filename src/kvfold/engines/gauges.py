@@ -4,11 +4,17 @@
 processes that pack.
 """
 
+from collections.abc import Sequence
+from logging import Logger
+from typing import TYPE_CHECKING
+
 import torch
 from prometheus_client import Gauge
 
-from kvfold.engines.faults import Faults, Late
-from kvfold.engines.shadow_table import ShadowTable
+from kvfold.engines.faults import FaultLog, Late
+
+if TYPE_CHECKING:
+    from kvfold.engines.serving import Plan, Served
 
 EVERY = 16  # steps between two updates
 
@@ -31,17 +37,24 @@ _non_finite = Gauge(
 
 
 class Gauges:
-    def __init__(self, token_bytes: float, raw_token_bytes: int, shadow_pages: int, device: torch.device) -> None:
-        _token_bytes.set(token_bytes)
-        _compression.set(raw_token_bytes / token_bytes)
-        _shadows.set(shadow_pages)
-        self.steps = 0
-        self.used = Late(device)
+    """One set for all layers of a rank, however many page tables they have."""
 
-    def update(self, table: ShadowTable, faults: Faults) -> None:
-        """Show how many shadows are in use and how many tokens could not be stored, as of a few steps ago."""
+    def __init__(self, plan: "Plan", logger: Logger) -> None:
+        _token_bytes.set(plan.token_bytes)
+        _compression.set(plan.raw_token_bytes / plan.token_bytes)
+        self.steps = 0
+        self.used = Late(plan.device)
+        self.log = FaultLog(logger)
+
+    def update(self, groups: Sequence["Served"]) -> None:
+        """Before each step: show how many shadows are in use and how many tokens could not be stored, as of a few steps
+        ago. Each of `groups` has a page table of its own. The same token may count in several of them."""
         if self.steps % EVERY == 0:
-            if table.windows:
-                _shadows_used.set(self.used.read(table.used))
-            _non_finite.set(faults.count())
+            _shadows.set(sum(group.shadow_pages for group in groups))
+            if groups[0].plan.windows:
+                used = torch.stack([group.shadow_table.used for group in groups])
+                _shadows_used.set(self.used.read(used.sum()))
+            count = max(group.faults.count() for group in groups)
+            _non_finite.set(count)
+            self.log.tell(count)
         self.steps += 1

@@ -2,7 +2,8 @@
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -71,6 +72,7 @@ class Plan:
     page_size: int
     raw_dtype: torch.dtype  # the 16-bit type
     device: torch.device
+    layers: range | None = None  # of this rank, packed or not; None: all
 
     @classmethod
     def make(
@@ -109,12 +111,16 @@ class Plan:
         if layers is not None:
             codecs = {number: pair for number, pair in codecs.items() if number in layers}
         heads = geometry.kv_heads // parts, geometry.q_heads // max(ranks, geometry.kv_heads)
-        plan = cls(recipe, geometry, *heads, codecs, page_size, raw_dtype, torch.device(device))
+        plan = cls(recipe, geometry, *heads, codecs, page_size, raw_dtype, torch.device(device), layers)
         for ops in plan.ops.values() if plan.device.type == "cuda" else ():
             if ops.store.implementation == "torch":  # PyTorch's operators wait for the device
                 raise ValueError(f"{recipe} cannot be served on a GPU: {ops.store.reason}")
         check_dtype(plan.ops.values(), dtype)
         return plan
+
+    def only(self, numbers: Collection[int]) -> Self:
+        """The plan of some of its layers."""
+        return replace(self, codecs={number: self.codecs[number] for number in numbers})
 
     @cached_property
     def layouts(self) -> dict[int, PageLayout]:
@@ -124,7 +130,8 @@ class Plan:
 
     @cached_property
     def ops(self) -> dict[int, Ops]:
-        return {number: choose(layout, self.ratio, self.device) for number, layout in self.layouts.items()}
+        cap = self.geometry.shape.cap is not None
+        return {number: choose(layout, self.ratio, self.device, cap=cap) for number, layout in self.layouts.items()}
 
     @property
     def windows(self) -> Windows:
@@ -158,26 +165,33 @@ class Plan:
         shape = (shadows, self.kv_heads, self.page_size * dims)
         return torch.zeros(shape, dtype=self.raw_dtype, device=self.device)
 
-    def _layers(self, kept: Sequence[int]) -> str:
+    def _layers(self) -> str:
         """Which layers are packed, and what becomes of the others."""
-        others = Counter(layer.kind for layer in self.geometry.layers if layer.kind != "full")
+        numbers = range(len(self.geometry.layers)) if self.layers is None else self.layers
+        kept = [number for number, layout in self.layouts.items() if layout.is_raw]
+        readers = [number for number in numbers if self.geometry.layers[number].target in self.codecs]
+        kinds = [self.geometry.layers[number].kind for number in numbers if number not in readers]
+        others = Counter(kind for kind in kinds if kind != "full")
         parts = [f"{len(self.layouts) - len(kept)} packed"]
-        if others:
+        if others or readers:
             parts[0] += f" ({listed([number for number in self.layouts if number not in kept])})"
         if kept:
             parts.append(f"{listed(kept)} in 16 bits as the recipe says")
+        if readers:
+            parts.append(f"{listed(readers)} read the pages of others")
         parts += [f"{count} {kind} as the engine has them" for kind, count in others.items()]
         return ", ".join(parts)
 
-    def report(self, pages: int, shadows: int) -> str:
-        """What is served, for the engine's log at start."""
-        kept = [number for number, layout in self.layouts.items() if layout.is_raw]
+    def report(self, pages: int, shadows: int, tokens: int | None = None) -> str:
+        """What is served, for the engine's log at start. `tokens` is how many fit, if other layers take pages from the
+        same memory."""
+        tokens = pages * self.page_size if tokens is None else tokens
         lines = [
             f"kvfold {__version__}: {self.recipe}",
-            f"layers: {self._layers(kept)}",
+            f"layers: {self._layers()}",
             f"bytes per token: {self.token_bytes:,.0f}, against {self.raw_token_bytes:,} in 16 bits: "
             f"{self.raw_token_bytes / self.token_bytes:.2f} times smaller",
-            f"pages: {pages:,} of {self.page_size} tokens, so that {pages * self.page_size:,} tokens fit",
+            f"pages: {pages:,} of {self.page_size} tokens, so that {tokens:,} tokens fit",
         ]
         if self.windows:
             lines.append(
@@ -252,7 +266,8 @@ class Served:
     """The layers of one rank that share a page table. They have one plan and begin each step together.
 
     It owns the shadow pages, the marks of tokens that could not be stored, and the gauges that show both. An engine
-    makes it before it knows how many pages fit, calls `open` when it knows, and then `attach` per layer.
+    makes it before it knows how many pages fit, calls `open` when it knows, and then `attach` per layer. If an engine
+    has several page tables, it takes `only` the layers of each table.
     """
 
     shadow_table: ShadowTable  # set by `open`
@@ -264,19 +279,20 @@ class Served:
             number: plan.allocate_shadows(0 if layout.is_raw else shadow_pages)
             for number, layout in plan.layouts.items()
         }
-        self.close()
 
-    def close(self) -> None:
-        """Release all pages, if there are any."""
-        self.pages = 0  # per layer
-        self.layers: dict[int, Layer] = {}
-        self.restore: Restore | None = None
+    def only(self, numbers: Collection[int]) -> Self:
+        """Some of its layers, with their shadow pages, for a page table of their own. The gauges stay those of all."""
+        part = copy(self)
+        part.plan = self.plan.only(numbers)
+        return part
 
     def open(self, pages: int) -> None:
         """Serve from `pages` pages per layer."""
         plan, self.pages = self.plan, pages
+        self.layers: dict[int, Layer] = {}
+        self.restore: Restore | None = None
         self.shadow_table = ShadowTable(plan.windows, plan.page_size, pages, self.shadow_pages, plan.device)
-        self.faults = Faults(pages * plan.page_size, plan.device, self.logger)
+        self.faults = Faults(pages * plan.page_size, plan.device)
 
     def attach(self, number: int, pool: Tensor) -> Layer:
         """Add a layer with its pages uint8[pages, kv_heads, page_bytes]."""
@@ -292,13 +308,12 @@ class Served:
     def gauges(self) -> "Gauges":
         from kvfold.engines.gauges import Gauges  # only after the engine has set up prometheus_client
 
-        plan = self.plan
-        return Gauges(plan.token_bytes, plan.raw_token_bytes, self.shadow_pages, plan.device)
+        return Gauges(self.plan, self.logger)
 
     def announce(self, pages: int) -> None:
         """Say at start what is served: in the log, and in the gauges."""
         self.logger.info(self.plan.report(pages, self.shadow_pages))
-        self.gauges.update(self.shadow_table, self.faults)
+        self.gauges.update([self])
 
     @property
     def complete(self) -> bool:
@@ -308,9 +323,14 @@ class Served:
     def before_step(self, resting: tuple[Tensor, Tensor] | None = None) -> None:
         """Before each step, outside of CUDA graphs: update the gauges, and keep the shadows of running requests that
         sit the step out. `resting`: their lengths and pages."""
-        self.gauges.update(self.shadow_table, self.faults)
-        if resting is not None and self.plan.windows:
-            self.shadow_table.rest(*resting)
+        self.gauges.update([self])
+        if resting is not None:
+            self.rest(*resting)
+
+    def rest(self, lengths: Tensor, table: Tensor) -> None:
+        """Keep the shadows of running requests that sit the step out."""
+        if self.plan.windows:
+            self.shadow_table.rest(lengths, table)
 
     def begin(self, locations: Tensor, starts: Tensor, lengths: Tensor, table: Tensor) -> None:
         """Begin a step, on the device. After this, every page that a window reaches into has a shadow. The arguments

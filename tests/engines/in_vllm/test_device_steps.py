@@ -9,9 +9,8 @@ from recorded_graphs import KERNELS
 from tiny_models import tiny
 from vllm import EngineArgs
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
-from kvfold.engines.serving import Served
 from kvfold.engines.vllm import backend, engine
 from kvfold.ops import naive
 from kvfold.ops.dispatch import Choice, Ops
@@ -31,29 +30,33 @@ def defined(pages, q, new, logits, out):
 DEFINITION = Ops(*(Choice("naive", "", run) for run in (naive.store, defined, defined)))
 
 
-def builder(config, layers: int) -> backend.PackedMetadataBuilder:
-    """As vLLM makes it for the first layers of the model."""
-    spec = FullAttentionSpec(block_size=PAGE, num_kv_heads=KV_HEADS, head_size=DIMS, dtype=torch.float16)
-    names = [f"model.layers.{i}.self_attn.attn" for i in range(layers)]
-    return backend.PackedMetadataBuilder(spec, names, config, torch.device("cpu"), WIDTH)
-
-
 class Device:
-    """A builder and a layer of its own, which run as on a GPU or by the definition."""
+    """A builder and a layer of an engine of its own, which run as on a GPU or by the definition."""
 
-    def __init__(self, config, gpu: bool) -> None:
-        self.builder = builder(config, layers=2)
-        self.builder.served = served = Served(self.builder.served.plan, self.builder.served.shadow_pages, engine.logger)
-        served.open(PAGES)
-        pool = torch.empty(PAGES, KV_HEADS, served.plan.layouts[0].page_bytes, dtype=torch.uint8)
-        self.layer = served.attach(0, pool)
+    def __init__(self, config, gpu: bool, ratio: int = 1) -> None:
+        made = engine.Engine(config)
+        spec = FullAttentionSpec(block_size=ratio * PAGE, num_kv_heads=KV_HEADS, head_size=DIMS, dtype=torch.float16)
+        modules = {f"model.layers.{number}.self_attn.attn": made.served.plan.layouts[number] for number in range(2)}
+        config.compilation_config.static_forward_context = {
+            name: SimpleNamespace(
+                impl=SimpleNamespace(engine=made),
+                kv_sharing_target_layer_name=None,
+                kv_cache=torch.empty(PAGES // ratio, KV_HEADS, ratio * PAGE, layout.page_bytes // PAGE).byte(),
+            )
+            for name, layout in modules.items()
+        }
+        engine.Engine.current = made
+        made.open(KVCacheConfig(PAGES // ratio, [], [KVCacheGroupSpec(list(modules), spec)]))
+        made.attach()
+        self.builder = backend.PackedMetadataBuilder(spec, list(modules), config, torch.device("cpu"), WIDTH // ratio)
+        self.layer = made.layers["model.layers.0.self_attn.attn"]
         self.layer.ops = KERNELS if gpu else DEFINITION
         if gpu:
             self.builder.device = SimpleNamespace(type="cuda")
 
     @property
     def shadow_of(self) -> torch.Tensor:
-        return self.builder.served.shadow_table.of
+        return self.builder.group.served.shadow_table.of
 
     def run(self, step: CommonAttentionMetadata, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out = torch.full_like(q, torch.nan)
@@ -75,10 +78,11 @@ def config(tmp_path, monkeypatch):
 
 
 class Requests:
-    """Three requests with pages here and there, as vLLM's scheduler would describe them: those that decode first."""
+    """Three requests with blocks here and there, as vLLM's scheduler would describe them: those that decode first."""
 
-    def __init__(self) -> None:
-        self.table = torch.randperm(PAGES, generator=torch.Generator().manual_seed(0)).view(3, WIDTH).int()
+    def __init__(self, ratio: int) -> None:
+        order = torch.randperm(PAGES // ratio, generator=torch.Generator().manual_seed(0))
+        self.table, self.block = order.view(3, WIDTH // ratio).int(), ratio * PAGE
         self.lengths = [0, 0, 0]
 
     def step(self, counts: list[int], padding: int = 0) -> CommonAttentionMetadata:
@@ -86,7 +90,7 @@ class Requests:
         slots = []
         for row, count in enumerate(counts):
             for token in range(self.lengths[row], self.lengths[row] + count):
-                slots.append(int(self.table[row, token // PAGE]) * PAGE + token % PAGE)
+                slots.append(int(self.table[row, token // self.block]) * self.block + token % self.block)
             self.lengths[row] += count
         starts = torch.tensor([0, *counts, *[0] * padding]).cumsum(0).int()
         lengths = torch.tensor([*self.lengths, *[0] * padding], dtype=torch.int32)
@@ -99,14 +103,16 @@ class Requests:
             num_actual_tokens=len(slots) + padding,
             max_query_len=max(counts),
             max_seq_len=max(self.lengths),
-            block_table_tensor=torch.cat((self.table, self.table.new_zeros(padding, WIDTH))),
+            block_table_tensor=torch.cat((self.table, self.table.new_zeros(padding, self.table.shape[1]))),
             slot_mapping=torch.tensor(slots + [-1] * padding),
         )
 
 
-def test_kernels_read_what_the_definition_says(config):
+@pytest.mark.parametrize("ratio", [1, 4], ids=["a page per block", "4 pages per block"])
+def test_kernels_read_what_the_definition_says(config, ratio):
     """Of prompts, of chunks beside requests that decode, and of requests that decode, over the ends of pages."""
-    gpu, definition, requests = Device(config, gpu=True), Device(config, gpu=False), Requests()
+    gpu, definition = (Device(config, gpu, ratio) for gpu in (True, False))
+    requests = Requests(ratio)
     randn = partial(torch.randn, generator=torch.Generator().manual_seed(0))
     kept = set()
     for counts in ([1, 1, 21], [1, 14, 9], [1, 1, 1], [1, 1, 1], [1, 1, 5], [1, 1, 1]):
@@ -129,5 +135,10 @@ def test_kernels_read_what_the_definition_says(config):
 
 
 def test_layers_that_vllm_gives_to_another_backend_are_refused(config):
-    with pytest.raises(ValueError, match="vLLM gives it 1 layers of 2, and would serve the others in 16 bits"):
-        builder(config, layers=1)
+    Device(config, gpu=False)
+    del config.compilation_config.static_forward_context["model.layers.1.self_attn.attn"]
+    with pytest.raises(ValueError, match="vLLM gives layers 1 to another backend, which would serve them in 16"):
+        engine.check_layers(config)
+    engine.Engine.current = None
+    with pytest.raises(ValueError, match="vLLM gives layers 0, 1 to another backend"):
+        engine.check_layers(config)

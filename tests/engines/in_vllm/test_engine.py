@@ -56,7 +56,7 @@ def test_as_many_more_blocks_fit_as_tokens_are_smaller(engine):
 def test_pages_and_16_bit_copies_fill_the_memory_for_both(packed_engine):
     layers = packed_engine.layers
     pages = sum(layer.kv_cache.nbytes for layer in layers)
-    copies = sum(shadows.nbytes for shadows in layers[0].impl.served.shadows.values())
+    copies = sum(shadows.nbytes for shadows in packed_engine.packed.served.shadows.values())
     assert (copies > 0) == (packed_engine.recipe == WINDOWS)
     assert CACHE - pages // packed_engine.blocks < pages + copies <= CACHE
 

@@ -8,16 +8,17 @@ from kvfold.engines.vllm.requests import Requests
 
 
 def step(new=(), cached=(), resumed=(), finished=(), preempted=()) -> SchedulerOutput:
-    """Requests are (name, pages that are new, tokens before the step, tokens in it)."""
+    """Requests are (name, blocks of group 1 that are new, tokens before the step, tokens in it)."""
     told = CachedRequestData.make_empty()
     for name, pages, before, _ in cached:
         told.req_ids.append(name)
-        told.new_block_ids.append((pages,) if pages else None)
+        told.new_block_ids.append(([7 * page for page in pages], pages) if pages else None)
         told.num_computed_tokens.append(before)
     told.resumed_req_ids.update(resumed)
     output = SchedulerOutput.make_empty()
     output.scheduled_new_reqs = [
-        NewRequestData(name, [], [], None, None, (pages,), before, None) for name, pages, before, _ in new
+        NewRequestData(name, [], [], None, None, ([7 * page for page in pages], pages), before, None)
+        for name, pages, before, _ in new
     ]
     output.scheduled_cached_reqs = told
     output.num_scheduled_tokens = {name: tokens for name, _, _, tokens in (*new, *cached)}
@@ -34,7 +35,8 @@ def requests():
 
 
 def described(requests: Requests) -> tuple[list[int], list[list[int]]]:
-    lengths, table = requests.described(torch.device("cpu"))
+    lengths, table = requests.described(1, torch.device("cpu"))
+    assert requests.described(0, torch.device("cpu"))[1].tolist() == (7 * table).tolist()
     return lengths.tolist(), table.tolist()
 
 

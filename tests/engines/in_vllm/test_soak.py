@@ -38,6 +38,11 @@ def prompts(words) -> list[list[int]]:
     return found
 
 
+def shadow_table(engine: Engine) -> ShadowTable:
+    (group,) = engine.packed.groups
+    return group.served.shadow_table
+
+
 def check_copies(shadows: ShadowTable) -> None:
     """A copy belongs to one page, which knows it: none is lost, and none is read for another page."""
     of, owner = shadows.of[:-1].tolist(), shadows.owner[:-1].tolist()
@@ -74,7 +79,7 @@ def serve(
             if output.finished:
                 running.remove(output.request_id)
                 found[output.request_id] = (*asked[output.request_id], *answer(output))
-        check_copies(engine.builder.served.shadow_table)
+        check_copies(shadow_table(engine))
     assert not llm.has_unfinished_requests()
     assert len(aborted) > 5
     assert found.keys() == asked.keys() - set(aborted)
@@ -102,7 +107,7 @@ def test_many_requests_in_a_small_cache_get_what_they_get_alone(engine, prompts)
 def test_requests_that_find_prefixes_without_copies_read_them_packed(engine, prompts):
     """Steps bring more tokens than the window has, and there are fewer copies than pages."""
     chunk, pages = 64, 100
-    assert len(engine.builder.served.shadow_table.owner) - 1 < pages
+    assert len(shadow_table(engine).owner) - 1 < pages
     engine.forget()
     with engine.only(pages), defined_attention() as found:
         serve(engine, prompts, 200, chunk)
@@ -117,7 +122,7 @@ BUDGET = RECENT - 8  # tokens of a step
 
 def missing_copies(engine: Engine) -> dict[str, list[int]]:
     """Pages of each running request that its next token reads in 16 bits and that have no copy."""
-    windows, of, missing = engine.builder.served.shadow_table.windows, engine.builder.served.shadow_table.of, {}
+    windows, of, missing = shadow_table(engine).windows, shadow_table(engine).of, {}
     for request in engine.scheduler.running:
         length = request.num_computed_tokens
         (pages,) = engine.scheduler.kv_cache_manager.get_block_ids(request.request_id)
@@ -132,7 +137,7 @@ def steps(engine: Engine, count: int) -> int:
     for _ in range(count):
         engine.llm.llm_engine.step()
         assert not any(missing_copies(engine).values())
-        resting += len(engine.builder.engine.requests.resting)
+        resting += len(engine.packed.requests.resting)
     return resting
 
 
@@ -149,8 +154,8 @@ def running(engine):
     add_request(engine, "last", [5], 1)
     while llm.has_unfinished_requests():
         llm.step()
-    assert len(engine.builder.engine.requests.pages) == 1
-    assert not engine.builder.engine.requests.resting
+    assert len(engine.packed.requests.blocks) == 1
+    assert not engine.packed.requests.resting
 
 
 def test_requests_for_which_the_token_budget_does_not_suffice_keep_their_copies(running, words):

@@ -15,7 +15,7 @@ from vllm import EngineArgs
 from vllm.v1.attention.backend import AttentionBackend
 
 from kvfold.engines.start import RECIPE
-from kvfold.engines.vllm import backend, engine
+from kvfold.engines.vllm import backend, engine, plan
 from kvfold.models import embedded_folder
 
 
@@ -27,7 +27,7 @@ def config(artifact):
 
 
 def test_nothing_is_refused_that_works(config):
-    assert engine.make_plan(config).token_bytes == (32 + 4) * 2 * 3 * 30
+    assert plan.make_plan(config).token_bytes == (32 + 4) * 2 * 3 * 30
 
 
 def test_what_is_made_for_layers_does_not_depend_on_the_default_device(config, monkeypatch):
@@ -42,7 +42,7 @@ def test_what_is_made_for_layers_does_not_depend_on_the_default_device(config, m
 def test_memory_as_measured_with_another_recipe_is_refused(config, monkeypatch):
     monkeypatch.setenv("VLLM_ENABLE_STARTUP_PLAN", "1")
     with pytest.raises(ValueError, match="VLLM_ENABLE_STARTUP_PLAN takes memory as measured with other recipes"):
-        engine.make_plan(config)
+        plan.make_plan(config)
 
 
 @pytest.mark.parametrize(
@@ -63,14 +63,13 @@ def test_configurations_that_are_refused(config, part, field, value, reason):
         setattr(changed, part, copy.copy(getattr(config, part)))
     setattr(getattr(changed, part) if part else changed, field, value)
     with pytest.raises(ValueError, match=reason):
-        engine.make_plan(changed)
+        plan.make_plan(changed)
 
 
 @pytest.mark.parametrize(
     ("recipe", "reason"),
     [
         ("saw-int5", "unknown recipe 'saw-int5'"),
-        ("saw-int4:skip=0", "vLLM has pages of one size for all layers"),
         ("kivi-2", "quantizes whole pages"),
         ("hessian-int4", "was not calibrated for hessian-int4"),
     ],
@@ -79,7 +78,7 @@ def test_recipes_that_are_refused(config, artifact, recipe, reason):
     changed = copy.copy(config)
     changed.additional_config = {"kvfold": {"recipe": recipe, "artifact": artifact}}
     with pytest.raises(ValueError, match=reason):
-        engine.make_plan(changed)
+        plan.make_plan(changed)
 
 
 @pytest.mark.parametrize(
@@ -87,10 +86,9 @@ def test_recipes_that_are_refused(config, artifact, recipe, reason):
     [
         ({"alibi_slopes": [0.5]}, "ALiBi"),
         ({"sliding_window": 128}, "a sliding window"),
-        ({"logits_soft_cap": 30.0}, "logit soft-capping"),
         ({"kv_sharing_target_layer_name": "layers.0"}, "another layer's cache"),
         ({"attn_type": "encoder_only"}, "bidirectional"),
-        ({"sinks": [1.0]}, "sinks"),
+        ({"chunk_lookback": 1}, "chunk lookback"),
     ],
 )
 def test_layers_that_are_refused(options, what):
@@ -111,17 +109,17 @@ def test_an_artifact_of_other_weights_is_refused(config, artifact, tmp_path):
     changed = copy.copy(config)
     changed.additional_config = {"kvfold": {"recipe": "saw-int4", "artifact": str(tmp_path / "artifact")}}
     with pytest.raises(ValueError, match=r"made for another model: its weights are others, norm\.weight"):
-        engine.make_plan(changed)
+        plan.make_plan(changed)
 
 
 def test_another_version_is_served_if_it_has_the_hooks(config, monkeypatch):
     monkeypatch.setattr(vllm, "__version__", "0.33.1")
-    engine.refuse(config)
+    plan.refuse(config)
     monkeypatch.delattr(AttentionBackend, "customize_spec")
     with pytest.raises(
         ValueError, match=r"vLLM 0\.33\.1 has no AttentionBackend\.customize_spec; .* tested with 0\.32"
     ):
-        engine.refuse(config)
+        plan.refuse(config)
 
 
 def test_memory_is_taken_once_however_often_an_engine_is_made(config, monkeypatch):

@@ -11,9 +11,11 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # before vLLM is imported
 import torch
 from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
 from vllm import _custom_ops as ops
+from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
-from vllm.v1.attention import selector
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+from kvfold.engines.vllm import engine as in_process
 
 CACHE = 4 * 2**20  # bytes
 BLOCK = 32  # tokens
@@ -23,6 +25,8 @@ CHUNK = 512  # tokens of a step at most, unless a test says otherwise
 # Let PyTorch see products and attention, so that `batch_invariant` does.
 ops._supports_onednn = False
 type(current_platform).opaque_attention_op = classmethod(lambda _: False)
+# vLLM reads what a model class can do in a process of its own, which takes half a minute for each class.
+registry._run_in_subprocess = lambda read: read()
 
 
 def one_query_at_a_time(
@@ -55,7 +59,6 @@ class Engine:
     """An LLM with its scheduler at hand."""
 
     def __init__(self, model: Path, recipe: str | None, artifact: str | None = None, **options) -> None:
-        selector._cached_get_attn_backend.cache_clear()  # it remembers the choice of the last engine
         given = {} if recipe is None else {"kvfold": {"recipe": recipe, "artifact": artifact}}
         settings = {
             "model": str(model),
@@ -84,8 +87,9 @@ class Engine:
         return self.core.model_executor.driver_worker.worker.model_runner
 
     @property
-    def builder(self):
-        return self.runner.attn_groups[0][0].get_metadata_builder()
+    def packed(self) -> in_process.Engine:
+        """What its packed layers share."""
+        return in_process.Engine.current
 
     @property
     def layers(self) -> list:

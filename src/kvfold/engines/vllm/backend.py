@@ -7,8 +7,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config
-from vllm.model_executor.models.utils import extract_layer_index
-from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -21,6 +19,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from kvfold.engines.serving import Steps
+from kvfold.engines.vllm.configuration import SIXTEEN_BITS
 from kvfold.engines.vllm.engine import Engine
 from kvfold.format.layout import ALIGNMENT
 from kvfold.ops.pages import HostLengths, Logits
@@ -28,11 +27,11 @@ from kvfold.ops.pages import HostLengths, Logits
 
 class PackedBackend(AttentionBackend):
     supported_dtypes: ClassVar = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar = ["auto"]
+    supported_kv_cache_dtypes: ClassVar = list(SIXTEEN_BITS)
 
     @staticmethod
     def get_name() -> str:
-        return "CPU_ATTN" if current_platform.is_cpu() else "CUSTOM"
+        return "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type["PackedImpl"]:
@@ -55,11 +54,18 @@ class PackedBackend(AttentionBackend):
         return False
 
     @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        return True  # those of a checkpoint: packed pages have no use for them
+
+    @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """vLLM counts [blocks, heads, tokens, bytes]. So the bytes of a page are spread evenly over its tokens."""
+        """Bytes of a token, before vLLM says of which layer: see `Engine.sized`."""
         assert Engine.current is not None, "vLLM makes layers before it counts their bytes"
-        page_bytes = next(iter(Engine.current.served.plan.layouts.values())).page_bytes
-        return replace(spec, dtype=torch.uint8, state_content_bytes=page_bytes // spec.block_size)
+        return replace(spec, dtype=torch.uint8, state_content_bytes=max(Engine.current.token_bytes.values()))
 
 
 @dataclass
@@ -81,41 +87,37 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         block_table_width: int,
     ) -> None:
         super().__init__(spec, layer_names, config, device)
-        self.config, self.engine = config, Engine.of(config)
-        self.served = served = self.engine.served
-        if len(layer_names) != len(served.plan.codecs):
-            raise ValueError(
-                f"kvfold: vLLM gives it {len(layer_names)} layers of {len(served.plan.codecs)}, and would serve the "
-                "others in 16 bits"
-            )
-        served.close()  # on a GPU, vLLM measures CUDA graphs with a few pages, which it frees
-        requests = config.scheduler_config.max_num_seqs
+        self.engine = Engine.of(config)
+        self.group = self.engine.group(layer_names[0])
+        # layers of unequal size have a builder per size, and one page table
+        self.leads, self.group.led = not self.group.led, True
+        requests, ratio = config.scheduler_config.max_num_seqs, self.group.ratio
         self.starts = torch.zeros(requests, dtype=torch.int32, device=device)
-        self.table = torch.zeros(requests, block_table_width, dtype=torch.int64, device=device)
-        if (pages := config.cache_config.num_gpu_blocks) is not None:
-            served.open(pages)
-            served.announce(pages)
+        self.table = torch.zeros(requests, block_table_width * ratio, dtype=torch.int64, device=device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PackedMetadata:
-        if not self.served.pages:  # vLLM may not know their number before its first step
-            self.served.open(self.config.cache_config.num_gpu_blocks)
-        step, requests = common_attn_metadata, self.engine.requests
-        locations, table = step.slot_mapping[: step.num_actual_tokens], step.block_table_tensor
-        starts = step.compute_num_computed_tokens()
-        self.served.before_step(requests.described(self.device) if requests.resting else None)
-        self.served.begin(locations, starts, step.seq_lens, table)
+        if self.leads:
+            self.group.steps = self._begin(common_attn_metadata)
+        return PackedMetadata(self.group.steps)
+
+    def _begin(self, step: CommonAttentionMetadata) -> Steps:
+        served = self.group.served
+        locations, starts = step.slot_mapping[: step.num_actual_tokens], step.compute_num_computed_tokens()
+        pages = self.group.pages(step.block_table_tensor)
+        table = self.table[: len(pages), : pages.shape[1]].copy_(pages)
+        self.engine.before_step(self.group)
+        served.begin(locations, starts, step.seq_lens, table)
         if self.device.type == "cpu":
             host = HostLengths(starts.tolist(), step.seq_lens.tolist())
-            return PackedMetadata(self.served.steps(host, locations, starts, step.seq_lens, table))
-        return PackedMetadata(self._device_steps(step, starts))
+            return served.steps(host, locations, starts, step.seq_lens, table)
+        return self._device_steps(step, starts, table)
 
-    def _device_steps(self, step: CommonAttentionMetadata, starts: Tensor) -> Steps:
+    def _device_steps(self, step: CommonAttentionMetadata, starts: Tensor, table: Tensor) -> Steps:
         """Requests that decode are one step, in tensors that stay in place for CUDA graphs. The others follow."""
-        rows = slice(step.num_reqs)
-        self.starts[rows].copy_(starts)
-        table = self.table[rows, : step.block_table_tensor.shape[1]].copy_(step.block_table_tensor)
+        served = self.group.served
+        self.starts[: step.num_reqs].copy_(starts)
         counts = step.query_start_loc_cpu.diff().tolist()
         lengths = step.seq_lens_cpu_upper_bound.tolist()  # the lengths themselves, without speculative decoding
         before = [length - count for length, count in zip(lengths, counts, strict=True)]
@@ -125,12 +127,12 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
             rows = slice(decodes)
             query_starts = step.query_start_loc[: decodes + 1]
             described = step.slot_mapping[rows], query_starts, self.starts[rows], step.seq_lens[rows], self.table[rows]
-            steps.append(self.served.decode(*described))
+            steps.append(served.decode(*described))
         if decodes < step.num_reqs:
             others = slice(decodes, step.num_reqs)
             host = HostLengths(before[others], lengths[others])
             rest = step.slot_mapping[decodes:], self.starts[others], step.seq_lens[others], table[others]
-            for tokens, part in self.served.steps(host, *rest):
+            for tokens, part in served.steps(host, *rest):
                 steps.append((slice(decodes + tokens.start, decodes + tokens.stop), part))
         return steps
 
@@ -148,25 +150,35 @@ class PackedImpl(AttentionImpl[PackedMetadata]):
         logits_soft_cap: float | None = None,
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
         **others: Any,
     ) -> None:
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
+        self.logits_soft_cap, self.sinks = logits_soft_cap or None, sinks
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         unsupported = {
             "ALiBi": alibi_slopes,
             "a sliding window": sliding_window,
-            "logit soft-capping": logits_soft_cap,
-            "another layer's cache": kv_sharing_target_layer_name,
             "bidirectional or cross attention": attn_type != AttentionType.DECODER,
             **{name.replace("_", " "): value for name, value in others.items()},
         }
         for what, value in unsupported.items():
             if value:
                 raise ValueError(f"kvfold: attention with {what} cannot run over packed pages")
-        config = get_current_vllm_config()
-        self.served = Engine.of(config).served
-        self.compilation = config.compilation_config
-        self.number: int | None = None  # of the layer, once it has run
+        self.engine = Engine.of(get_current_vllm_config())
+        plan = self.engine.served.plan
+        heads = plan.kv_heads * plan.ratio, plan.kv_heads, plan.geometry.key_dim
+        if (num_heads, self.num_kv_heads, head_size) != heads:
+            raise ValueError(
+                f"kvfold: a layer of vLLM has {num_heads} query heads, {self.num_kv_heads} KV heads and heads of "
+                f"{head_size} numbers, and by its configuration it has {heads[0]}, {heads[1]} and {heads[2]}"
+            )
+        self.logits = Logits(scale, self.logits_soft_cap)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        if self.sinks is not None:
+            self.logits = self.logits._replace(sinks=self.sinks.float())
 
     def forward(
         self,
@@ -180,16 +192,12 @@ class PackedImpl(AttentionImpl[PackedMetadata]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Queries [tokens, heads, d] over pages uint8[pages, kv_heads, page_size, bytes]."""
+        """Queries [tokens, heads, d] over the layer's pages, or over those of another layer, which ran before."""
         if attn_metadata is None:  # vLLM profiles memory
             return output.zero_()
-        if self.number is None:
-            self.number = extract_layer_index(layer.layer_name)
-        packed = self.served.layers.get(self.number)
-        if packed is None or packed.pages.pool.data_ptr() != kv_cache.data_ptr():
-            packed = self.served.attach(self.number, kv_cache.flatten(2))
-            # with CUDA graphs, vLLM gets here at start; without, only in a request, which would wait
-            if self.served.complete and self.compilation.cudagraph_mode.has_full_cudagraphs():
-                self.served.warm_up()
-        packed.attend(attn_metadata.steps, query, key, value, Logits(self.scale), output)
+        packed, steps = self.engine.layers[layer.layer_name], attn_metadata.steps
+        if self.kv_sharing_target_layer_name is None:
+            packed.attend(steps, query, key, value, self.logits, output)
+        else:
+            packed.read(steps, query, self.logits, output)
         return output

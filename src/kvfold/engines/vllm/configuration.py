@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 
     from kvfold.engines.serving import Config
 
+SIXTEEN_BITS = ("auto", "bfloat16", "float16")  # values of --kv-cache-dtype that quantize nothing
+
 
 def asked_for(config: "VllmConfig") -> "Config | None":
     """What a vLLM configuration asks kvfold for, or else the environment. None: neither does."""

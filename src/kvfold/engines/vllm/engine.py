@@ -1,104 +1,42 @@
-"""kvfold in one vLLM process: what it refuses, its plan, and what the layers of a model share."""
+"""kvfold in one vLLM process: what the layers of a model share, and how it follows vLLM's runner."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import wraps
 from pkgutil import resolve_name
 from typing import Any, ClassVar
 
 import torch
-import vllm
+from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank
-from vllm.logger import init_logger
-from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder, CommonAttentionMetadata
-from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec, iter_layer_specs
 
-from kvfold.artifact import digest_model
-from kvfold.engines.serving import Plan, Served
-from kvfold.engines.vllm.configuration import asked_for
+from kvfold.engines.serving import Layer, Served, Steps
+from kvfold.engines.vllm.blocks import fit_blocks
+from kvfold.engines.vllm.plan import geometry_of, layers_of, logger, make_plan
 from kvfold.engines.vllm.requests import Requests
-from kvfold.format.layout import ALIGNMENT
-from kvfold.geometry import Geometry
+from kvfold.geometry import listed
 
-TESTED = "0.32"  # the version of vLLM that kvfold is tested with
 RUNNERS = ("vllm.v1.worker.gpu_model_runner:GPUModelRunner", "vllm.v1.worker.gpu.model_runner:GPUModelRunner")  # V1, V2
-HOOKS = {  # names of vLLM that kvfold overrides or reads
-    AttentionBackend: (
-        *("get_impl_cls", "get_builder_cls", "get_supported_kernel_block_sizes", "supported_kv_cache_layouts"),
-        *("supports_kv_connector", "customize_spec"),
-    ),
-    AttentionMetadataBuilder: ("_cudagraph_support", "reorder_batch_threshold", "requires_block_table_width", "build"),
-    AttentionSpec: ("state_content_bytes",),
-    CommonAttentionMetadata: ("compute_num_computed_tokens", "seq_lens_cpu_upper_bound"),
-}
-
-logger = init_logger("vllm.kvfold")  # a child of vLLM's logger, so that it is shown
 
 
-def require() -> None:
-    """Refuse a vLLM without one of these names. It would leave out a part of kvfold."""
-    for owner, names in HOOKS.items():
-        for name in names:
-            if not hasattr(owner, name) and name not in owner.__annotations__:
-                raise ValueError(
-                    f"vLLM {vllm.__version__} has no {owner.__name__}.{name}; kvfold is tested with {TESTED}: "
-                    "pip install 'kvfold[vllm]'"
-                )
-    if not vllm.__version__.startswith(f"{TESTED}."):
-        logger.warning_once("kvfold is tested with vLLM %s, and this is %s", TESTED, vllm.__version__)
+@dataclass(eq=False)
+class Group:
+    """Packed layers that share a block table of vLLM. A block holds one page or several."""
 
+    served: Served
+    number: int  # among vLLM's groups
+    ratio: int  # pages per block
+    led: bool = False  # by a builder, which makes the steps
+    steps: Steps = ()  # the current ones
 
-def refuse(config: VllmConfig) -> None:
-    """Refuse what would give wrong answers, before anything is loaded."""
-    require()
-    parallel, cache = config.parallel_config, config.cache_config
-    reasons = {
-        "multi-head latent attention (MLA) caches one vector for all heads, which cannot be packed yet": (
-            config.model_config.use_mla
-        ),
-        "encoder-decoder models cannot be packed": config.model_config.is_encoder_decoder,
-        f"--kv-cache-dtype {cache.cache_dtype} packs the cache in another way: leave it at auto": (
-            cache.cache_dtype != "auto"
-        ),
-        "KV connectors would ship pages to where they cannot be read": config.kv_transfer_config is not None,
-        "speculative decoding is not supported yet": config.speculative_config is not None,
-        "pipeline parallelism is not supported yet": parallel.pipeline_parallel_size > 1,
-        "context parallelism is not supported": (
-            parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1
-        ),
-        "microbatching (DBO) is not supported": parallel.use_ubatching,
-        "--enable-sleep-mode would lose means and rotations": config.model_config.enable_sleep_mode,
-        "VLLM_ENABLE_STARTUP_PLAN takes memory as measured with other recipes: unset it": (
-            vllm.envs.VLLM_ENABLE_STARTUP_PLAN
-        ),
-        f"pages need a multiple of {ALIGNMENT} tokens, not --block-size {cache.block_size}": (
-            cache.block_size % ALIGNMENT != 0
-        ),
-    }
-    for reason, applies in reasons.items():
-        if applies:
-            raise ValueError(f"kvfold: {reason}")
-    Geometry.from_config(config.model_config.hf_config.to_dict())
-
-
-def make_plan(config: VllmConfig, rank: int = 0, device: torch.device | str = "cpu") -> Plan:
-    """The plan for a rank of a vLLM engine."""
-    refuse(config)
-    choice = asked_for(config)
-    if choice is None:
-        raise ValueError("kvfold's backend was selected without a recipe: set KVFOLD_RECIPE or additional-config")
-    plan = Plan.make(
-        choice,
-        config.model_config.hf_config.to_dict(),
-        config.cache_config.block_size,
-        config.model_config.dtype,
-        device,
-        rank,
-        config.parallel_config.tensor_parallel_size,
-        digest_model(config.model_config.model) if choice.artifact else None,
-    )
-    if len({layout.page_bytes for layout in plan.layouts.values()}) > 1:
-        raise ValueError(f"kvfold: vLLM has pages of one size for all layers, and {plan.recipe} has not")
-    return plan
+    def pages(self, blocks: Tensor) -> Tensor:
+        """The pages int64[requests, pages] of a block table [requests, blocks]."""
+        within = torch.arange(self.ratio, device=blocks.device)
+        return torch.add(within, blocks.unsqueeze(-1), alpha=self.ratio).flatten(1)
 
 
 class Engine:
@@ -106,7 +44,7 @@ class Engine:
     then does vLLM measure the memory that is left for pages."""
 
     current: ClassVar["Engine | None"] = None
-    followed: ClassVar[set[type]] = set()  # runners that `follow_steps` has wrapped
+    followed: ClassVar[set[type]] = set()  # runners that `follow` has wrapped
 
     def __init__(self, config: VllmConfig) -> None:
         self.config = config
@@ -122,33 +60,147 @@ class Engine:
                     "requests leave nothing of the memory for the cache"
                 )
         self.served = Served(plan, shadow_pages, logger)
+        self.groups: list[Group] = []
+        self.layers: dict[str, Layer] = {}  # by vLLM's names
         self.requests = Requests()
-        if plan.windows:
-            follow_steps(resolve_name(RUNNERS[config.use_v2_model_runner]))
+        follow(resolve_name(RUNNERS[config.use_v2_model_runner]))
 
     @classmethod
     def of(cls, config: VllmConfig) -> "Engine":
-        current = cls.current
-        # the language model of a multimodal one has its own configuration, with the same cache_config
-        if current is None or current.config.cache_config is not config.cache_config:
+        if (current := cls.serving(config)) is None:
             cls.current = None  # frees the memory of the last engine first
             with torch.device("cpu"):  # while vLLM makes layers, the default is their device
                 cls.current = current = cls(config)
         return current
 
+    @classmethod
+    def serving(cls, config: VllmConfig) -> "Engine | None":
+        """The engine of a configuration, if it is made."""
+        # the language model of a multimodal one has its own configuration, with the same cache_config
+        current = cls.current
+        return current if current is not None and current.config.cache_config is config.cache_config else None
 
-def follow_steps(runner: Any) -> None:
-    """Wrap vLLM's runner class, so that `Requests` sees each step that the scheduler sends to this worker."""
+    @property
+    def modules(self) -> dict[str, Any]:
+        """vLLM's layers that kvfold attends for, by name."""
+        every = self.config.compilation_config.static_forward_context
+        return {name: module for name, module in every.items() if _engine(module) is self}
+
+    @property
+    def token_bytes(self) -> dict[int, int]:
+        """Bytes of a token per KV head, by the layer's number."""
+        return {number: layout.page_bytes // layout.page_size for number, layout in self.served.plan.layouts.items()}
+
+    def group(self, name: str) -> Group:
+        """Whose pages the layer of this name reads."""
+        number = extract_layer_index(self.modules[name].kv_sharing_target_layer_name or name)
+        return next(group for group in self.groups if number in group.served.plan.codecs)
+
+    def sized(self, specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
+        """What vLLM knows of each layer's cache, with bytes and tokens per block as they have to be."""
+        attention = {name: spec for name, spec in specs.items() if isinstance(spec, AttentionSpec)}
+        packed = {
+            name: replace(attention[name], state_content_bytes=self.token_bytes[extract_layer_index(name)])
+            for name in attention.keys() & self.modules.keys()
+        }
+        others = {name: spec for name, spec in attention.items() if name not in packed}
+        every = self.config.compilation_config.static_forward_context
+        return {**specs, **fit_blocks(packed, others, {name: every[name].get_attn_backend() for name in others})}
+
+    def open(self, caches: KVCacheConfig) -> None:
+        """Serve from blocks that vLLM is about to allocate."""
+        plan, modules = self.served.plan, self.modules
+        self.groups, self.layers = [], {}
+        for index, group in enumerate(caches.kv_cache_groups):
+            numbers = [extract_layer_index(name) for name in group.layer_names if name in modules]
+            if not numbers:
+                continue
+            specs = list(iter_layer_specs(group.kv_cache_spec))
+            tokens = specs[0].block_size
+            padded = any(isinstance(spec, AttentionSpec) and spec.page_size_padded for spec in specs)
+            if padded or tokens % plan.page_size or len(numbers) < len(group.layer_names):
+                raise ValueError(
+                    f"kvfold: vLLM's blocks of {tokens} tokens for layers {listed(numbers)} are not whole packed pages "
+                    f"of {plan.page_size} tokens"
+                )
+            if (caches.cache_hit_alignment_tokens or 0) % tokens:
+                raise ValueError("kvfold: prefix hits would end inside of packed blocks, and shadow pages not follow")
+            self.groups.append(Group(self.served.only(numbers), index, tokens // plan.page_size))
+        self.requests = Requests()
+        for group in self.groups:
+            group.served.open(caches.num_blocks * group.ratio)
+
+    def attach(self) -> None:
+        """Serve from the blocks that vLLM has allocated."""
+        for name, module in self.modules.items():  # the target of a shared cache comes before its readers
+            if (target := module.kv_sharing_target_layer_name) is not None:
+                self.layers[name] = self.layers[target]
+                self.layers[name].shared = True
+                continue
+            served = self.group(name).served
+            pool = module.kv_cache.view(served.pages, served.plan.kv_heads, -1)
+            self.layers[name] = served.attach(extract_layer_index(name), pool)
+
+    def announce(self, caches: KVCacheConfig) -> None:
+        """Say at start what is served. Tokens are counted as vLLM does."""
+        tokens, _ = get_kv_cache_capacity(self.config, caches)
+        served = self.groups[0].served
+        logger.info(self.served.plan.report(served.pages, served.shadow_pages, tokens))
+        served.gauges.update([group.served for group in self.groups])
+        for group in self.groups:
+            group.served.warm_up()
+
+    def before_step(self, group: Group) -> None:
+        """Before each step of a group, outside of CUDA graphs."""
+        if group is self.groups[0]:
+            group.served.gauges.update([group.served for group in self.groups])
+        if self.requests.resting:
+            lengths, blocks = self.requests.described(group.number, group.served.plan.device)
+            group.served.rest(lengths, group.pages(blocks))
+
+
+def _engine(module: Any) -> Any:
+    """The engine that a layer of vLLM belongs to, None: it is not kvfold's."""
+    return getattr(getattr(module, "impl", None), "engine", None)
+
+
+def check_layers(config: VllmConfig) -> None:
+    """After vLLM has made the model: refuse it if a layer that should be packed has another backend."""
+    engine = Engine.serving(config)
+    found = set() if engine is None else {extract_layer_index(name) for name in engine.modules}
+    if missing := sorted((set(layers_of(config)) & set(geometry_of(config).packed)) - found):
+        raise ValueError(
+            f"kvfold: vLLM gives layers {listed(missing)} to another backend, which would serve them in 16 bits"
+        )
+
+
+def follow(runner: Any) -> None:
+    """Wrap vLLM's runner class, so that the engine sizes blocks, knows its groups and sees each step."""
     if runner in Engine.followed:
         return
-    execute = runner.execute_model
+    Engine.followed.add(runner)
+    specs, initialize, execute = runner.get_kv_cache_spec, runner.initialize_kv_cache, runner.execute_model
+
+    @wraps(specs)
+    def sized(self: Any) -> dict[str, KVCacheSpec]:
+        engine = Engine.serving(self.vllm_config)
+        return specs(self) if engine is None else engine.sized(specs(self))
+
+    @wraps(initialize)
+    def initialized(self: Any, kv_cache_config: KVCacheConfig, is_profiling: bool = False, **options: Any) -> None:
+        engine = Engine.serving(self.vllm_config)
+        if engine is not None:
+            engine.open(kv_cache_config)
+        initialize(self, kv_cache_config, is_profiling, **options)
+        if engine is not None:
+            engine.attach()
+            if not is_profiling:
+                engine.announce(kv_cache_config)
 
     @wraps(execute)
-    def followed(self: Any, scheduler_output: Any, *others: Any, **options: Any) -> Any:
-        current = Engine.current
-        if current is not None and self.cache_config is current.config.cache_config:  # else it is another engine's
-            current.requests.follow(scheduler_output)
+    def executed(self: Any, scheduler_output: Any, *others: Any, **options: Any) -> Any:
+        if (engine := Engine.serving(self.vllm_config)) is not None:
+            engine.requests.follow(scheduler_output)
         return execute(self, scheduler_output, *others, **options)
 
-    runner.execute_model = followed
-    Engine.followed.add(runner)
+    runner.get_kv_cache_spec, runner.initialize_kv_cache, runner.execute_model = sized, initialized, executed

@@ -2,8 +2,8 @@
 
 KVFOLD_RECIPE asks for one, or `--additional-config '{"kvfold": {"recipe": …, "artifact": …}}'`.
 
-- On a GPU, kvfold is vLLM's backend CUSTOM. The plugin selects it.
-- On a CPU, vLLM has a single backend. kvfold takes its place, and gives back vLLM's own if no recipe is asked for.
+kvfold is vLLM's attention backend CUSTOM. The plugin selects it for layers with full attention. The others keep the
+backend that vLLM chooses.
 
 If this module cannot be imported, vLLM only logs it and serves in 16 bits. So it imports nothing that can fail.
 """
@@ -14,12 +14,13 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from kvfold.engines.start import RECIPE, aborting
-from kvfold.engines.vllm.configuration import asked_for
+from kvfold.engines.vllm.configuration import SIXTEEN_BITS, asked_for
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-BACKEND, CPU_BACKEND = "kvfold.engines.vllm.backend.PackedBackend", "CpuBackend"
+BACKEND = "kvfold.engines.vllm.backend.PackedBackend"
+OTHERS = ("sliding_window", "encoder_only_attention")  # kinds of layers with attention that are not packed
 
 
 @aborting
@@ -29,17 +30,48 @@ def register() -> None:
 
     VllmConfig.__post_init__ = prepared(VllmConfig.__post_init__)
     try:
-        register_backends()
+        register_backend()
     except (AttributeError, ImportError):  # this vLLM has moved them
         if os.environ.get(RECIPE):
             raise  # otherwise `check` raises, if a configuration asks for kvfold
 
 
-def register_backends() -> None:
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+def register_backend() -> None:
+    """Make CUSTOM mean kvfold, and check that it is used."""
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends import registry
 
-    register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
-    register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{CPU_BACKEND}")
+    registry.register_backend(registry.AttentionBackendEnum.CUSTOM, BACKEND)
+    platform = type(current_platform)
+    if not hasattr(platform.update_block_size_for_backend, "__wrapped__"):
+        platform.update_block_size_for_backend = classmethod(checked(platform.update_block_size_for_backend))
+    if current_platform.is_cpu() and not hasattr(platform.get_attn_backend_cls, "__wrapped__"):
+        platform.get_attn_backend_cls = classmethod(custom(platform.get_attn_backend_cls))
+
+
+def checked(update: Callable[..., None]) -> Callable[..., None]:
+    """Wrap what vLLM calls in each worker when its model is made."""
+
+    @wraps(update)
+    def wrapped(_: type, config: "VllmConfig") -> None:
+        if _serves(config):
+            from kvfold.engines.vllm.engine import check_layers
+
+            check_layers(config)
+        update(config)
+
+    return wrapped
+
+
+def custom(choose: Callable[..., str]) -> Callable[..., str]:
+    """Wrap vLLM's choice of a backend on a CPU, which always is its own."""
+
+    @wraps(choose)
+    def wrapped(_: type, selected_backend: Any, *others: Any, **options: Any) -> str:
+        chosen = getattr(selected_backend, "name", None) == "CUSTOM"
+        return BACKEND if chosen else choose(selected_backend, *others, **options)
+
+    return wrapped
 
 
 def prepared(resolve: Callable[["VllmConfig"], None]) -> Callable[["VllmConfig"], None]:
@@ -56,19 +88,35 @@ def prepared(resolve: Callable[["VllmConfig"], None]) -> Callable[["VllmConfig"]
 
 @aborting
 def prepare(config: "VllmConfig") -> None:
-    """Select kvfold's backend. On a GPU, vLLM does not do so by itself."""
-    from vllm.platforms import current_platform
-
-    if not _serves(config) or current_platform.is_cpu():
+    """Select kvfold's backend, which vLLM does not do by itself, and a cache that is not quantized otherwise."""
+    if not _serves(config):
         return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     attention = config.attention_config
-    others = {attention.backend, *attention.backend_per_kind.values()} - {None, AttentionBackendEnum.CUSTOM}
-    if others:
+    per_kind = attention.backend_per_kind
+    packing = {attention.backend, *(backend for kind, backend in per_kind.items() if kind not in OTHERS)}
+    if others := packing - {None, AttentionBackendEnum.CUSTOM}:
         names = ", ".join(sorted(backend.name for backend in others))
         raise ValueError(f"--attention-backend {names} does not read packed pages: leave it out, or name CUSTOM")
     attention.backend = AttentionBackendEnum.CUSTOM
+    attention.backend_per_kind = {**dict.fromkeys(OTHERS), **per_kind}  # None: vLLM chooses
+    _override_checkpoint(config)
+
+
+def _override_checkpoint(config: "VllmConfig") -> None:
+    """A checkpoint may say how to quantize the cache. The recipe says otherwise."""
+    from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
+
+    cache, model = config.cache_config, config.model_config
+    stated = resolve_kv_cache_dtype_string("auto", model)
+    if stated in SIXTEEN_BITS or cache.cache_dtype != stated:
+        return
+    from kvfold.engines.vllm.plan import logger
+
+    dtype = str(model.dtype).removeprefix("torch.")
+    cache.cache_dtype = dtype if dtype in SIXTEEN_BITS else SIXTEEN_BITS[1]  # with auto, layers would ask again
+    logger.info("kvfold: the checkpoint asks for --kv-cache-dtype %s; the recipe takes its place", stated)
 
 
 @aborting
@@ -76,9 +124,9 @@ def check(config: "VllmConfig") -> None:
     """Refuse what cannot be served, after vLLM has resolved the configuration."""
     if not _serves(config):
         return
-    from kvfold.engines.vllm.engine import refuse
+    from kvfold.engines.vllm.plan import refuse
 
-    register_backends()
+    register_backend()
     refuse(config)
 
 
@@ -86,18 +134,3 @@ def _serves(config: "VllmConfig") -> bool:
     """Whether kvfold serves this configuration. Some have no model, and some only a part of one."""
     model = config.model_config
     return model is not None and not model.is_submodel_config and asked_for(config) is not None
-
-
-def __getattr__(name: str) -> Any:
-    """`CpuBackend`. vLLM asks for it when it makes the first layer of a model."""
-    if name != CPU_BACKEND:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from vllm.config import get_current_vllm_config
-
-    if asked_for(get_current_vllm_config()) is None:
-        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-        return CPUAttentionBackend
-    from kvfold.engines.vllm.backend import PackedBackend
-
-    return PackedBackend

@@ -20,44 +20,45 @@ if TYPE_CHECKING:
 
 class Requests:
     def __init__(self) -> None:
-        self.pages: dict[str, list[int]] = {}  # per running request
+        self.blocks: dict[str, list[list[int]]] = {}  # per running request and group of layers
         self.resting: dict[str, int] = {}  # tokens per running request that sits the step out
         self._last: SchedulerOutput | None = None
-        self._described: tuple[Tensor, Tensor] | None = None
+        self._described: dict[int, tuple[Tensor, Tensor]] = {}  # per group
 
     def follow(self, step: "SchedulerOutput") -> None:
         """Record a step before it runs."""
         before = dict(self.resting)
         for name in (*step.finished_req_ids, *(step.preempted_req_ids or ())):
-            self.pages.pop(name, None)
+            self.blocks.pop(name, None)
             self.resting.pop(name, None)
         if self._last is not None:
-            left = (self._last.num_scheduled_tokens.keys() - step.num_scheduled_tokens.keys()) & self.pages.keys()
+            left = (self._last.num_scheduled_tokens.keys() - step.num_scheduled_tokens.keys()) & self.blocks.keys()
             if left:
                 self.resting |= {name: length for name, length in _lengths(self._last).items() if name in left}
         for name in self.resting.keys() & step.num_scheduled_tokens.keys():
             del self.resting[name]
         for new in step.scheduled_new_reqs:
-            self.pages[new.req_id] = list(new.block_ids[0])
+            self.blocks[new.req_id] = [list(blocks) for blocks in new.block_ids]
         cached = step.scheduled_cached_reqs
-        for name, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        for name, groups in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if name in cached.resumed_req_ids:
-                self.pages[name] = list(blocks[0])
-            elif blocks:
-                self.pages[name] += blocks[0]
+                self.blocks[name] = [list(blocks) for blocks in groups]
+            elif groups:
+                for held, blocks in zip(self.blocks[name], groups, strict=True):
+                    held += blocks
         self._last = step
         if self.resting != before:
-            self._described = None
+            self._described.clear()
 
-    def described(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Lengths [requests] and pages [requests, pages] of the resting requests, in device memory."""
-        if self._described is None:
+    def described(self, group: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Lengths [requests] and blocks [requests, blocks] of the resting requests, in device memory."""
+        if group not in self._described:
             lengths = torch.tensor(list(self.resting.values()), pin_memory=device.type == "cuda", device="cpu")
-            rows = [torch.tensor(self.pages[name], device="cpu") for name in self.resting]
+            rows = [torch.tensor(self.blocks[name][group], device="cpu") for name in self.resting]
             table = pad_sequence(rows, batch_first=True)
             table = table.pin_memory() if device.type == "cuda" else table
-            self._described = lengths.to(device, non_blocking=True), table.to(device, non_blocking=True)
-        return self._described
+            self._described[group] = lengths.to(device, non_blocking=True), table.to(device, non_blocking=True)
+        return self._described[group]
 
 
 def _lengths(step: "SchedulerOutput") -> dict[str, int]:

@@ -13,7 +13,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from kvfold.engines.serving import Config
 from kvfold.engines.start import ARTIFACT, RECIPE
-from kvfold.engines.vllm.engine import make_plan
+from kvfold.engines.vllm.plan import make_plan
 
 CPU_CACHE = 2**30  # bytes, unless a flag or VLLM_CPU_KVCACHE_SPACE says otherwise
 

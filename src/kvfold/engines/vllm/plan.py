@@ -1,0 +1,120 @@
+"""What a vLLM configuration means for kvfold: what is refused, which layers a rank packs, and its plan."""
+
+import torch
+import vllm
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from kvfold.artifact import digest_model
+from kvfold.engines.serving import Plan
+from kvfold.engines.vllm.configuration import SIXTEEN_BITS, asked_for
+from kvfold.format.layout import ALIGNMENT
+from kvfold.geometry import Geometry
+
+TESTED = "0.32"  # the version of vLLM that kvfold is tested with
+HOOKS = {  # names of vLLM that kvfold overrides or reads
+    AttentionBackend: (
+        *("get_impl_cls", "get_builder_cls", "get_supported_kernel_block_sizes", "supported_kv_cache_layouts"),
+        *("supports_kv_connector", "customize_spec"),
+    ),
+    AttentionMetadataBuilder: ("_cudagraph_support", "reorder_batch_threshold", "requires_block_table_width", "build"),
+    AttentionSpec: ("state_content_bytes", "page_size_padded"),
+    CommonAttentionMetadata: ("compute_num_computed_tokens", "seq_lens_cpu_upper_bound"),
+}
+
+logger = init_logger("vllm.kvfold")  # a child of vLLM's logger, so that it is shown
+
+
+def require() -> None:
+    """Refuse a vLLM without one of these names. It would leave out a part of kvfold."""
+    for owner, names in HOOKS.items():
+        for name in names:
+            if not hasattr(owner, name) and name not in owner.__annotations__:
+                raise ValueError(
+                    f"vLLM {vllm.__version__} has no {owner.__name__}.{name}; kvfold is tested with {TESTED}: "
+                    "pip install 'kvfold[vllm]'"
+                )
+    if not vllm.__version__.startswith(f"{TESTED}."):
+        logger.warning_once("kvfold is tested with vLLM %s, and this is %s", TESTED, vllm.__version__)
+
+
+def refuse(config: VllmConfig) -> None:
+    """Refuse what would give wrong answers, before anything is loaded."""
+    require()
+    parallel, cache, model = config.parallel_config, config.cache_config, config.model_config
+    geometry = geometry_of(config)
+    kinds = {layer.kind for layer in geometry.layers}
+    reasons = {
+        f"--kv-cache-dtype {cache.cache_dtype} packs the cache in another way: leave it at auto": (
+            cache.cache_dtype not in SIXTEEN_BITS
+        ),
+        "chunked attention is not supported: vLLM does not tell its layers from those with full attention": (
+            "chunked" in kinds
+        ),
+        "values of another size than keys are not supported: vLLM gives such layers a backend of its own": (
+            geometry.key_dim != geometry.value_dim
+        ),
+        "the tokens of an image attend to each other, and packed pages are read causally": model.is_mm_prefix_lm,
+        "--disable-hybrid-kv-cache-manager would give layers with sliding windows packed pages: leave it out": (
+            "sliding" in kinds and bool(config.scheduler_config.disable_hybrid_kv_cache_manager)
+        ),
+        "--prefix-match-unit would copy parts of pages without their shadow pages: leave it out": (
+            cache.prefix_match_unit is not None
+        ),
+        "--kv-sharing-fast-prefill is not supported": cache.kv_sharing_fast_prefill,
+        "KV connectors would ship pages to where they cannot be read": config.kv_transfer_config is not None,
+        "speculative decoding is not supported yet": config.speculative_config is not None,
+        "pipeline parallelism is not supported yet": parallel.pipeline_parallel_size > 1,
+        "context parallelism is not supported": (
+            parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1
+        ),
+        "microbatching (DBO) is not supported": parallel.use_ubatching,
+        "--enable-sleep-mode would lose means and rotations": model.enable_sleep_mode,
+        "VLLM_ENABLE_STARTUP_PLAN takes memory as measured with other recipes: unset it": (
+            vllm.envs.VLLM_ENABLE_STARTUP_PLAN
+        ),
+        f"pages need a multiple of {ALIGNMENT} tokens, not --block-size {cache.block_size}": (
+            cache.block_size % ALIGNMENT != 0
+        ),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise ValueError(f"kvfold: {reason}")
+
+
+def geometry_of(config: VllmConfig) -> Geometry:
+    return Geometry.from_config(config.model_config.hf_config.to_dict())
+
+
+def layers_of(config: VllmConfig) -> range:
+    """The layers of this pipeline-parallel rank."""
+    return range(*config.model_config.get_layers_start_end_indices(config.parallel_config))
+
+
+def make_plan(config: VllmConfig, rank: int = 0, device: torch.device | str = "cpu") -> Plan:
+    """The plan for a tensor-parallel rank of a vLLM engine. `config` knows the pipeline-parallel one."""
+    refuse(config)
+    choice = asked_for(config)
+    if choice is None:
+        raise ValueError("kvfold's backend was selected without a recipe: set KVFOLD_RECIPE or additional-config")
+    model = config.model_config
+    plan = Plan.make(
+        choice,
+        model.hf_config.to_dict(),
+        config.cache_config.block_size,
+        model.dtype,
+        device,
+        rank,
+        config.parallel_config.tensor_parallel_size,
+        digest_model(model.model) if choice.artifact else None,
+        layers_of(config),
+    )
+    others = {layer.kind for layer in plan.geometry.layers} - {"full", "shared"}
+    if others and len({layout.page_bytes for layout in plan.layouts.values()}) > 1:
+        raise ValueError(
+            f"kvfold: in a model with {' and '.join(sorted(others))} layers, vLLM needs packed layers of one size, and "
+            f"those of {plan.recipe} differ"
+        )
+    return plan
