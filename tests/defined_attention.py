@@ -109,7 +109,7 @@ def defined_attention() -> Iterator[Found]:
 
     def watched(layer: Layer, steps, q: Tensor, k: Tensor, v: Tensor, logits: Logits, out: Tensor) -> None:
         attend(layer, steps, q, k, v, logits, out)
-        record = records.setdefault(layer.pages.pool.data_ptr(), Record(layer))
+        record = records.setdefault(layer, Record(layer))
         record.see(steps[0][1].shadow_of)
         for tokens, step in steps:
             record.store(step, k[tokens], v[tokens])
@@ -117,7 +117,7 @@ def defined_attention() -> Iterator[Found]:
 
     def watched_read(layer: Layer, steps, q: Tensor, logits: Logits, out: Tensor) -> None:
         read(layer, steps, q, logits, out)
-        compare(records[layer.pages.pool.data_ptr()], steps, q, logits, out)
+        compare(records[layer], steps, q, logits, out)
 
     def compare(record: Record, steps, q: Tensor, logits: Logits, out: Tensor) -> None:
         for tokens, step in steps:

@@ -118,11 +118,12 @@ class Fingerprint(Strict):
 
 
 def _rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """RoPE's parameters, which may be nested by kind of layer. Some engines add `type`, the older name of rope_type."""
+    """RoPE's parameters, which may be nested by kind of layer. Engines add some that say nothing new: `type`, the older
+    name of rope_type, and a partial_rotary_factor of 1."""
     return {
         name: _rope(value) if isinstance(value, Mapping) else value
         for name, value in parameters.items()
-        if name != "type"
+        if name != "type" and (name, value) != ("partial_rotary_factor", 1)
     }
 
 

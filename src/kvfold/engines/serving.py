@@ -172,13 +172,12 @@ class Plan:
         readers = [number for number in numbers if self.geometry.layers[number].target in self.codecs]
         kinds = [self.geometry.layers[number].kind for number in numbers if number not in readers]
         others = Counter(kind for kind in kinds if kind != "full")
-        parts = [f"{len(self.layouts) - len(kept)} packed"]
-        if others or readers:
-            parts[0] += f" ({listed([number for number in self.layouts if number not in kept])})"
+        packed = [number for number in self.layouts if number not in kept]
+        parts = [f"{len(packed)} packed" + (f" ({listed(packed)})" if packed and (others or readers) else "")]
         if kept:
             parts.append(f"{listed(kept)} in 16 bits as the recipe says")
         if readers:
-            parts.append(f"{listed(readers)} read the pages of others")
+            parts.append(f"{len(readers)} read their pages ({listed(readers)})")
         parts += [f"{count} {kind} as the engine has them" for kind, count in others.items()]
         return ", ".join(parts)
 

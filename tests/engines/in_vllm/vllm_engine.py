@@ -1,10 +1,13 @@
 """Real vLLM on a CPU with a small model, in the process of the tests, so that they see its scheduler."""
 
+import gc
 import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # before vLLM is imported
 
@@ -24,9 +27,13 @@ CHUNK = 512  # tokens of a step at most, unless a test says otherwise
 
 # Let PyTorch see products and attention, so that `batch_invariant` does.
 ops._supports_onednn = False
-type(current_platform).opaque_attention_op = classmethod(lambda _: False)
-# vLLM reads what a model class can do in a process of its own, which takes half a minute for each class.
+platform = type(current_platform)
+platform.opaque_attention_op = classmethod(lambda _: False)
+# What takes longer than all else when an engine starts: vLLM reads what a model class can do in a process of its own, and
+# looks for kernels in all modules. It also collects garbage, five times per engine.
 registry._run_in_subprocess = lambda read: read()
+platform.register_triton_kernel_overrides = staticmethod(cache(platform.register_triton_kernel_overrides))
+no_collection = patch.object(gc, "collect", lambda *_: 0)
 
 
 def one_query_at_a_time(
@@ -73,7 +80,8 @@ class Engine:
             "disable_log_stats": True,
             "max_logprobs": -1,
         }
-        self.llm = LLM(additional_config=given, **settings | options)
+        with no_collection:
+            self.llm = LLM(additional_config=given, **settings | options)
         self.core = self.llm.llm_engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
         self.pool = self.scheduler.kv_cache_manager.block_pool
@@ -133,4 +141,5 @@ class Engine:
         self.pool.free_blocks(held)
 
     def close(self) -> None:
-        self.llm.llm_engine.engine_core.shutdown()
+        with no_collection:
+            self.llm.llm_engine.engine_core.shutdown()

@@ -105,18 +105,21 @@ def prepare(config: "VllmConfig") -> None:
 
 
 def _override_checkpoint(config: "VllmConfig") -> None:
-    """A checkpoint may say how to quantize the cache. The recipe says otherwise."""
+    """A checkpoint may say how to quantize the cache: vLLM's configuration asks for it, or else each layer does. The
+    recipe says otherwise."""
     from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
 
     cache, model = config.cache_config, config.model_config
-    stated = resolve_kv_cache_dtype_string("auto", model)
-    if stated in SIXTEEN_BITS or cache.cache_dtype != stated:
+    asked = resolve_kv_cache_dtype_string("auto", model)
+    parts = (getattr(part, "quantization_config", None) for part in (model.hf_config, model.hf_text_config))
+    by_layers = any(isinstance(part, dict) and part.get("kv_cache_scheme") for part in parts)
+    if cache.cache_dtype != asked or asked == "auto" and not by_layers:
         return
     from kvfold.engines.vllm.plan import logger
 
     dtype = str(model.dtype).removeprefix("torch.")
-    cache.cache_dtype = dtype if dtype in SIXTEEN_BITS else SIXTEEN_BITS[1]  # with auto, layers would ask again
-    logger.info("kvfold: the checkpoint asks for --kv-cache-dtype %s; the recipe takes its place", stated)
+    cache.cache_dtype = dtype if dtype in SIXTEEN_BITS else SIXTEEN_BITS[1]
+    logger.info("kvfold: the recipe takes the place of the checkpoint's own quantization of the cache")
 
 
 @aborting
