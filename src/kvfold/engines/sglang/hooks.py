@@ -147,7 +147,7 @@ def prepare(config: Config, arguments: "ServerArgs") -> Geometry:
 @aborting
 def refuse_prefixes(geometry: Geometry, arguments: "ServerArgs", error: AssertionError) -> None:
     raise ValueError(
-        f"SGLang cannot keep prefixes of {geometry.architecture} in pages of {arguments.page_size} tokens ({error}) "
+        f"SGLang cannot keep prefixes of {geometry.architecture} in pages of {arguments.page_size} tokens: {error} "
         "Add --disable-radix-cache"
     )
 
