@@ -174,11 +174,12 @@ def test_a_flag_that_sglang_has_renamed_ends_the_start(flag, version, refused, m
         hooks.refuse(arguments)
 
 
-def test_a_graph_of_what_is_done_before_each_step_is_refused(monkeypatch):
-    monkeypatch.setenv("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "1")
-    if not hasattr(envs, hooks.GLUE):
-        pytest.skip("SGLang 0.5.19 brought it")
-    with pytest.raises(ValueError, match="SGLANG_ENABLE_METADATA_GLUE_GRAPH does not go together"):
+@pytest.mark.parametrize("name", hooks.VARIABLES)
+def test_variables_that_are_refused_are_named(name, monkeypatch):
+    monkeypatch.setenv(name, "1")
+    if not hasattr(envs, name):
+        pytest.skip(f"this SGLang has no {name}")
+    with pytest.raises(ValueError, match=f"{name} does not go together"):
         hooks.refuse(SimpleNamespace(**ALLOWED))
 
 

@@ -1,1 +1,1 @@
-"""SGLang: it loads `entry.py`, which installs `hooks.py`. `attention.py` has the pool and the attention backend."""
+"""SGLang: it loads `entry.py`, which installs `hooks.py`. `packed_pool.py` has the pages, `attention.py` reads them."""

@@ -63,7 +63,10 @@ SINCE = {  # the version that brought an argument, if later than OLDEST
     **dict.fromkeys(("enable_nvidia_megakernel", "enable_amd_monokernel"), "0.5.23"),
 }
 BACKENDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")  # arguments
-GLUE = "SGLANG_ENABLE_METADATA_GLUE_GRAPH"  # an environment variable
+VARIABLES = (  # of the environment, which may not be set
+    "SGLANG_ENABLE_METADATA_GLUE_GRAPH",  # a graph would replay what has to run on the host
+    "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING",  # the size of a pool would change
+)
 RUNNING = 128  # default of max_running_requests for recipes with windows: each request takes shadow pages
 
 
@@ -147,7 +150,7 @@ def prepare(config: Config, arguments: "ServerArgs") -> Geometry:
 @aborting
 def refuse_prefixes(geometry: Geometry, arguments: "ServerArgs", error: AssertionError) -> None:
     raise ValueError(
-        f"SGLang cannot keep prefixes of {geometry.architecture} in pages of {arguments.page_size} tokens ({error}) "
+        f"SGLang cannot keep prefixes of {geometry.architecture} in pages of {arguments.page_size} tokens: {error} "
         "Add --disable-radix-cache"
     )
 
@@ -169,8 +172,9 @@ def refuse(arguments: "ServerArgs") -> None:
                 raise ValueError(f"{flag} {given} does not go together with a packed cache")
         elif name not in SINCE or Version(version("sglang")) >= Version(SINCE[name]):
             raise missing(f"{flag}, which kvfold has to check")
-    if hasattr(envs, GLUE) and getattr(envs, GLUE).get():  # a graph would replay what has to run on the host
-        raise ValueError(f"{GLUE} does not go together with a packed cache")
+    for name in VARIABLES:
+        if hasattr(envs, name) and getattr(envs, name).get():
+            raise ValueError(f"{name} does not go together with a packed cache")
 
 
 def page_budget(available: int, configurator: "KVCacheConfigurator", *_: Any) -> int:
