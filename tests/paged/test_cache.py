@@ -314,6 +314,7 @@ class World:
 
     def __init__(self, setup: Setup, sequences: int, seed: int) -> None:
         self.setup, self.generator = setup, torch.Generator().manual_seed(seed)
+        self.logits = setup.logits  # one for all steps, as a layer of a model has
         self.cache = make_cache(setup, sequences, shuffled=seed)
         self.cache.extend([0] * sequences)
         self.garbage = (-1, 0x7FFF, -0x5A5B)[seed % 3]  # NaN, or a number, which no centroid has
@@ -358,7 +359,7 @@ class World:
         self.tops = [len(tokens) for tokens in self.rows]
         assert self.cache.lengths == self.tops
         for layer in range(LAYERS):
-            out = self.cache.attend(layer, q[layer], *kv[layer], self.setup.logits)
+            out = self.cache.attend(layer, q[layer], *kv[layer], self.logits)
             assert out.dtype == torch.float32
             assert out.shape == (*q.shape[1:-1], self.setup.both[1])
             assert all((padded[: columns - count] == 0).all() for padded, count in zip(out, counts, strict=True))
@@ -366,11 +367,11 @@ class World:
             if columns <= 2 or (definition and layer == (0 in self.setup.parsed.skip)):  # the first that is packed
                 pages = self.cache.pages(layer)
                 new = naive.store(pages, *(flat(x, counts) for x in kv[layer]))
-                outputs.append(naive.attend(pages, flat(q[layer], counts), new, self.setup.logits))
+                outputs.append(naive.attend(pages, flat(q[layer], counts), new, self.logits))
             self.check(layer, q[layer], counts, outputs)
             if self.setup.shared:
                 others = self.randn(*q[layer].shape).to(q.dtype)
-                self.check(layer, others, counts, [flat(self.cache.read(layer, others, self.setup.logits), counts)])
+                self.check(layer, others, counts, [flat(self.cache.read(layer, others, self.logits), counts)])
 
     def check(self, layer: int, q: torch.Tensor, counts: Sequence[int], outputs: list[torch.Tensor]) -> None:
         for row, count in enumerate(counts):
@@ -388,9 +389,9 @@ class World:
         kv[layer][self.starts[row] % 2][row, -1, -1, -1] = torch.nan
         self.cache.extend(counts)
         for before in range(layer):
-            self.cache.attend(before, q[before], *kv[before], self.setup.logits)
+            self.cache.attend(before, q[before], *kv[before], self.logits)
         with pytest.raises(ValueError, match="NaN"):
-            self.cache.attend(layer, q[layer], *kv[layer], self.setup.logits)
+            self.cache.attend(layer, q[layer], *kv[layer], self.logits)
         self.cache.crop(counts)
         self.tops = list(self.starts)
         assert self.cache.lengths == self.starts
