@@ -19,6 +19,7 @@ from vllm_engine import Engine, answer
 
 import kvfold
 from kvfold.engines.vllm.plan import logger
+from kvfold.recipes import parse
 
 RECIPE = "int4:sink=4,recent=20"
 LENGTHS = (300, 37)  # of prompts
@@ -76,12 +77,14 @@ class Served:
     warm: list[tuple[list[int], list[float]]]  # answers to the same prompts
     cached: int  # tokens of prompts that were found in the prefix cache
     found: Found
+    builders: int  # of the first group
     report: str = ""
     shadow_bytes: int = 0
 
 
 @dataclass
 class Case:
+    name: str
     options: dict[str, Any]
     says: str
     defined: dict[str | None, np.ndarray] = field(default_factory=dict)  # by transformers, None: without kvfold
@@ -126,6 +129,7 @@ def serve(folder, recipe: str | None, options: dict[str, Any]) -> Served:
         [answer(output) for output in again],
         sum(output.num_cached_tokens for output in again),
         found,
+        len(engine.runner.attn_groups[0]),
     )
     if recipe is not None:
         served.report = "\n".join(str(call.args[0]) for call in told.call_args_list)
@@ -142,7 +146,7 @@ def case(request, tmp_path_factory) -> Iterator[Case]:
     model.save_pretrained(folder)
     artifact = kvfold.calibrate(model, random_tokens(64, seed=3), context=64)
     artifact.save(folder / "fits")
-    case = Case(options, says)
+    case = Case(request.param, options, says)
     # before vLLM, which changes transformers' own classes of some models
     stock = tiny(request.param, max_position_embeddings=LONGEST, **fields)
     stock.set_attn_implementation("eager")  # SDPA knows neither soft-caps nor sinks
@@ -161,7 +165,6 @@ def test_answers_are_moved_as_in_transformers(case, recipe, error):
     so that now and then a number is rounded otherwise."""
     expected = case.defined[recipe] - case.defined[None]
     found = case.served[recipe].logprobs - case.served[None].logprobs
-    print(np.abs(found - expected).mean() / np.abs(expected).mean())
     assert np.abs(found - expected).mean() < error * np.abs(expected).mean()
 
 
@@ -169,14 +172,13 @@ def test_attention_is_what_its_definition_says(case):
     """For every query of the packed layers, of prompts, of answers, and after prefix hits."""
     for recipe in ("bf16", RECIPE):
         found = case.served[recipe].found
-        print(recipe, found.error, found.queries)
-        assert found.queries >= len(HYBRIDS) and found.error < 1e-5
+        assert found.queries > len(HYBRIDS[case.name][1]) * sum(LENGTHS)
+        assert found.error < 1e-5
 
 
 def test_a_cached_prefix_changes_no_answer(case):
     """Without windows. With them, `defined_attention` knows what is read instead."""
     served = case.served["bf16"]
-    print("cached", served.cached, case.served[RECIPE].cached)
     assert (served.cached > 0) == ("enable_prefix_caching" not in case.options)
     for (tokens, logprobs), (again, same) in zip(served.cold, served.warm, strict=True):
         assert again == tokens
@@ -193,5 +195,18 @@ def test_as_many_tokens_fit_as_the_report_says(case):
     full = LONGEST * 2 * int(raw.replace(",", ""))  # bytes of a request in packed layers; vLLM has float32
     request = LONGEST * MEMORY / stock.tokens
     expected = LONGEST * (MEMORY - packed.shadow_bytes) / (request - full + full / (2 * float(smaller)))
-    print(stock.tokens, case.served["bf16"].tokens, packed.tokens, expected)
     assert packed.tokens > 0.85 * expected
+
+
+@pytest.mark.parametrize("recipe", [f"{RECIPE},skip=0", "gtq-k3v3:widths=all,recent=20"])
+def test_layers_of_unequal_size_share_a_page_table(recipe, tmp_path):
+    """vLLM has a builder per size. The first one begins each step for all of them."""
+    model = tiny(max_position_embeddings=LONGEST, num_hidden_layers=3)
+    model.save_pretrained(tmp_path)
+    artifact = kvfold.calibrate(model, random_tokens(256, seed=3), 128, [parse(recipe)])
+    artifact.save(tmp_path / "fits")
+    expected = defined(model, lambda: kvfold.cache(model, recipe, artifact))
+    served = serve(tmp_path, recipe, {})
+    assert served.builders > 1
+    assert served.found.error < 1e-5
+    assert np.abs(served.logprobs - expected).mean() < 1e-4

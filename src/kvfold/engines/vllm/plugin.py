@@ -113,7 +113,7 @@ def _override_checkpoint(config: "VllmConfig") -> None:
     asked = resolve_kv_cache_dtype_string("auto", model)
     parts = (getattr(part, "quantization_config", None) for part in (model.hf_config, model.hf_text_config))
     by_layers = any(isinstance(part, dict) and part.get("kv_cache_scheme") for part in parts)
-    if cache.cache_dtype != asked or asked == "auto" and not by_layers:
+    if cache.cache_dtype != asked or (asked == "auto" and not by_layers):
         return
     from kvfold.engines.vllm.plan import logger
 
