@@ -295,6 +295,9 @@ SLIDING_MODELS = {
         ),
         packed=[0, 5, 11, 17, 23, 29, 35, 41, 47], sliding=rest(48, [0, 5, 11, 17, 23, 29, 35, 41, 47]), q_heads=64,
         kv_heads=4, key_dim=192, windowed=(64, 8, 192, 128),
+        refused_by={
+            "vLLM": "values of another size than keys are not supported: vLLM gives such layers a backend of its own"
+        },
     ),
     "Olmo-3-7B": Model(
         SLIDING_HYBRIDS,
@@ -353,6 +356,9 @@ SLIDING_MODELS = {
             "vision_config": text(layers=34, q=16, hidden=1408),
         },
         packed=every(4, 48), chunked=rest(48, every(4, 48)), q_heads=40, kv_heads=8,
+        refused_by={
+            "vLLM": "chunked attention is not supported: vLLM does not tell its layers from those with full attention"
+        },
     ),
 }
 

@@ -547,6 +547,13 @@ def test_another_model_is_refused_and_the_field_named(model, saved, changes, fie
     assert f"its {field} is {mine}, the model's is {theirs}" in str(caught.value)
 
 
+def test_a_configuration_that_does_not_state_rope_is_not_another_model(model, saved):
+    """Engines have configuration classes of their own, some without rope_parameters."""
+    config = model.config.to_dict()
+    del config["rope_parameters"]
+    Artifact.load(saved).metadata.model.check_files(config, None)
+
+
 def test_the_same_model_with_other_weights_is_refused(saved):
     with pytest.raises(ValueError, match="its weights are others"):
         Artifact.load(saved).metadata.model.check(llama(seed=1))

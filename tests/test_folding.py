@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from tiny_models import random_tokens, tiny
+from tiny_models import HYBRIDS, random_tokens, tiny
 
 from kvfold.artifact import Artifact
 from kvfold.calibration import calibrate
@@ -37,7 +37,7 @@ class Folded(NamedTuple):
 
 
 def fold(name: str, recipe: str, **options: object) -> Folded:
-    parsed, options = parse(recipe), {**ARCHITECTURES[name], **options}
+    parsed, options = parse(recipe), {**ARCHITECTURES.get(name, {}), **options}
     plain, model = tiny(name, **options), tiny(name, **options)
     artifact = calibrate(plain, random_tokens(200, seed=2), 100, [parsed, parse("gtq-k3v3")])
     return Folded(parsed, plain, artifact, model, fold_values(model, parsed, artifact))
@@ -111,8 +111,8 @@ def test_a_packed_cache_holds_the_same_values_and_gives_the_same_logits(folded, 
     packing = parse(recipe.replace("sink=0,recent=0", windows))
     exact = logits(case.plain)
     old, new = cache(case.plain, packing, case.artifact), cache(case.model, packing, case.own)
-    assert all(value.transform.rotation is not None for _, value in old.codecs)
-    assert all(value.transform.rotation is None for _, value in new.codecs)
+    assert all(value.transform.rotation is not None for _, value in old.codecs.values())
+    assert all(value.transform.rotation is None for _, value in new.codecs.values())
     before, after = logits(case.plain, old), logits(case.model, new)
     noise = (before - exact).norm()
     assert noise > 0.01 * exact.norm(), "nothing was quantized"
@@ -208,5 +208,34 @@ def test_fused_projections_are_refused():
     artifact = calibrate(model, random_tokens(60), 60, [recipe])
     before = weights(model)
     with pytest.raises(UnsupportedModel, match=r"Phi3.*: values cannot be folded, .* no plain v_proj and o_proj"):
+        fold_values(model, recipe, artifact)
+    assert unchanged(model, before)
+
+
+@pytest.mark.parametrize("name", ["Gemma3", "GptOss", "MiMoV2Flash"])
+def test_only_packed_layers_are_folded(name):
+    """Also with biases, sinks, and values of another dimension than keys."""
+    recipe = "oscar-int2:sink=2,recent=4"
+    case = fold(name, recipe)
+    before, after = logits(case.plain), logits(case.model)
+    assert (before - after).abs().max() < 1e-4 * before.abs().max()
+    for number, (old, new) in enumerate(zip(case.plain.model.layers, case.model.model.layers, strict=True)):
+        for one, other in zip(old.parameters(), new.parameters(), strict=True):
+            assert torch.equal(one, other) or number in HYBRIDS[name][1]
+        rotated = not torch.equal(old.self_attn.v_proj.weight, new.self_attn.v_proj.weight)
+        assert rotated == (number in HYBRIDS[name][1])
+    noise = (logits(case.plain, cache(case.plain, recipe, case.artifact)) - before).norm()
+    error = logits(case.model, cache(case.model, recipe, case.own)) - logits(
+        case.plain, cache(case.plain, recipe, case.artifact)
+    )
+    assert error.norm() < 0.3 * noise
+
+
+@pytest.mark.parametrize("name", ["Qwen3Next", "Gemma3n"])  # a gate behind attention; layers that share values
+def test_models_whose_output_would_change_are_refused(name):
+    model, recipe = tiny(name), parse("oscar-int2")
+    artifact = calibrate(model, random_tokens(60), 60, [recipe])
+    before = weights(model)
+    with pytest.raises(UnsupportedModel, match="something else than o_proj reads what attention returns"):
         fold_values(model, recipe, artifact)
     assert unchanged(model, before)

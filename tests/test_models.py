@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import gguf
 import huggingface_hub
 import pytest
 import torch
@@ -48,6 +49,20 @@ def test_embedded_chat_template_survives_conversion(embedded):
         [{"role": "user", "content": "Hello"}], tokenize=False, add_generation_prompt=True
     )
     assert chat.endswith("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize("begins", [True, False, None])
+def test_a_gguf_file_says_whether_texts_begin_with_bos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begins):
+    writer = gguf.GGUFWriter(tmp_path / "it.gguf", "llama")
+    if begins is not None:
+        writer.add_add_bos_token(begins)
+    writer.add_bos_token_id(1)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    read = SimpleNamespace(add_bos_token=False)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: read)
+    assert load_tokenizer(str(tmp_path / "it.gguf")).add_bos_token == bool(begins)
 
 
 def test_converted_weights_are_the_gguf_weights(embedded):

@@ -4,8 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
-from kvfold.text import default_text, draw, read_text, tokenize
+from kvfold.text import default_text, draw, opening, read_text, tokenize, with_openings
 
 
 def test_halves_share_no_paragraph_and_are_alike_in_size():
@@ -74,6 +79,30 @@ def test_tokenize_all_of_a_text(embedded, caplog: pytest.LogCaptureFixture):
     assert ids.tolist() == tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     assert not caplog.records
     assert tokenizer.decode(tokenize("one two three", tokenizer, None)) == "one two three"
+
+
+def words(begins: bool) -> PreTrainedTokenizerFast:
+    """A tokenizer that names a BOS, and puts it before texts or not."""
+    own = Tokenizer(WordLevel({"<s>": 0, "</s>": 1, "a": 2, "b": 3}, unk_token="b"))
+    own.pre_tokenizer = Whitespace()
+    if begins:
+        own.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=own, bos_token="<s>", eos_token="</s>")
+
+
+def test_passages_begin_as_the_tokenizer_begins_a_text():
+    """Naming a BOS is not enough: SmolLM2 names one that it was not trained to begin with."""
+    text = tokenize("a b b a b b a", words(True), None)
+    assert text.tolist() == [2, 3, 3, 2, 3, 3, 2]
+    assert opening(words(True)).tolist() == [0]
+    assert with_openings(text, 3, words(True)).tolist() == [0, 3, 3, 0, 3, 3, 0]
+    assert text[0] == 2, "the tokens that were given stay as they were"
+    assert opening(words(False)).tolist() == []
+    assert torch.equal(with_openings(text, 3, words(False)), text)
+
+
+def test_the_embedded_model_begins_with_the_text(embedded):
+    assert opening(embedded[1]).tolist() == []
 
 
 # draw: tokens are their own positions here, so that passages show where they come from

@@ -34,8 +34,8 @@ def fold_values(model: "PreTrainedModel", recipe: Recipe, artifact: Artifact) ->
     Keys cannot be folded: RoPE stands between their projection and the cache. Products are computed in float64 and
     rounded once, to the dtype of the weights.
 
-    Only packed layers are rotated. In some models a gate stands between attention and W_O. Their output would change,
-    so they are refused, and the model must be loaded again.
+    Only packed layers are rotated. In some models a gate stands between attention and W_O, or other layers read the
+    same values. Their output would change, so they are refused.
 
     Returns the artifact of the folded model. It has no value rotation, and its mean values are rotated.
     """
@@ -46,6 +46,7 @@ def fold_values(model: "PreTrainedModel", recipe: Recipe, artifact: Artifact) ->
     artifact.metadata.model.check(model)
     layers, packed = model.get_decoder().layers, artifact.metadata.model.packed
     attentions = [_projections(layers[number], type(model).__name__) for number in packed]
+    saved = [(weight, weight.clone()) for both in attentions for linear in both for weight in linear.parameters()]
     before = _output(model)
     for (value, output), rotation in zip(attentions, artifact.tensors[name], strict=True):
         matrices = rotation.double().to(value.weight.device).expand(artifact.metadata.model.kv_heads, -1, -1)
@@ -55,8 +56,10 @@ def fold_values(model: "PreTrainedModel", recipe: Recipe, artifact: Artifact) ->
         turned = torch.einsum("nhd,hde->nhe", heads, matrices.repeat_interleave(groups, dim=0))
         output.weight.copy_(turned.flatten(1))
     if (_output(model) - before).norm() > ALLOWED * before.norm():
+        for weight, was in saved:
+            weight.copy_(was)
         raise UnsupportedModel(
-            f"{type(model).__name__}: values cannot be folded, its output projections read more than attention"
+            f"{type(model).__name__}: values cannot be folded, something else than o_proj reads what attention returns"
         )
     means = artifact.tensors["value_mean"].double().unsqueeze(2) @ artifact.tensors[name].double()
     own = {

@@ -74,6 +74,10 @@ def test_every_kernel_meets_every_number_of_heads_and_all_pages_dims_and_windows
         assert {case.tokens for case in cases} >= {selftest.SHORT, selftest.LONG}
     assert {(parse(case.recipe).name, case.head_dim) for case in met["integers"]} >= {("int2", 64), ("int2", 256)}
     assert all(any(parse(case.recipe).recent == 1 for case in met[kind]) for kind in ("integers", "codebooks"))
+    assert {case.head_dim for case in met["portable"]} >= {80, 96, 192, 256}
+    assert any(case.dims == (192, 128) for case in met["portable"])
+    assert any(case.cap for case in met["portable"])
+    assert {bool(parse(case.recipe).windows) for case in met["integers"] if case.sinks} == {False, True}
 
 
 # What is right

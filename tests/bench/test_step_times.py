@@ -18,7 +18,15 @@ from typer.testing import CliRunner, Result
 from kvfold.bench import model_steps, step_times
 from kvfold.bench.cuda_graphs import WARM_UP
 from kvfold.bench.dense_cache import DenseCache
-from kvfold.bench.model_steps import Decoder, dense_error, packed_cache, packed_error, random_model, with_layers
+from kvfold.bench.model_steps import (
+    Decoder,
+    check_plain,
+    dense_error,
+    packed_cache,
+    packed_error,
+    random_model,
+    with_layers,
+)
 from kvfold.bench.step_times import Case, Row, Turn
 from kvfold.cli import app
 from kvfold.geometry import Geometry, example_configs
@@ -73,6 +81,20 @@ def test_examples_have_the_size_of_the_models(name: str, billions: float):
     made = random_model(example_configs()[name], torch.device("meta"))
     assert sum(parameter.numel() for parameter in made.parameters()) / 1e9 == pytest.approx(billions, abs=0.01)
     assert {parameter.dtype for parameter in made.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"model_type": "gemma3_text", "num_hidden_layers": 6, "sliding_window": 8},
+        {"model_type": "qwen3_next", "num_hidden_layers": 4},
+        {"model_type": "falcon_h1"},  # Mamba beside full attention in every layer
+        {"attn_logit_softcapping": 30.0},
+    ],
+)
+def test_models_with_more_than_full_attention_are_refused(options: dict[str, Any]):
+    with pytest.raises(ValueError, match="has more than plain full attention, and its steps cannot be captured"):
+        check_plain({**TINY, **options})
 
 
 def test_a_configuration_with_its_first_layers():
@@ -323,7 +345,7 @@ def test_without_a_gpu_nothing_is_timed():
         (("--case", "32"), "'32' is no case"),
         (("-r", "saw-int4:order=48"), "order=48 does not divide the head dimension 128"),
         (("--csv", "missing/rows.csv"), "there is no folder missing"),
-        (("-r", "saw-int4:skip=7", "--layers", "4"), "the model has layers 0 to 3"),
+        (("-r", "saw-int4:skip=7", "--layers", "4"), "the packed layers are 0 to 3"),
     ],
 )
 def test_refusals(arguments: tuple[str, ...], message: str):

@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from tiny_models import HYBRIDS
+from transformers import DynamicCache
 
 from kvfold.calibration.capture import SAMPLES, _spread, capture, collect
 from kvfold.calibration.statistics import FIRST_TOKENS, PROMPT
@@ -11,14 +13,17 @@ from kvfold.geometry import UnsupportedModel
 from kvfold.ops.pages import Logits
 
 
-def attention(q, k, v, scale):
-    """Causal softmax attention in float64: [heads, n, d] -> [q_heads, n, d]."""
+def attention(q, k, v, scale, cap=None, sinks=None):
+    """Causal softmax attention in float64: [heads, n, d] -> [q_heads, n, d]. A sink has a weight, and no value."""
     q, k, v = q.double(), k.double(), v.double()
     out = torch.empty(*q.shape[:2], v.shape[2], dtype=torch.float64)
     for head in range(len(q)):
         logits = scale * q[head] @ k[head * len(k) // len(q)].T
+        logits = logits if cap is None else cap * torch.tanh(logits / cap)
         later = torch.ones(logits.shape, dtype=torch.bool).triu(1)
-        out[head] = logits.masked_fill(later, -math.inf).softmax(1) @ v[head * len(v) // len(q)]
+        weights = logits.masked_fill(later, -math.inf).exp()
+        total = weights.sum(1, keepdim=True) + (0 if sinks is None else sinks[head].double().exp())
+        out[head] = weights / total @ v[head * len(v) // len(q)]
     return out
 
 
@@ -66,6 +71,27 @@ def test_each_class_of_models(tiny, architecture, text):
         assert torch.allclose(layer.v.mean, v[:, FIRST_TOKENS:].double().mean(1))
         assert torch.equal(layer.samples[0], k[:, FIRST_TOKENS:].transpose(0, 1))
         assert torch.equal(layer.samples[1], v[:, FIRST_TOKENS:].transpose(0, 1))
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_packed_layers_of_hybrids(tiny, text, name):
+    """Keys and values are those in transformers' own cache, outputs those of the definition."""
+    model, tokens, packed = tiny(name), text(30), HYBRIDS[name][1]
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(tokens[None], past_key_values=cache)
+    attentions = {m.layer_idx: m for m in model.modules() if hasattr(m, "q_proj")}
+    statistics = capture(model, tokens, context=30)
+    assert list(collect(model, tokens)) == list(packed)
+    for number, layer in zip(packed, statistics.layers, strict=True):
+        q, k, v = layer.prompt
+        assert torch.allclose(k, cache.layers[number].keys[0], atol=1e-5)
+        assert torch.allclose(v, cache.layers[number].values[0], atol=1e-5)
+        scale, cap, sinks = layer.logits
+        assert (scale, cap) == (attentions[number].scaling, 3.0 if name == "Gemma2" else None)
+        assert sinks is None if name != "GptOss" else torch.equal(sinks, attentions[number].sinks)
+        expected = second_moment(attention(q, k, v, *layer.logits), len(v))
+        assert torch.allclose(layer.out.second(), expected, atol=1e-5, rtol=1e-4)
 
 
 def test_passages_are_read_alone(tiny, text):

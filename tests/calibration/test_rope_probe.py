@@ -34,6 +34,29 @@ def test_layout_and_frequencies_of_each_class(tiny, architecture):
     assert model.config._attn_implementation == "sdpa"
 
 
+ROPES = {  # layout, rotary_dim and theta of the packed layers of hybrids
+    "Gemma3": ("half", 32, 1e6),  # 10,000 in sliding layers
+    "GptOss": ("half", 32, None),  # YaRN
+    "Gemma4": ("other", 16, None),  # the fastest quarter of the pairs of 64 coordinates
+    "Qwen3Next": ("half", 16, 1e4),
+    "Lfm2": ("half", 32, 1e6),
+    "Llama4": ("other", 0, None),  # full attention has no RoPE
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_packed_layers_of_hybrids(tiny, name):
+    """With other layers before them: sliding ones, with sinks too, convolutions, linear attention."""
+    layout, rotary_dim, theta = ROPES[name]
+    rope = probe(tiny(name))
+    assert (rope.layout, rope.rotary_dim) == (layout, rotary_dim)
+    if theta is not None:
+        assert torch.allclose(frequencies(rope), powers(rotary_dim, theta), rtol=1e-5, atol=1e-9)
+    if name == "Gemma4":
+        assert rope.pairs == tuple((i, i + 32) for i in range(8))
+        assert torch.allclose(frequencies(rope), powers(64, 1e6)[:8], rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     "scaling",
     [

@@ -95,7 +95,9 @@ def test_an_unknown_model(error_of, command: tuple[str, ...]):
 
 def test_a_recipe_that_does_not_fit_the_model(error_of, small: Path):
     assert "order=64 does not divide the head dimension 16" in error_of("eval", small, "-r", "saw-int4:order=64")
-    assert "int4:skip=2: the model has layers 0 to 1" in error_of("generate", small, "-p", "Hello", "-r", "int4:skip=2")
+    assert "int4:skip=2: layer 2 cannot be skipped: the packed layers are 0, 1" in error_of(
+        "generate", small, "-p", "Hello", "-r", "int4:skip=2"
+    )
     line = error_of("eval", small, "-r", "saw-int4", "-r", "oscar-int2:group=1")
     assert line == "error: oscar-int2: group=1: 1 codes of 2 bits do not fill whole bytes"
 

@@ -1,17 +1,18 @@
-"""Models with layers that are not packed: sliding windows, chunks, linear attention, Mamba, convolutions, shared caches.
+"""Models with layers that are not packed: sliding windows, chunks, linear attention, convolutions, shared caches.
 
 The definition is a stock model with transformers' own cache. Its packed layers give each query what the recipe says.
 """
 
 import pytest
 import torch
+from model_configs import MODELS
 from tiny_models import HYBRIDS, tiny
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import AutoConfig, Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer
 
 import kvfold
 from kvfold.artifact import Artifact
-from kvfold.engines.transformers import PackedCache
+from kvfold.engines.transformers import GROWING, PackedCache
 from kvfold.format.codec import Codec
 from kvfold.geometry import Geometry, UnsupportedModel
 
@@ -224,3 +225,13 @@ def test_layers_that_transformers_sees_otherwise_are_refused(monkeypatch):
     monkeypatch.setattr("kvfold.engines.transformers.DynamicCache", lambda config: DynamicCache(config=tiny().config))
     with pytest.raises(UnsupportedModel, match=r"caches all tokens in layers 0, 1, .* full attention in layers 2, 5"):
         kvfold.cache(model, "bf16")
+
+
+def test_transformers_sees_the_layers_of_real_models_as_the_geometry_does():
+    """From its own configuration of each model. A cache is refused otherwise."""
+    for name, model in MODELS.items():
+        if "transformers" in model.engines and not model.refused:
+            config = AutoConfig.for_model(**model.config)
+            layers = DynamicCache(config=config).layers
+            grow = [number for number, layer in enumerate(layers) if type(layer) in GROWING]
+            assert grow == list(model.packed) == list(Geometry.from_config(config.to_dict()).packed), name

@@ -261,7 +261,7 @@ def test_another_layer_reads_what_a_shared_one_stores(recipe, world):
     """In the same step: tokens that are packed, raw, and in a window of the step itself."""
     world = world(recipe, requests=3)
     world.layer.shared = True
-    for counts in ((33, 1, 0), (1, 1, 7), (1, 1, 1)):
+    for counts in ((26, 1, 0), (1, 1, 3), (1, 1, 1)):
         world.step(*counts)
 
 

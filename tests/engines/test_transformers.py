@@ -437,8 +437,8 @@ def test_refusals():
     right[0, -3:] = 0
     with pytest.raises(ValueError, match="left"), torch.no_grad():
         model(tokens, attention_mask=right, past_key_values=packed)
-    with pytest.raises(ValueError, match="four dimensions"), torch.no_grad():
-        model(tokens, attention_mask=torch.ones(2, 1, 12, 12, dtype=torch.bool), past_key_values=packed)
+    with pytest.raises(ValueError, match="a mask of four dimensions only if it is boolean"), torch.no_grad():
+        model(tokens, attention_mask=torch.zeros(2, 1, 12, 12), past_key_values=packed)
     with torch.no_grad():
         model(tokens, past_key_values=packed)
     hole = torch.ones(2, 13, dtype=torch.long)

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from tiny_models import HYBRIDS, tiny
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvfold.evaluate.gsm8k import Problem, Problems
+from kvfold.evaluate.logits import compare
 from kvfold.evaluate.needle import DEPTHS, TASKS, TRIALS
 from kvfold.evaluate.run import evaluate
 from kvfold.recipes import parse
@@ -60,6 +62,39 @@ def test_only_what_is_asked_for_is_measured(small):
     model, tokenizer, tokens = small
     (row,) = evaluate(model, tokenizer, [], tokens[:64], 64).rows
     assert (row.suite, row.gsm8k, row.tasks) == (None, None, None)
+
+
+def test_hybrids_are_measured_layer_by_packed_layer(embedded):
+    """A sliding layer cannot take questions back, and linear attention has no keys."""
+    _, tokenizer = embedded
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 32, "num_attention_heads": 1, "num_key_value_heads": 1}
+    tokens = tokenize(default_text("evaluation"), tokenizer, 300)
+    for name in ("Gemma3", "Qwen3Next"):
+        report = evaluate(
+            tiny(name, **sizes),
+            tokenizer,
+            [parse("int8:centre=false,recent=4")],
+            tokens,
+            150,
+            layers=True,
+        )
+        assert report.noise_floor < 1e-3
+        assert report.rows[0].kl == 0
+        assert report.rows[1].kl < 0.05
+        for row in report.rows:
+            assert [layer.layer for layer in row.layers] == list(HYBRIDS[name][1])
+            assert row.tokens == 298
+
+
+def test_scored_passages_begin_with_bos(small, monkeypatch):
+    model, tokenizer, tokens = small
+    seen: list[torch.Tensor] = []
+    monkeypatch.setattr("kvfold.text.opening", lambda _: torch.tensor([9]))
+    monkeypatch.setattr(
+        "kvfold.evaluate.run.compare", lambda model, tokens, *rest: seen.append(tokens) or compare(model, tokens, *rest)
+    )
+    evaluate(model, tokenizer, [], tokens[:64], 32)
+    assert seen[0].tolist() == [9, *tokens[1:32].tolist(), 9, *tokens[33:64].tolist()]
 
 
 def test_haystacks_that_the_text_cannot_fill_are_refused_early(small):

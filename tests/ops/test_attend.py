@@ -58,7 +58,7 @@ def codecs(
     both = []
     for side, text in enumerate((recipes.split(" / ") * 2)[:2]):
         d = dims if isinstance(dims, int) else dims[side]
-        layer = Fitted(parse(text), Geometry("any", 1, kv_heads, kv_heads, d), [fitted(text, d, kv_heads)])
+        layer = Fitted(parse(text), Geometry.uniform("any", 1, kv_heads, kv_heads, d), {0: fitted(text, d, kv_heads)})
         both.append(layer.layer_codecs(LAYER, raw_dtype)[side].to(DEVICE))
     return both[0], both[1]
 
@@ -514,8 +514,9 @@ def test_numbers_of_splits(sequences, length):
 def test_learned_sinks(recipes, windows):
     """Where a query reads one token, one part, and several."""
     world = World(codecs(recipes, 32, 2), 2, ratio=3, sinks=True, **windows)
-    for counts in ((1, 70), (1, 1), (3, 0)):
-        world.step(*counts)
+    world.fill(0, 70)
+    world.step(1, 1)
+    world.step(3, 0)
 
 
 @pytest.mark.parametrize("cap", [0.7, 30.0])

@@ -101,7 +101,7 @@ def test_before_triton_3_6_the_portable_kernel_decodes(monkeypatch, triton):
 @pytest.mark.parametrize("recipe", ["bf16", "int8", "saw-int4", "oscar-int2", "tq-k3v3", "gtq-k3v3"])
 @pytest.mark.filterwarnings("ignore:.*slower")
 def test_every_usual_head_dimension_has_kernels(triton, recipe, dims):
-    layout = PageLayout(*parse(recipe).layouts(dims, {}), 64)
+    layout = PageLayout(*parse(recipe).layouts(dims, dims, {}), 64)
     assert "torch" not in {choice.implementation for choice in choose(layout, 4, GPU, HOPPER)}
     assert choose(layout, 4, GPU, (8, 0)).extend.implementation == "unpacked"
 

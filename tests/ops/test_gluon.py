@@ -75,7 +75,7 @@ def test_integers_and_codebooks_are_decoded_on_hopper(recipe, dims, ratio):
         (affine_slot(128, 3), INT4, 16, 4, "keys are not affine integers of 2, 4 or 8 bits"),
         (INT4, affine_slot(128, 4, 32), 16, 4, "values have 4 groups, not 1 or 2"),
         (INT4, affine_slot(64, 4), 16, 4, "keys have 128 coordinates and values 64, not equally many"),
-        (affine_slot(96, 4), affine_slot(96, 4), 16, 4, "keys of 96 coordinates have 48 bytes of codes"),
+        (affine_slot(96, 4), affine_slot(96, 4), 16, 4, "keys have 96 coordinates, not 64, 128 or 256"),
         (SlotLayout((Segment(0, 64, 4), Segment(64, 128, 4, "codebook"))), TQ3, 16, 4, "keys are not codes of one set"),
     ],
 )

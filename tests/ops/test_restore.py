@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("_poisoned_memory")
 def layers(recipe: str, dims: int | tuple[int, int], count: int) -> list[LayerPages]:
     """Layers of a cache of which 6 pages are full, with other tokens in every layer."""
     both = (dims, dims) if isinstance(dims, int) else dims
-    sides = [parse(recipe).codecs(d, fitted(recipe, d, HEADS), torch.bfloat16) for d in both]
+    sides = [parse(recipe).codecs(d, d, fitted(recipe, d, HEADS), torch.bfloat16) for d in both]
     codecs = [(sides[0][0].to(DEVICE), sides[1][1].to(DEVICE)) for _ in range(count)]
     cache = PagedCache(codecs, HEADS, 1, windows=Windows(sink=4, recent=40), page_size=PAGE, device=DEVICE)
     cache.extend([6 * PAGE])

@@ -56,8 +56,8 @@ class Case:
         both = []
         for side, dims in enumerate((self.dims, self.value_dims or self.dims)):
             fit = fitted(self.recipe, dims, self.kv_heads, self.centred)
-            geometry = Geometry("any", 1, self.kv_heads, self.kv_heads, dims)
-            both.append(Fitted(parse(self.recipe), geometry, [fit]).layer_codecs(0, self.dtype)[side])
+            geometry = Geometry.uniform("any", 1, self.kv_heads, self.kv_heads, dims)
+            both.append(Fitted(parse(self.recipe), geometry, {0: fit}).layer_codecs(0, self.dtype)[side])
         return both[0], both[1]
 
     def __str__(self) -> str:

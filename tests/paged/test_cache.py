@@ -103,8 +103,8 @@ class Setup:
         if self.value_dims is not None:
             sides = [replace(self, dims=dims, value_dims=None).codecs() for dims in self.both]
             return [(key, value) for (key, _), (_, value) in zip(*sides, strict=True)]
-        geometry = Geometry("any", LAYERS, self.kv_heads, self.kv_heads, self.dims)
-        fits = [self.fit(layer) for layer in range(LAYERS)]
+        geometry = Geometry.uniform("any", LAYERS, self.kv_heads, self.kv_heads, self.dims)
+        fits = {layer: self.fit(layer) for layer in range(LAYERS)}
         result = []
         for key, value in Fitted(self.parsed, geometry, fits).codecs(self.raw_dtype, "cpu").values():
             if self.value_by_channel:

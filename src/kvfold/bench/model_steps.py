@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from kvfold.bench import dense_cache
 from kvfold.bench.cuda_graphs import WARM_UP, capture
@@ -14,7 +15,7 @@ from kvfold.bench.expected_ops import relative_error
 from kvfold.bench.random_fits import random_codecs, random_states
 from kvfold.engines.transformers import IMPLEMENTATION, PackedCache
 from kvfold.format.codec import Codec, sixteen_bit
-from kvfold.geometry import Geometry
+from kvfold.geometry import Geometry, LayerShape
 from kvfold.ops.dispatch import choose
 from kvfold.paged import PagedCache
 from kvfold.recipe import Recipe
@@ -32,14 +33,31 @@ def with_layers(config: Mapping[str, Any], layers: int | None) -> dict[str, Any]
     return {**config, "num_hidden_layers": layers, **({"layer_types": kinds[:layers]} if kinds else {})}
 
 
-def random_model(config: Mapping[str, Any], device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """A model as transformers initialises it, made on the device."""
+def check_plain(config: Mapping[str, Any]) -> None:
+    """Refuse a model that has more than plain full attention. Of other layers, transformers' own cache grows from step
+    to step, so no step can be captured. And the dense cache has no soft-caps, no sinks and one head dimension."""
+    geometry = Geometry.from_config(config)
+    shape = geometry.shape
+    plain = LayerShape("full", shape.q_heads, shape.kv_heads, shape.key_dim, shape.key_dim)
+    others = [layer for layer in DynamicCache(config=_config(config)).layers if type(layer) is not DynamicLayer]
+    if others or set(geometry.layers) != {plain}:
+        raise ValueError(
+            f"{geometry.architecture} has more than plain full attention, and its steps cannot be captured in "
+            "transformers: time it by `kvfold bench serving`"
+        )
+
+
+def _config(config: Mapping[str, Any]) -> PreTrainedConfig:
     if missing := [name for name in NEEDED if config.get(name) is None]:
         raise ValueError(f"a model cannot be built without {', '.join(missing)}: name a complete config.json")
+    return AutoConfig.for_model(**{name: value for name, value in config.items() if name != "quantization_config"})
+
+
+def random_model(config: Mapping[str, Any], device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """A model as transformers initialises it, made on the device."""
     torch.manual_seed(0)
     with device:
-        made = AutoConfig.for_model(**{name: value for name, value in config.items() if name != "quantization_config"})
-        return AutoModelForCausalLM.from_config(made, dtype=dtype).eval()
+        return AutoModelForCausalLM.from_config(_config(config), dtype=dtype).eval()
 
 
 def layer_codecs(recipe: Recipe, geometry: Geometry, layer: int, raw_dtype: torch.dtype) -> tuple[Codec, Codec]:

@@ -4,7 +4,7 @@ A case is one layer with a recipe and a shape. Its history is packed by `naive.s
 tokens per sequence, then one. The definitions run on the CPU; attention is computed in float64. Before each op the
 device gets the bytes of the definition, so a wrong `store` does not make `decode` look wrong.
 
-On Hopper the cases compile about 240 variants of kernels.
+On Hopper the cases compile hundreds of variants of kernels.
 """
 
 import math
@@ -157,6 +157,13 @@ CASES = (
     Case("gtq-k3v3:per_head=true", 128, 5, 16),
     Case("tq-k8v7", 128, 6, 64),
     Case("oscar-int2:per_head=true,recent=8", 64, 6, 16),
+    # what newer models need: learned sinks, capped logits, other head dimensions
+    Case("saw-int4:values=true,sink=4,recent=40", 64, 8, 64, PROMPT, sinks=True),
+    Case("saw-int4", 128, 4, 16, sinks=True),
+    Case("int4:recent=9", 256, 2, 16, PROMPT, cap=30.0),
+    Case("saw-int4:sink=3,recent=20", 80, 4, 64, PROMPT),
+    Case("tq-k3v3", 96, 3, 16),
+    Case("oscar-int2:recent=40", 192, 4, 64, PROMPT, value_dim=128),
 )
 # On CPUs longer contexts and more heads run the same code
 CPU_CASES = tuple(replace(case, tokens=SHORT if case.tokens is SHORT else PROMPT, kv_heads=2) for case in CASES)

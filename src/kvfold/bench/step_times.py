@@ -23,6 +23,7 @@ from kvfold.bench.dense_attention import dense_backend
 from kvfold.bench.dense_cache import DenseCache
 from kvfold.bench.model_steps import (
     Decoder,
+    check_plain,
     dense_error,
     layer_codecs,
     packed_cache,
@@ -108,8 +109,9 @@ def run(
 ) -> Iterator[Row]:
     """Every case with the dense cache and with every recipe: verified on two layers, then timed on all.
 
-    A recipe without a kernel is refused before anything runs.
+    A model whose steps cannot be captured and a recipe without a kernel are refused before anything runs.
     """
+    check_plain(config)
     if not torch.cuda.is_available():
         raise ValueError(
             f"steps are captured on a GPU, and torch {torch.__version__} sees none: run this on a machine with one, "

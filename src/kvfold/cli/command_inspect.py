@@ -29,8 +29,9 @@ def inspect(
     if write_json(json_file, rows):
         return
     model, made = artifact.metadata.model, artifact.metadata.calibration
+    packed = len(model.packed)
     out.print(
-        f"{model.model_type}: {len(model.packed)} of {model.layers} layers packed, "
+        f"{model.model_type}: {packed if packed == model.layers else f'{packed} of {model.layers}'} layers, "
         f"{model.q_heads} query and {model.kv_heads} KV heads of "
         f"{model.key_dim}; RoPE on {artifact.metadata.rope.rotary_dim} of them ({artifact.metadata.rope.layout})\n"
         f"calibrated on {made.tokens:,} tokens in passages of {made.context:,}"

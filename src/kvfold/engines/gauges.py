@@ -6,15 +6,12 @@ processes that pack.
 
 from collections.abc import Sequence
 from logging import Logger
-from typing import TYPE_CHECKING
 
 import torch
 from prometheus_client import Gauge
 
-from kvfold.engines.faults import FaultLog, Late
-
-if TYPE_CHECKING:
-    from kvfold.engines.serving import Plan, Served
+from kvfold.engines.faults import FaultLog, Faults, Late
+from kvfold.engines.shadow_table import ShadowTable
 
 EVERY = 16  # steps between two updates
 
@@ -39,22 +36,22 @@ _non_finite = Gauge(
 class Gauges:
     """One set for all layers of a rank, however many page tables they have."""
 
-    def __init__(self, plan: "Plan", logger: Logger) -> None:
-        _token_bytes.set(plan.token_bytes)
-        _compression.set(plan.raw_token_bytes / plan.token_bytes)
+    def __init__(self, token_bytes: float, raw_token_bytes: int, device: torch.device, logger: Logger) -> None:
+        _token_bytes.set(token_bytes)
+        _compression.set(raw_token_bytes / token_bytes)
         self.steps = 0
-        self.used = Late(plan.device)
+        self.used = Late(device)
         self.log = FaultLog(logger)
 
-    def update(self, groups: Sequence["Served"]) -> None:
+    def update(self, groups: Sequence[tuple[ShadowTable, Faults]]) -> None:
         """Before each step: show how many shadows are in use and how many tokens could not be stored, as of a few steps
         ago. Each of `groups` has a page table of its own. The same token may count in several of them."""
         if self.steps % EVERY == 0:
-            _shadows.set(sum(group.shadow_pages for group in groups))
-            if groups[0].plan.windows:
-                used = torch.stack([group.shadow_table.used for group in groups])
-                _shadows_used.set(self.used.read(used.sum()))
-            count = max(group.faults.count() for group in groups)
+            tables = [table for table, _ in groups]
+            _shadows.set(sum(len(table.owner) - 1 for table in tables))
+            if tables[0].windows:
+                _shadows_used.set(self.used.read(torch.stack([table.used for table in tables]).sum()))
+            count = max(faults.count() for _, faults in groups)
             _non_finite.set(count)
             self.log.tell(count)
         self.steps += 1

@@ -213,6 +213,7 @@ class Layer:
         self, plan: Plan, number: int, pool: Tensor, shadows: Tensor, faults: Tensor, shared: bool = False
     ) -> None:
         self.ops, self.ratio, self.shared = plan.ops[number], plan.ratio, shared
+        self.shape = plan.geometry.shape
         self.new: list[New] = []  # if it is shared: what `store` returned, per part of the last step
         self.pages = LayerPages.of(plan.codecs[number], plan.layouts[number], plan.windows, pool, shadows, faults)
 
@@ -246,6 +247,8 @@ class Layer:
         pool, layout = self.pages.pool, self.pages.layout
         shadow_of = torch.zeros(1, dtype=torch.int64, device=pool.device)
         alone = [([start], n) for start, n in product((0, WARM_UP[-1]), WARM_UP)]
+        sinks = torch.zeros(self.ratio * pool.shape[1], device=pool.device) if self.shape.sink else None
+        logits = Logits(1.0, self.shape.cap, sinks)
         for starts, n in (*alone, MANY_SHORT):
             table = torch.zeros(len(starts), -(-(starts[0] + n) // layout.page_size), dtype=torch.int64)
             host = HostLengths(starts, [start + n for start in starts])
@@ -255,10 +258,10 @@ class Layer:
             sides = layout.key, layout.value
             k, v = (self.pages.shadows.new_zeros(tokens, pool.shape[1], side.dims) for side in sides)
             q, out = (x.repeat_interleave(self.ratio, dim=1) for x in (k, v))
-            self.attend([(slice(tokens), step)], q, k, v, Logits(1.0), out)
+            self.attend([(slice(tokens), step)], q, k, v, logits, out)
             if self.shared:
-                self.read([(slice(tokens), step)], q, Logits(1.0), out)
-        parts.warm_up(self.pages, q[:1], Logits(1.0), out[:1])
+                self.read([(slice(tokens), step)], q, logits, out)
+        parts.warm_up(self.pages, q[:1], logits, out[:1])
 
 
 class Served:
@@ -307,12 +310,18 @@ class Served:
     def gauges(self) -> "Gauges":
         from kvfold.engines.gauges import Gauges  # only after the engine has set up prometheus_client
 
-        return Gauges(self.plan, self.logger)
+        plan = self.plan
+        return Gauges(plan.token_bytes, plan.raw_token_bytes, plan.device, self.logger)
+
+    @property
+    def shown(self) -> tuple[ShadowTable, Faults]:
+        """What the gauges show."""
+        return self.shadow_table, self.faults
 
     def announce(self, pages: int) -> None:
         """Say at start what is served: in the log, and in the gauges."""
         self.logger.info(self.plan.report(pages, self.shadow_pages))
-        self.gauges.update([self])
+        self.gauges.update([self.shown])
 
     @property
     def complete(self) -> bool:
@@ -322,7 +331,7 @@ class Served:
     def before_step(self, resting: tuple[Tensor, Tensor] | None = None) -> None:
         """Before each step, outside of CUDA graphs: update the gauges, and keep the shadows of running requests that
         sit the step out. `resting`: their lengths and pages."""
-        self.gauges.update([self])
+        self.gauges.update([self.shown])
         if resting is not None:
             self.rest(*resting)
 

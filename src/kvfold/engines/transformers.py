@@ -30,7 +30,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from kvfold.artifact import Artifact, Fingerprint
 from kvfold.calibration.automatic import calibrate_automatically
-from kvfold.engines.unpacked_attention import attend_unpacked, logits_of
+from kvfold.engines.unpacked_attention import attend_masked, attend_unpacked, logits_of
 from kvfold.fitted import Fitted
 from kvfold.format.codec import Codec, sixteen_bit
 from kvfold.geometry import Geometry, UnsupportedModel, listed
@@ -224,22 +224,42 @@ class PackedCache(Cache):
     ) -> Tensor:
         """Pack a layer's new tokens and attend its queries: [sequences, heads, n, d] -> [sequences, n, heads, d].
 
-        `again`: the queries are those of another layer, which shares this one's tokens. Packing them once more changes
-        no byte.
+        `again`: the queries are those of another layer, which reads the tokens that this one has packed.
         """
-        if layer == self.geometry.packed[0] and not self.begun and not again:
-            self.begin(q.shape[0], q.shape[2], mask)
+        n, padding, number = q.shape[2], mask, self.geometry.packed.index(layer)
+        if mask is not None and mask.ndim == 4:
+            self._check(mask, n)
+            padding = mask.any(dim=2).squeeze(1)
+        if number == 0 and not self.begun and not again:
+            self.begin(q.shape[0], n, padding)
         assert self.paged is not None
         self.begun = 0
-        n = q.shape[2]
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        states, out = [x.transpose(1, 2) for x in (q, k, v)], q.new_empty(q.shape[0], n, q.shape[1], v.shape[-1])
         try:
-            out = q.new_empty(*q.shape[:3], v.shape[-1])
-            return self.paged.attend(self.geometry.packed.index(layer), q, k, v, logits, out)
+            if again:
+                self.paged.read(number, states[0], logits, out)
+            else:
+                self.paged.attend(number, states[0], states[1], states[2], logits, out)
         except Exception:
             # A step that fails leaves no tokens behind. Other layers cannot take it back, so all tokens go with it.
             self.crop(-n) if all(type(own) is PackedLayer for own in self.layers) else self.reset()
             raise
+        if mask is None or mask is padding:
+            return out
+        codecs, windows = self.codecs[layer], self.recipe.windows
+        return attend_masked(q, k, v, mask, logits, codecs, windows, self.raw_dtype).to(q.dtype)
+
+    def _check(self, mask: Tensor, n: int) -> None:
+        """Refuse a mask of four dimensions that `attend_masked` does not take."""
+        if mask.dtype != torch.bool or self.tokens not in (0, n):
+            raise ValueError(
+                "a packed cache takes a mask of four dimensions only if it is boolean, and only in the first step: "
+                "pass attention_mask [batch, tokens], and images at the beginning of the prompt"
+            )
+        if any(codec.layout.per_page for codecs in self.codecs.values() for codec in codecs):
+            raise ValueError(
+                f"{self.recipe} quantizes whole pages, which tokens of an image cannot read: use another recipe"
+            )
 
     def begin(self, sequences: int, n: int, mask: Tensor | None = None, reserve: int = 0) -> None:
         """Make room for a step of n tokens per sequence. The first step also makes pages for `reserve` tokens.
@@ -249,6 +269,7 @@ class PackedCache(Cache):
         counts the step only after a forward call. A replay is not a forward call.
         """
         if self.paged is None:
+            targets = {shape.target for shape in self.geometry.layers}
             self.paged = PagedCache(
                 list(self.codecs.values()),
                 self.geometry.kv_heads,
@@ -257,6 +278,7 @@ class PackedCache(Cache):
                 page_size=self.page_size,
                 raw_dtype=self.raw_dtype,
                 device=self.device,
+                shared=[n for n, layer in enumerate(self.geometry.packed) if layer in targets],
             )
             if reserve:
                 self.paged.reserve(reserve)
@@ -329,12 +351,8 @@ def _attention(
             raise UnsupportedModel(
                 f"{type(module).__name__}: attention with {unsupported} cannot run over packed pages"
             )
-    if attention_mask is not None and attention_mask.ndim != 2:
-        raise ValueError(
-            "a packed cache takes attention_mask [batch, tokens]; masks of four dimensions are not supported"
-        )
     logits = logits_of(query, scaling, kwargs)
-    again = module.layer_idx != key.layer
+    again = bool(module.layer_idx != key.layer)
     return key.cache.attend(key.layer, query, key.states, value.states, attention_mask, logits, again), None
 
 

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from kvfold.ops.dense import by_head, log_weights
+from kvfold.format.codec import Codec
+from kvfold.format.windows import Windows
+from kvfold.ops.dense import by_head, log_softmax, log_weights
 from kvfold.ops.pages import Logits
 
 
@@ -43,3 +45,43 @@ def attend_unpacked(
         weights = log_weights(q, key[:, head], mask, own)[..., :tokens].exp()
         heads.append(weights @ value[:, head, None].float())
     return torch.cat(heads, dim=1).transpose(1, 2).to(query.dtype).contiguous()
+
+
+def attend_masked(
+    q: Tensor,  # [batch, q_heads, n, d]
+    k: Tensor,  # [batch, kv_heads, n, d]
+    v: Tensor,
+    mask: Tensor,  # bool[batch, 1, n, n]
+    logits: Logits,
+    codecs: tuple[Codec, Codec],
+    windows: Windows,
+    raw_dtype: torch.dtype,
+) -> Tensor:
+    """What the queries of a first step get if a mask lets them read later tokens too, as those of an image are:
+    float32[batch, n, q_heads, d of values].
+
+    Later tokens are read raw, as recent ones are. Columns that no query reads are padding.
+    """
+    n, kv_heads = k.shape[2], k.shape[1]
+    position = torch.arange(n, device=q.device) - (~mask.any(dim=2)).sum(dim=-1, keepdim=True)  # [batch, 1, n]
+    t, j = position.unsqueeze(3), position.unsqueeze(2)
+    near = (j < windows.sink) | (j > t - windows.recent)  # [batch, 1, n, n]
+    (packed_k, raw_k), (packed_v, raw_v) = (
+        _decoded(codec, x, raw_dtype) for codec, x in zip(codecs, (k, v), strict=True)
+    )
+    heads = []
+    for head, own in enumerate(by_head(logits, kv_heads)):
+        queries = q.unflatten(1, (kv_heads, -1))[:, head].float()
+        products = torch.where(near, queries @ raw_k[:, head, None].mT, queries @ packed_k[:, head, None].mT)
+        weights = log_softmax(products, mask, own)[..., :n].exp()
+        heads.append((weights * near) @ raw_v[:, head, None] + (weights * ~near) @ packed_v[:, head, None])
+    return torch.cat(heads, dim=1).transpose(1, 2)
+
+
+def _decoded(codec: Codec, x: Tensor, raw_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Vectors [batch, heads, n, d] as they are read packed and raw, in float32."""
+    tokens = x.transpose(1, 2).flatten(0, 1)
+    raw = codec.transform.inverse(codec.transform.forward(tokens).to(raw_dtype).float())
+    both = codec.decode(codec.encode(tokens)), raw
+    packed, raw = (y.unflatten(0, (len(x), -1)).transpose(1, 2) for y in both)
+    return packed, raw

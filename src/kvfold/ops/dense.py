@@ -13,7 +13,12 @@ def log_weights(q: Tensor, k: Tensor, mask: Tensor, logits: Logits) -> Tensor:
     `mask` [..., n, tokens] says which tokens a query reads, or holds numbers to add to logits. A query that reads no
     token gets finite weights.
     """
-    x = logits.scale * q.float() @ k.float().unsqueeze(-3).mT
+    return log_softmax(q.float() @ k.float().unsqueeze(-3).mT, mask, logits)
+
+
+def log_softmax(products: Tensor, mask: Tensor, logits: Logits) -> Tensor:
+    """The same from products q·k, float32[..., group, n, tokens]."""
+    x = logits.scale * products
     if logits.cap is not None:
         x = logits.cap * torch.tanh(x / logits.cap)
     x = x.masked_fill(~mask, torch.finfo(x.dtype).min) if mask.dtype == torch.bool else x + mask

@@ -35,7 +35,8 @@ class Transform:
     """y = (x − mean)·A, per KV head, on [..., heads, d]. Queries and outputs may have several heads per KV head.
 
     - Keys: the mean is never added back. It would add a constant to all logits of a query, which softmax ignores. So
-      `dual(q)·forward(k)` gives the same attention weights as q·k.
+      `dual(q)·forward(k)` gives the same attention weights as q·k. Learned sinks and soft-caps do not ignore it: they
+      get `Logits.of_mean`.
     - Values: attention weights sum to one. So `inverse` of the attention output adds the mean once.
     """
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import sglang
 import sglang.srt.entrypoints.engine
+import sglang.srt.models.registry  # imports all models: here it does so once, and not in every engine
 from batch_invariance import BatchInvariant, extend_always
 from sglang.srt.distributed import parallel_state
 from sglang.srt.managers import scheduler

@@ -8,6 +8,8 @@ import sys
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock, call
 
 import pytest
 import torch
@@ -15,11 +17,15 @@ from forked import Ended, forked
 from prometheus_client import REGISTRY
 from recorded_graphs import KERNELS, recorder
 from served import serving
+from sglang.srt import runtime_context
 from sglang.srt.environ import envs
+from sglang.srt.layers.attention import hybrid_linear_attn_backend
+from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.server_args import ServerArgs
 from sglang_engine import Answer, ask, serve, tokens_that_fit
@@ -28,7 +34,8 @@ from tiny_models import random_tokens, tiny
 from kvfold.calibration import calibrate
 from kvfold.engines.serving import Config, Plan
 from kvfold.engines.sglang import hooks
-from kvfold.engines.sglang.attention import PackedBackend, PackedPool
+from kvfold.engines.sglang.attention import MixedBackend, PackedBackend
+from kvfold.engines.sglang.packed_pool import PackedPool
 from kvfold.engines.shadow_table import ShadowTable, shadows_needed
 from kvfold.models import embedded_folder
 from kvfold.ops.restore import Restore
@@ -123,13 +130,14 @@ def test_what_cannot_be_served_is_refused_before_anything_is_loaded(recipe, argu
     ("options", "what"),
     [
         ({"sliding_window_size": 128}, "a sliding window"),
-        ({"logit_cap": 30.0}, "logit soft-capping"),
-        ({"v_head_dim": 32}, "values of another size"),
+        ({"use_irope": True}, "chunks"),
+        ({"v_head_dim": 32}, "heads of another number or size"),
         ({"is_cross_attention": True}, "cross attention"),
     ],
 )
 def test_attention_that_cannot_be_packed_is_refused(options, what):
-    model = torch.nn.ModuleList([RadixAttention(2, 64, 0.125, 1, layer_id=0, **options)])
+    heads = KV_HEADS * RATIO, DIMS, 0.125, KV_HEADS
+    model = torch.nn.ModuleList([RadixAttention(*heads, layer_id=0, **options)])
     with pytest.raises(ValueError, match=what):
         backend("int4:centre=false", model)
 
@@ -337,16 +345,15 @@ def backend(
     pages: int = PAGES,
     requests: int = 3,
     longest: int = 8 * PAGE,
+    config: dict[str, Any] = MODEL,
 ) -> PackedBackend:
-    plan = Plan.make(Config(parse(recipe)), MODEL, PAGE, torch.bfloat16)
+    plan = Plan.make(Config(parse(recipe)), config, PAGE, torch.bfloat16)
     pool = PackedPool(
-        *(plan, shadows, pages * PAGE),
+        *(plan, shadows, (), MHATokenToKVPool, pages * PAGE),
         page_size=PAGE,
         layer_num=1,
         device="cpu",
         enable_memory_saver=False,
-        start_layer=0,
-        end_layer=1,
     )
     table = torch.zeros(1 + requests, longest, dtype=torch.int32)
     requests = SimpleNamespace(req_to_token=table, free_slots=list(range(3, 1 + requests)))
@@ -456,6 +463,76 @@ def test_a_captured_step_reads_what_the_next_ones_bring(monkeypatch):
     assert torch.equal(own.backend.served.shadow_table.of, plain.backend.served.shadow_table.of)
 
 
+def test_values_may_have_another_size_than_keys():
+    """Against the definition of causal attention, in a prompt and in a decode step."""
+    generator, values = torch.Generator().manual_seed(0), 32
+    requests = Requests(backend("bf16", config=MODEL | {"v_head_dim": values}), [37, 13])
+    requests.layer = RadixAttention(KV_HEADS * RATIO, DIMS, DIMS**-0.5, KV_HEADS, layer_id=0, v_head_dim=values)
+    first, last = tokens(50, generator), tokens(3, generator)
+    for new in (first, last):
+        new[2] = new[2][..., :values].contiguous()
+    out = requests.extend(*first).unflatten(1, (-1, values))
+    requests.grow()
+    requests.backend.init_forward_metadata_out_graph(requests.batch)
+    decoded = requests.decode(*last).unflatten(1, (-1, values))
+    for row, own in enumerate((slice(37), slice(37, 50))):
+        expected = causal(*(torch.cat((x[own], y[row : row + 1])).double() for x, y in zip(first, last, strict=True)))
+        torch.testing.assert_close(out[own].double(), expected[:-1], atol=2e-2, rtol=0)
+        torch.testing.assert_close(decoded[row].double(), expected[-1], atol=2e-2, rtol=0)
+
+
+def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    k, v = (x.repeat_interleave(RATIO, dim=1) for x in (k, v))
+    logits = torch.einsum("qhd,khd->hqk", q, k) * DIMS**-0.5
+    hidden = torch.ones(len(q), len(k), dtype=torch.bool).triu(1)
+    return torch.einsum("hqk,khd->qhd", logits.masked_fill(hidden, -torch.inf).softmax(-1), v)
+
+
+BATCH = SimpleNamespace(forward_mode=ForwardMode.DECODE, logical_forward_mode=ForwardMode.DECODE)
+HOOKS = {
+    "init_cuda_graph_state": call(8, 8),
+    "init_forward_metadata": call(BATCH),
+    "init_forward_metadata_out_graph": call(BATCH, in_capture=True),
+    "init_forward_metadata_in_graph": call(BATCH),
+}
+
+
+@pytest.mark.parametrize("linear", [False, True])
+def test_what_graphs_need_reaches_packed_layers_and_others(linear, monkeypatch):
+    """Sliding layers, and layers of linear attention, whose backend SGLang itself puts beside that of full layers."""
+    monkeypatch.setattr(hybrid_linear_attn_backend, "check_cuda_graph_backend", lambda *_: False, raising=False)
+    packed, other = MagicMock(), MagicMock()
+    packed.served.layers = {1: None}
+    both = HybridLinearAttnBackend(packed, other, [1]) if linear else MixedBackend(packed, other)
+    for name, arguments in HOOKS.items():
+        getattr(both, name)(*arguments.args, **arguments.kwargs)
+        for backend in (packed, other):
+            assert getattr(backend, name).call_args == arguments
+    for number, backend in ((0, other), (1, packed)):
+        both.forward("q", "k", "v", SimpleNamespace(layer_id=number), BATCH)
+        assert (backend.forward.called, backend.forward_decode.called) == ((False, True) if linear else (True, False))
+
+
+def test_a_rank_of_a_pipeline_packs_its_own_layers(monkeypatch, tmp_path):
+    tiny("Gemma3").save_pretrained(tmp_path)
+    monkeypatch.setenv("KVFOLD_RECIPE", "int4:centre=false")
+    monkeypatch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(attn_tp_rank=0, attn_tp_size=1))
+    source = SimpleNamespace(
+        model_path=str(tmp_path), trust_remote_code=False, revision=None, json_model_override_args="{}"
+    )
+    for start, end, packed, beside in ((0, 3, [2], [0, 1]), (3, 6, [5], [3, 4])):
+        rank = SimpleNamespace(
+            server_args=source,
+            page_size=PAGE,
+            model_dtype=torch.bfloat16,
+            device="cpu",
+            is_hybrid_swa=False,
+            layer_info=SimpleNamespace(start_layer=start, end_layer=end),
+        )
+        assert list(hooks.plan_of(rank).layouts) == packed
+        assert hooks.beside_in(rank) == beside
+
+
 class Crowd:
     """As many requests as can run, each with pages of its own; one that comes takes the place of one that has gone."""
 
@@ -470,7 +547,9 @@ class Crowd:
         """With so many tokens in pages that an earlier request has left, whose copies are gone. Further pages of the
         former request stay in the table."""
         self.lengths[row] = prefix
-        self.backend.requests.free_slots = sorted(set(range(1, len(self.backend.lengths))) - self.lengths.keys())
+        self.backend.req_to_token_pool.free_slots = sorted(
+            set(range(1, len(self.backend.lengths))) - self.lengths.keys()
+        )
         self.grow(row, 0, prefix)
 
     def grow(self, row: int, start: int, length: int) -> None:

@@ -1,5 +1,7 @@
-"""Gated linear attention (GDN) by its definition, in any dtype. vLLM's own for CPUs is for bfloat16 alone, and runs only
-where the CPU has instructions for it."""
+"""Gated linear attention (GDN) by its definition, in any dtype.
+
+vLLM's own for CPUs is for bfloat16 alone, and runs only where the CPU has instructions for it.
+"""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

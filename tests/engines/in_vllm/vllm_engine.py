@@ -29,8 +29,8 @@ CHUNK = 512  # tokens of a step at most, unless a test says otherwise
 ops._supports_onednn = False
 platform = type(current_platform)
 platform.opaque_attention_op = classmethod(lambda _: False)
-# What takes longer than all else when an engine starts: vLLM reads what a model class can do in a process of its own, and
-# looks for kernels in all modules. It also collects garbage, five times per engine.
+# What takes longer than all else when an engine starts: vLLM reads what a model class can do in a process of its own,
+# and looks for kernels in all modules. It also collects garbage, five times per engine.
 registry._run_in_subprocess = lambda read: read()
 platform.register_triton_kernel_overrides = staticmethod(cache(platform.register_triton_kernel_overrides))
 no_collection = patch.object(gc, "collect", lambda *_: 0)

@@ -1,58 +1,17 @@
-"""SGLang's attention over packed pages: the pool that holds them, and the backend that packs and attends."""
+"""SGLang's attention over packed pages, and beside layers that are not packed."""
 
-from logging import getLogger
 from typing import Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-from sglang.srt.mem_cache.memory_pool import KVCache
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 from torch import Tensor
 
-from kvfold.engines.serving import Plan, Served, Steps
+from kvfold.engines.serving import Plan, Steps
+from kvfold.engines.sglang.packed_pool import logger, packed_pool_of
 from kvfold.ops.pages import HostLengths, Logits
-
-logger = getLogger("sglang.kvfold")  # a child of SGLang's logger, so that it is shown
-
-
-class PackedPool(KVCache):
-    """Pages uint8[pages, kv_heads, page_bytes] per layer, and shadow pages for the windows. SGLang decides which token
-    lies where. It reads no bytes."""
-
-    def __init__(
-        self,
-        plan: Plan,
-        shadow_pages: int,
-        size: int,
-        *,
-        page_size: int,
-        layer_num: int,
-        device: str,
-        enable_memory_saver: bool,
-        start_layer: int | None,
-        end_layer: int | None,
-        **_: Any,
-    ) -> None:
-        # uint8, because SGLang's RoPE kernels write keys into a pool that has the dtype of K and V
-        super().__init__(size, page_size, torch.uint8, layer_num, device, enable_memory_saver, start_layer, end_layer)
-        pages = size // page_size + 1  # page 0 is SGLang's, for padding
-        self.served = Served(plan, shadow_pages, logger)
-        self.served.open(pages)
-        for number, layout in plan.layouts.items():
-            self.served.attach(number, layout.allocate(pages, plan.kv_heads, plan.device))
-        self._finalize_allocation_log(size)
-        self.served.announce(pages - 1)
-
-    def get_kv_size_bytes(self) -> int:
-        layers = self.served.layers.values()
-        return sum(layer.pages.pool.nbytes + layer.pages.shadows.nbytes for layer in layers)
-
-    def _packed(self, *_: Any, **__: Any) -> Any:
-        raise NotImplementedError("keys and values are packed: only kvfold's attention backend reads and writes them")
-
-    get_key_buffer = get_value_buffer = get_kv_buffer = set_kv_buffer = _packed
 
 
 class PackedBackend(AttentionBackend):
@@ -60,14 +19,19 @@ class PackedBackend(AttentionBackend):
 
     def __init__(self, runner: ModelRunner) -> None:
         super().__init__()
-        if not isinstance(runner.token_to_kv_pool, PackedPool):
-            raise ValueError(f"kvfold: SGLang made a {type(runner.token_to_kv_pool).__name__} instead of packed pages")
-        for layer in runner.model.modules():
-            if isinstance(layer, RadixAttention):
-                refuse(layer)
-        self.pool, self.served = runner.token_to_kv_pool, runner.token_to_kv_pool.served
-        self.requests = runner.req_to_token_pool
-        self.req_to_token = self.requests.req_to_token
+        self.token_to_kv_pool, self.req_to_token_pool = runner.token_to_kv_pool, runner.req_to_token_pool
+        self.pool = packed_pool_of(runner.token_to_kv_pool)
+        self.served = self.pool.served
+        packed = [
+            layer
+            for layer in runner.model.modules()
+            if isinstance(layer, RadixAttention) and layer.layer_id in self.served.layers
+        ]
+        for layer in packed:
+            check(layer, self.served.plan)
+        if any(scale not in (None, 1) for layer in packed for scale in (layer.k_scale_float, layer.v_scale_float)):
+            logger.info("kvfold: packed layers ignore the checkpoint's scales of an FP8 cache")
+        self.req_to_token = self.req_to_token_pool.req_to_token
         self.lengths = torch.zeros(len(self.req_to_token), dtype=torch.int32, device=runner.device)  # per request
         # per page of a request: the position of its first token
         self.firsts = torch.arange(0, self.req_to_token.shape[1], self.pool.page_size, device=runner.device)
@@ -114,7 +78,7 @@ class PackedBackend(AttentionBackend):
         - a prompt between two chunks, while others decode.
         """
         padding = 0 if isinstance(forward_batch, ForwardBatch) else forward_batch.num_padding  # for a CUDA graph
-        free = self.requests.free_slots
+        free = self.req_to_token_pool.free_slots
         if len(self.lengths) - 1 - len(free) <= forward_batch.batch_size - padding:
             return None
         running = sorted(set(range(1, len(self.lengths))) - set(free))  # row 0 is for padding
@@ -165,26 +129,79 @@ class PackedBackend(AttentionBackend):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
+        sinks: Tensor | None = None,
         **others: Any,
     ) -> Tensor:
-        if k is None or v is None or not save_kv_cache or any(other is not None for other in others.values()):
+        if any(other is not None for other in others.values()) or (k is not None and not save_kv_cache):
             raise ValueError(f"kvfold: layer {layer.layer_id} wants another attention than can run over packed pages")
         queries = q.view(-1, layer.tp_q_head_num, layer.head_dim)
-        out = torch.empty_like(queries)
-        self.served.layers[layer.layer_id].attend(self.steps, queries, k, v, Logits(layer.scaling), out)
+        out = queries.new_empty(*queries.shape[:2], layer.v_head_dim)
+        logits = Logits(layer.scaling, layer.logit_cap or None, None if sinks is None else sinks.float())
+        target = self.served.layers[layer.layer_id]
+        if k is None or v is None:  # a layer without a cache of its own has the number of the one whose pages it reads
+            target.read(self.steps, queries, logits, out)
+        else:
+            target.attend(self.steps, queries, k, v, logits, out)
         return out.flatten(1)
 
     forward_decode = forward_extend
 
 
-def refuse(layer: RadixAttention) -> None:
+def check(layer: RadixAttention, plan: Plan) -> None:
+    """Refuse a layer of the model that cannot run over the plan's packed pages."""
+    shape = plan.geometry.shape
     unsupported = {
         "a sliding window": layer.sliding_window_size > -1,
-        "logit soft-capping": layer.logit_cap > 0,
+        "chunks": layer.use_irope,
         "a temperature of its own": layer.xai_temperature_len > 0,
-        "values of another size than keys": layer.v_head_dim != layer.head_dim,
         "bidirectional or cross attention": layer.is_cross_attention or layer.attn_type != AttentionType.DECODER,
+        "heads of another number or size than its configuration says": (
+            (layer.tp_k_head_num, layer.head_dim, layer.v_head_dim) != (plan.kv_heads, shape.key_dim, shape.value_dim)
+        ),
     }
     for what, applies in unsupported.items():
         if applies:
             raise ValueError(f"kvfold: attention with {what} in layer {layer.layer_id} cannot run over packed pages")
+
+
+class MixedBackend(AttentionBackend):
+    """Packed layers run in `packed`, all others in the backend that SGLang chose."""
+
+    def __init__(self, packed: PackedBackend, other: AttentionBackend) -> None:
+        super().__init__()
+        self.packed, self.other = packed, other
+        self.attn_backend_list = [packed, other]
+        for name in ("needs_cpu_seq_lens", "extend_dummy_seqs_capped_by_req_pool"):
+            setattr(self, name, getattr(other, name, False))
+
+    def __getattr__(self, name: str) -> Any:
+        """What SGLang and its models ask of a particular backend."""
+        return getattr(self.other, name)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        for backend in self.attn_backend_list:
+            backend.init_cuda_graph_state(max_bs, max_num_tokens)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return self.other.get_cuda_graph_seq_len_fill_value()
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        for backend in self.attn_backend_list:
+            backend.init_forward_metadata(forward_batch)
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        for backend in self.attn_backend_list:
+            backend.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        for backend in self.attn_backend_list:
+            backend.init_forward_metadata_in_graph(forward_batch)
+
+    def on_after_cuda_graph_warmup(self) -> None:
+        self.other.on_after_cuda_graph_warmup()
+
+    def forward(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: RadixAttention, *arguments: Any, **options: Any
+    ) -> Tensor:
+        backend = self.packed if layer.layer_id in self.packed.served.layers else self.other
+        return backend.forward(q, k, v, layer, *arguments, **options)

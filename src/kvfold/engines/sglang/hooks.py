@@ -1,4 +1,5 @@
-"""What the plugin hooks into SGLang: it refuses, chooses arguments, sizes and builds the pool, and checks the result.
+"""What the plugin hooks into SGLang: it refuses, chooses arguments, sizes and builds the pool, puts its attention in
+place of SGLang's, and checks the result.
 
 A failure in the main process ends it with one line. A failure in a scheduler's process raises, and SGLang ends.
 """
@@ -19,21 +20,24 @@ from kvfold.artifact import digest_model
 from kvfold.engines.serving import Config, Plan
 from kvfold.engines.start import aborting
 from kvfold.format.layout import ALIGNMENT
+from kvfold.geometry import Geometry
 
 if TYPE_CHECKING:
-    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
     from sglang.srt.mem_cache.memory_pool import KVCache
+    from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
 
+    from kvfold.engines.sglang.attention import PackedBackend
+
+Source = tuple[str, bool, str | None, str]
 logger = getLogger("sglang.kvfold")  # a child of SGLang's logger, so that it is shown
 
-BACKEND = "kvfold"
 PAGE_SIZE = {"cuda": 64, "cpu": 16}
 OLDEST, NEWEST = "0.5.17", "0.5.23"  # versions of SGLang that kvfold is tested with
 PLAIN: dict[str, tuple[Any, ...]] = {  # arguments, and the values that go together with a packed cache
-    **dict.fromkeys(("attention_backend", "prefill_attention_backend", "decode_attention_backend"), (None, BACKEND)),
-    "kv_cache_dtype": ("auto",),
+    "kv_cache_dtype": ("auto", "bfloat16", "bf16"),
     "kv_canary": ("none",),
     **dict.fromkeys(("disaggregation_mode", "decoupled_spec_role"), ("null",)),
     **dict.fromkeys(("pp_size", "dcp_size", "attn_cp_size", "attn_dp_size"), (1,)),
@@ -58,6 +62,7 @@ SINCE = {  # the version that brought an argument, if later than OLDEST
     **dict.fromkeys(("enable_kv_cache_sharding", "attn_dp_size"), "0.5.22"),
     **dict.fromkeys(("enable_nvidia_megakernel", "enable_amd_monokernel"), "0.5.23"),
 }
+BACKENDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")  # arguments
 GLUE = "SGLANG_ENABLE_METADATA_GLUE_GRAPH"  # an environment variable
 RUNNING = 128  # default of max_running_requests for recipes with windows: each request takes shadow pages
 
@@ -65,25 +70,25 @@ RUNNING = 128  # default of max_running_requests for recipes with windows: each 
 def install() -> None:
     """Add the attention backend and the hooks."""
     Config.read()  # refuses an unknown recipe
-    from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-    from sglang.srt.server_args import ServerArgs, add_attention_backend_choices
-
-    from kvfold.engines.sglang.attention import PackedBackend
+    from sglang.srt.server_args import ServerArgs
 
     if Version(version("sglang")) > Version(NEWEST):
         logger.warning("kvfold: SGLang %s is newer than %s, the last one tested", version("sglang"), NEWEST)
-    add_attention_backend_choices([BACKEND])
-    register_attention_backend(BACKEND)(PackedBackend)
     pools = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
-    sizes = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
+    sizes = "sglang.srt.model_executor.pool_configurator"
+    backends = "sglang.srt.model_executor.model_runner_components.attention_backend_setup"
     begin = "resolve_once" if hasattr(ServerArgs, "resolve_once") else "__post_init__"  # in older versions
     for target, kind, hook in (
-        (f"sglang.srt.server_args.ServerArgs.{begin}", HookType.BEFORE, prepare),
+        (f"sglang.srt.server_args.ServerArgs.{begin}", HookType.AROUND, resolve),
         (f"{pools}._profile_available_bytes", HookType.AFTER, page_budget),
-        (f"{sizes}._compute_cell_size", HookType.AFTER, cell_size),
+        (f"{sizes}.DefaultPoolConfigurator._compute_cell_size", HookType.AFTER, cell_size),
+        (f"{sizes}.HybridSWAPoolConfigurator.__init__", HookType.AFTER, full_cell_size),
         (f"{pools}._build_mha_kv_pool", HookType.AROUND, build_pool),
+        (f"{pools}._build_hybrid_linear_kv_pool", HookType.AROUND, build_pool),
+        (f"{pools}._build_hybrid_swa_kv_pool", HookType.AROUND, build_pool),
         (f"{pools}.configure", HookType.AFTER, verify),
+        (f"{backends}._build_full_attention_backend_from_str", HookType.AROUND, build_backend),
     ):
         require(target)
         HookRegistry.register(target, hook, kind)
@@ -105,27 +110,51 @@ def missing(what: str) -> ValueError:
     )
 
 
-@aborting
-def prepare(arguments: "ServerArgs") -> None:
-    """Refuse what cannot be served, before anything is loaded, and set the arguments that kvfold needs."""
-    from sglang.srt.utils.hf_transformers_utils import get_config
-
+def resolve(original: Callable[["ServerArgs"], None], arguments: "ServerArgs") -> None:
+    """Prepare the arguments, then let SGLang resolve them."""
     config = Config.read()
     if config is None or getattr(arguments, "_resolution_finished", False):  # SGLang calls again
-        return
+        return original(arguments)
+    geometry = prepare(config, arguments)
+    try:
+        original(arguments)
+    except AssertionError as error:
+        if "_buffer" not in str(error):
+            raise
+        refuse_prefixes(geometry, arguments, error)
+
+
+@aborting
+def prepare(config: Config, arguments: "ServerArgs") -> Geometry:
+    """Refuse what cannot be served, before anything is loaded, and set the arguments that kvfold needs."""
     refuse(arguments)
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    arguments.attention_backend = BACKEND
     arguments.page_size = arguments.page_size or PAGE_SIZE.get(device, ALIGNMENT)
     arguments.disable_prefill_cuda_graph = True
     if config.recipe.windows and arguments.max_running_requests is None:
         arguments.max_running_requests = RUNNING
     if arguments.page_size % ALIGNMENT:
         raise ValueError(f"pages need a multiple of {ALIGNMENT} tokens, not --page-size {arguments.page_size}")
-    overrides = json.loads(arguments.json_model_override_args)
-    model = get_config(arguments.model_path, arguments.trust_remote_code, arguments.revision, overrides).to_dict()
     weights = digest_model(arguments.model_path) if config.artifact else None
-    Plan.make(config, model, arguments.page_size, torch.bfloat16, ranks=arguments.tp_size, weights=weights)
+    model, ranks = configuration(*source(arguments)), arguments.tp_size
+    plan = Plan.make(config, model, arguments.page_size, torch.bfloat16, ranks=ranks, weights=weights)
+    for name in BACKENDS:
+        if (given := getattr(arguments, name)) is not None and not beside(plan.geometry):
+            raise ValueError(f"--{name.replace('_', '-')} {given} does not go together with a packed cache")
+    return plan.geometry
+
+
+@aborting
+def refuse_prefixes(geometry: Geometry, arguments: "ServerArgs", error: AssertionError) -> None:
+    raise ValueError(
+        f"SGLang cannot keep prefixes of {geometry.architecture} in pages of {arguments.page_size} tokens ({error}) "
+        "Add --disable-radix-cache"
+    )
+
+
+def beside(geometry: Geometry) -> list[int]:
+    """The layers with a cache that is not packed: SGLang's own attention runs there."""
+    return [number for number, layer in enumerate(geometry.layers) if layer.kind in ("sliding", "chunked")]
 
 
 def refuse(arguments: "ServerArgs") -> None:
@@ -156,44 +185,114 @@ def page_budget(available: int, configurator: "KVCacheConfigurator", *_: Any) ->
     return available - taken
 
 
-def cell_size(_: int, sizes: Any, configurator: "KVCacheConfigurator", layers: int) -> int:
-    """Bytes per token, over all layers."""
-    return math.ceil(plan_of(configurator).token_bytes)
+def cell_size(counted: int, sizes: Any, configurator: "KVCacheConfigurator", layers: int) -> int:
+    """Bytes per token, over all layers. SGLang counts `layers` layers of one size."""
+    other = counted // layers * len(beside_in(configurator))
+    return math.ceil(plan_of(configurator).token_bytes + other)
+
+
+def full_cell_size(_: None, sizes: Any, configurator: "KVCacheConfigurator") -> None:
+    """The same where SGLang has a pool for full layers and another for sliding ones."""
+    layers = sizes._full_layers_num
+    packed = plan_of(configurator).token_bytes
+    sizes._cell_size += packed - sizes._full_per_token * layers
+    sizes._full_per_token = packed / layers
+
+
+def beside_in(configurator: "KVCacheConfigurator") -> list[int]:
+    """The layers that are not packed, but in one pool with those that are."""
+    own = range(configurator.layer_info.start_layer, configurator.layer_info.end_layer)
+    return [] if configurator.is_hybrid_swa else [n for n in beside(plan_of(configurator).geometry) if n in own]
 
 
 def build_pool(build: Callable[..., "KVCache"], configurator: "KVCacheConfigurator", **options: Any) -> "KVCache":
-    from kvfold.engines.sglang.attention import PackedPool
+    from kvfold.engines.sglang.packed_pool import PackedPool
 
-    plan = plan_of(configurator)
-    return build(configurator, **{**options, "mha_pool_class": partial(PackedPool, plan, shadows_of(plan))})
+    plan, stock = plan_of(configurator), options["mha_pool_class"]
+    packed = partial(PackedPool, plan, shadows_of(plan), beside_in(configurator), stock)
+
+    def choose(*size: int, **given: Any) -> "KVCache":
+        return (stock if given.get("allocation_label") == "SWA" else packed)(*size, **given)
+
+    pool = build(configurator, **{**options, "mha_pool_class": choose})
+    pool.dtype = torch.uint8  # SGLang's RoPE kernels write keys into a pool that has the dtype of K and V
+    return pool
 
 
 def verify(result: Any, configurator: "KVCacheConfigurator", **_: Any) -> None:
     from sglang.srt.model_executor.pool_configurator import create_memory_pool_configurator
 
-    from kvfold.engines.sglang.attention import PackedPool
+    from kvfold.engines.sglang.packed_pool import packed_pool_of
 
-    plan = plan_of(configurator)
-    if not isinstance(result.token_to_kv_pool, PackedPool):
-        raise ValueError(f"kvfold: SGLang made a {type(result.token_to_kv_pool).__name__} instead of packed pages")
-    counted = getattr(create_memory_pool_configurator(configurator), "_cell_size", None)
-    if counted != math.ceil(plan.token_bytes):
-        raise ValueError(f"kvfold: SGLang counts {counted} bytes for a token, and it takes {plan.token_bytes:g}")
+    packed = packed_pool_of(result.token_to_kv_pool)
+    takes = packed.token_bytes
+    sizes = create_memory_pool_configurator(configurator)
+    full = configurator.is_hybrid_swa
+    counted = sizes._full_per_token * sizes._full_layers_num if full else sizes._cell_size
+    if math.ceil(counted) != math.ceil(takes):
+        raise ValueError(f"kvfold: SGLang counts {counted:g} bytes for a token, and it takes {takes:g}")
+    if (own := packed.beside or getattr(result.token_to_kv_pool, "swa_kv_pool", None)) is not None:
+        token_bytes = sum(own.get_kv_size_bytes()) / (own.size + own.page_size)
+        logger.info(
+            f"kvfold: {own.layer_num} layers in SGLang's own pool: {token_bytes:,.0f} bytes per token, for "
+            f"{own.size:,} tokens"
+        )
 
 
-def plan_of(configurator: "KVCacheConfigurator") -> Plan:
-    return _plan(configurator.model_config, configurator.page_size, configurator.model_dtype, configurator.device)
+def build_backend(
+    build: Callable[..., "AttentionBackend"], *, model_runner: "ModelRunner", **options: Any
+) -> "AttentionBackend":
+    """Attention over packed pages, beside SGLang's own if there are layers that are not packed. SGLang may build one
+    for prompts and another for decoding."""
+    from kvfold.engines.sglang.attention import MixedBackend
+
+    packed = packed_backend(model_runner)
+    if not beside(packed.served.plan.geometry):
+        return packed
+    return MixedBackend(packed, build(model_runner=model_runner, **options))
 
 
 @cache
-def _plan(model: "ModelConfig", page_size: int, dtype: torch.dtype, device: str) -> Plan:
+def packed_backend(runner: "ModelRunner") -> "PackedBackend":
+    from kvfold.engines.sglang.attention import PackedBackend
+
+    return PackedBackend(runner)
+
+
+def plan_of(configurator: "KVCacheConfigurator") -> Plan:
+    own = configurator.layer_info.start_layer, configurator.layer_info.end_layer
+    pages = configurator.page_size, configurator.model_dtype, configurator.device
+    return _plan(source(configurator.server_args), *pages, *own)
+
+
+@cache
+def _plan(model: Source, page_size: int, dtype: torch.dtype, device: str, start: int, end: int) -> Plan:
     from sglang.srt.runtime_context import get_parallel
 
     config, ranks = Config.read(), get_parallel()
     assert config is not None
-    return Plan.make(
-        config, model.hf_config.to_dict(), page_size, dtype, device, ranks.attn_tp_rank, ranks.attn_tp_size
-    )
+    rank = ranks.attn_tp_rank, ranks.attn_tp_size
+    return Plan.make(config, configuration(*model), page_size, dtype, device, *rank, layers=range(start, end))
+
+
+def source(arguments: "ServerArgs") -> Source:
+    """The arguments that say which model it is."""
+    overrides = arguments.json_model_override_args
+    return arguments.model_path, arguments.trust_remote_code, arguments.revision, overrides
+
+
+def configuration(path: str, trusted: bool, revision: str | None, overrides: str) -> dict[str, Any]:
+    """A model's configuration as transformers has it. SGLang has classes of its own for some, which state less."""
+    import transformers
+    from sglang.srt.utils.hf_transformers_utils import get_config
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    config = get_config(path, trusted, revision, changes := json.loads(overrides))
+    own = getattr(transformers, CONFIG_MAPPING_NAMES.get(config.model_type, ""), None)
+    if own is not None and type(config).__module__.startswith("sglang."):
+        config = own.from_pretrained(path, revision=revision)
+        config.update(changes)
+    return config.to_dict()
 
 
 def shadows_of(plan: Plan) -> int:

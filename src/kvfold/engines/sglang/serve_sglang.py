@@ -5,13 +5,12 @@ from collections.abc import Sequence
 
 import torch
 from sglang.launch_server import run_server
-from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.model_executor.model_runner_components import attention_backend_setup
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import prepare_server_args
 from sglang.srt.utils import kill_process_tree
 
 from kvfold.engines.serving import Config
-from kvfold.engines.sglang.hooks import BACKEND
 from kvfold.engines.start import ARTIFACT, RECIPE
 
 CPU_FLAGS = ("--device", "cpu", "--dtype", "float32", "--grammar-backend", "none", "--max-total-tokens", "32768")
@@ -25,7 +24,7 @@ def serve(model: str, name: str, config: Config, flags: Sequence[str]) -> None:
         os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
         flags = [*CPU_FLAGS, *flags]
     load_plugins()
-    if BACKEND not in ATTENTION_BACKENDS:
+    if not hasattr(attention_backend_setup._build_full_attention_backend_from_str, "__wrapped__"):  # by the plugin
         raise ImportError("SGLang did not load kvfold's plugin: install kvfold with pip, and see SGLANG_PLUGINS")
     try:
         run_server(prepare_server_args(["--model-path", model, "--served-model-name", name, *flags]))

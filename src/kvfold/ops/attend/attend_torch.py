@@ -54,8 +54,9 @@ def _attend(pages: LayerPages, q: Tensor, new: Sequence[Tensor], logits: Logits)
     for chunk in pages.step.once(_packed_chunks, pages.windows, tokens):
         parts.add(chunk.columns, chunk.mask, *_unpack(pages, chunk))
     if new:
+        shadow_sides = pages.shadow_sides
         for window in pages.step.once(_window_chunks, pages.windows, tokens):
-            parts.add(window.columns, window.mask, *window.gather(pages.shadow_sides, new))
+            parts.add(window.columns, window.mask, *window.gather(shadow_sides, new))
     return pages.value.transform.inverse(parts.out.transpose(1, 2))
 
 

@@ -17,7 +17,7 @@ def sink_part(pages: LayerPages, q: Tensor, logits: Logits) -> tuple[Tensor, Ten
     values, lacking = sink_values(pages), None if logits.cap else logits.of_mean(pages.key.transform, q)
     weight = logits.sinks.float().expand(q.shape[:-1])
     out = values.repeat_interleave(q.shape[-2] // len(values), dim=0)
-    return out.expand(*q.shape[:-1], -1), weight.contiguous() if lacking is None else weight - lacking
+    return out.expand(*q.shape[:-1], -1), weight.clone() if lacking is None else weight - lacking
 
 
 def sink_values(pages: LayerPages) -> Tensor:

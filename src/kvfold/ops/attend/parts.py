@@ -80,6 +80,7 @@ def learned_sinks(pages: LayerPages, q: Tensor, logits: Logits) -> Sinks | None:
     if logits.sinks is None:
         return None
     scale, mean = logits.scale * LOG2_E.value, pages.key.transform.mean if logits.cap is None else None
+    q = q if q.stride(-1) == 1 else q.contiguous()
     return Sinks(logits.sinks, sink_values(pages), q, q.stride(0), q.stride(1), mean, scale)
 
 

@@ -1,0 +1,99 @@
+"""The pool that holds packed pages in place of SGLang's."""
+
+from collections.abc import Callable, Sequence
+from logging import getLogger
+from typing import Any
+
+import torch
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import KVCache
+from torch import Tensor
+
+from kvfold.engines.serving import Plan, Served
+
+logger = getLogger("sglang.kvfold")  # a child of SGLang's logger, so that it is shown
+
+
+class PackedPool(KVCache):
+    """Pages uint8[pages, kv_heads, page_bytes] per packed layer, and shadow pages for the windows. SGLang decides which
+    token lies where. It reads no bytes.
+
+    Some models have sliding layers that SGLang keeps in one pool with the full layers. Then `beside` are the numbers of
+    these sliding layers, and `stock` makes SGLang's own pool for them. Both have the same locations.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        shadow_pages: int,
+        beside: Sequence[int],
+        stock: Callable[..., KVCache],
+        size: int,
+        *,
+        page_size: int,
+        layer_num: int,
+        device: str,
+        enable_memory_saver: bool,
+        start_layer: int | None = None,
+        end_layer: int | None = None,
+        **options: Any,
+    ) -> None:
+        # uint8, because SGLang's RoPE kernels write keys into a pool that has the dtype of K and V
+        super().__init__(size, page_size, torch.uint8, layer_num, device, enable_memory_saver, start_layer, end_layer)
+        pages = size // page_size + 1  # page 0 is SGLang's, for padding
+        self.served = Served(plan, shadow_pages, logger)
+        self.served.open(pages)
+        for number, layout in plan.layouts.items():
+            layer = self.served.attach(number, layout.allocate(pages, plan.kv_heads, plan.device))
+            layer.shared = any(other.target == number for other in plan.geometry.layers)
+        self.places = {number: place for place, number in enumerate(beside)}
+        self.beside = None
+        if beside:
+            own = {"page_size": page_size, "device": device, "enable_memory_saver": enable_memory_saver}
+            self.beside = stock(size, layer_num=len(beside), **own, **options)
+        self._finalize_allocation_log(size)
+        self.served.announce(pages - 1)
+
+    @property
+    def token_bytes(self) -> float:
+        """Bytes per token, over all layers in this pool."""
+        beside = 0 if self.beside is None else sum(self.beside.get_kv_size_bytes()) / (self.size + self.page_size)
+        return self.served.plan.token_bytes + beside
+
+    def get_kv_size_bytes(self) -> tuple[int, int]:
+        """SGLang adds the two numbers, which are keys and values in its own pools."""
+        layers = self.served.layers.values()
+        packed = sum(layer.pages.pool.nbytes + layer.pages.shadows.nbytes for layer in layers)
+        return packed, 0 if self.beside is None else sum(self.beside.get_kv_size_bytes())
+
+    def _beside(self, layer: int) -> tuple[KVCache, int]:
+        """The pool of a layer that is not packed, and the layer's number in it."""
+        if self.beside is None or layer not in self.places:
+            raise NotImplementedError(
+                f"keys and values of layer {layer} are packed: only kvfold's attention backend reads and writes them"
+            )
+        return self.beside, self.places[layer]
+
+    def get_key_buffer(self, layer_id: int) -> Tensor:
+        pool, place = self._beside(layer_id)
+        return pool.get_key_buffer(place)
+
+    def get_value_buffer(self, layer_id: int) -> Tensor:
+        pool, place = self._beside(layer_id)
+        return pool.get_value_buffer(place)
+
+    def get_kv_buffer(self, layer_id: int) -> tuple[Tensor, Tensor]:
+        pool, place = self._beside(layer_id)
+        return pool.get_kv_buffer(place)
+
+    def set_kv_buffer(self, layer: RadixAttention, *arguments: Any, **options: Any) -> None:
+        pool, place = self._beside(layer.layer_id)
+        pool.set_kv_buffer(layer, *arguments, **options, layer_id_override=place)
+
+
+def packed_pool_of(pool: KVCache) -> PackedPool:
+    """The packed pool that SGLang's pool is, or has for its full layers."""
+    full = getattr(pool, "full_kv_pool", pool)
+    if not isinstance(full, PackedPool):
+        raise ValueError(f"kvfold: SGLang made a {type(full).__name__} instead of packed pages")
+    return full
