@@ -1,5 +1,6 @@
 """Models of which only some layers are packed, through real vLLM. The other layers stay as vLLM has them."""
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -12,6 +13,7 @@ import pytest
 import torch
 from defined_attention import Found, defined_attention
 from gated_delta_rule import defined_gdn
+from prometheus_client import REGISTRY
 from tiny_models import HYBRIDS, random_tokens, tiny
 from transformers import Cache, DynamicCache, PreTrainedModel
 from vllm import SamplingParams, TokensPrompt
@@ -80,6 +82,7 @@ class Served:
     builders: int  # of the first group
     report: str = ""
     shadow_bytes: int = 0
+    token_bytes: float = 0  # by the gauge
 
 
 @dataclass
@@ -106,11 +109,11 @@ def defined(model: PreTrainedModel, cache: Callable[[], Cache]) -> np.ndarray:
     return torch.cat(found).numpy()
 
 
-def serve(folder, recipe: str | None, options: dict[str, Any]) -> Served:
+def serve(folder, recipe: str | None, options: dict[str, Any], artifact: bool = True) -> Served:
     settings = {"max_model_len": LONGEST, "max_num_seqs": 4, "max_num_batched_tokens": 256, **options}
     with patch.object(logger, "info", wraps=logger.info) as told:
         engine = Engine(
-            *(folder, recipe, str(folder / "fits")),
+            *(folder, recipe, str(folder / "fits") if artifact else None),
             skip_tokenizer_init=True,
             kv_cache_memory_bytes=MEMORY,
             **settings,
@@ -134,6 +137,7 @@ def serve(folder, recipe: str | None, options: dict[str, Any]) -> Served:
     if recipe is not None:
         served.report = "\n".join(str(call.args[0]) for call in told.call_args_list)
         served.shadow_bytes = sum(shadows.nbytes for shadows in engine.packed.served.shadows.values())
+        served.token_bytes = REGISTRY.get_sample_value("kvfold:bytes_per_token")
     engine.close()
     return served
 
@@ -191,6 +195,7 @@ def test_as_many_tokens_fit_as_the_report_says(case):
     report = packed.report
     assert case.says in report
     assert f"so that {packed.tokens:,} tokens fit" in report
+    assert f"bytes per token: {packed.token_bytes:,.0f}, against" in report
     raw, smaller = re.search(r"against ([\d,]+) in 16 bits: ([\d.]+) times smaller", report).groups()
     full = LONGEST * 2 * int(raw.replace(",", ""))  # bytes of a request in packed layers; vLLM has float32
     request = LONGEST * MEMORY / stock.tokens
@@ -210,3 +215,25 @@ def test_layers_of_unequal_size_share_a_page_table(recipe, tmp_path):
     assert served.builders > 1
     assert served.found.error < 1e-5
     assert np.abs(served.logprobs - expected).mean() < 1e-4
+
+
+SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+QUANTIZED = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "quantization_status": "compressed",
+    "config_groups": {},
+    "ignore": ["lm_head"],
+    "kv_cache_scheme": SCHEME,
+}
+
+
+def test_a_recipe_takes_the_place_of_a_checkpoints_own_scheme(tmp_path):
+    tiny(max_position_embeddings=LONGEST).save_pretrained(tmp_path)
+    recipe, file = "int4:centre=false", tmp_path / "config.json"
+    plain = serve(tmp_path, recipe, {}, artifact=False)
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": QUANTIZED}))
+    served = serve(tmp_path, recipe, {}, artifact=False)
+    assert "the recipe takes the place of the checkpoint's own quantization of the cache" in served.report
+    assert (served.tokens, served.found.error < 1e-5) == (plain.tokens, True)
+    np.testing.assert_array_equal(served.logprobs, plain.logprobs)
