@@ -283,7 +283,8 @@ class Served:
         }
 
     def only(self, numbers: Collection[int]) -> Self:
-        """Some of its layers, with their shadow pages, for a page table of their own. The gauges stay those of all."""
+        """Some of its layers, with their shadow pages, for a page table of their own. The gauges are those of all
+        layers."""
         part = copy(self)
         part.plan = self.plan.only(numbers)
         return part

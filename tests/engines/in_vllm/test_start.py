@@ -3,19 +3,25 @@
 import copy
 import json
 import os
+import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import vllm
 from forked import Ended, forked
+from model_configs import MODELS
 from served import kvfold, serving
+from tiny_models import HYBRIDS, SIZES
 from vllm import EngineArgs
 from vllm.v1.attention.backend import AttentionBackend
 
 from kvfold.engines.start import RECIPE
-from kvfold.engines.vllm import backend, engine, plan
+from kvfold.engines.vllm import backend, engine, plan, plugin
 from kvfold.models import embedded_folder
 
 
@@ -50,6 +56,8 @@ def test_memory_as_measured_with_another_recipe_is_refused(config, monkeypatch):
     [
         ("cache_config", "cache_dtype", "fp8", "--kv-cache-dtype fp8 packs the cache in another way"),
         ("cache_config", "block_size", 24, "multiple of 16 tokens, not --block-size 24"),
+        ("cache_config", "prefix_match_unit", 16, "--prefix-match-unit would copy parts of pages"),
+        ("cache_config", "kv_sharing_fast_prefill", True, "--kv-sharing-fast-prefill is not supported"),
         ("model_config", "enable_sleep_mode", True, "--enable-sleep-mode would lose means and rotations"),
         ("parallel_config", "pipeline_parallel_size", 2, "pipeline parallelism is not supported"),
         ("parallel_config", "decode_context_parallel_size", 2, "context parallelism is not supported"),
@@ -64,6 +72,89 @@ def test_configurations_that_are_refused(config, part, field, value, reason):
     setattr(getattr(changed, part) if part else changed, field, value)
     with pytest.raises(ValueError, match=reason):
         plan.make_plan(changed)
+
+
+def of_model(config, fields: Mapping[str, Any], **changes: object):
+    """The same configuration for another model, with changes to vLLM's own of the model."""
+    changed, model = copy.copy(config), copy.copy(config.model_config)
+    model.hf_config = SimpleNamespace(to_dict=lambda: dict(fields))
+    vars(model).update(changes)
+    changed.model_config = model
+    return changed
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_real_models_are_refused_as_the_table_says(config, name):
+    model = MODELS[name]
+    changed = of_model(config, model.config)
+    if reason := model.refused or model.refused_by.get("vLLM"):
+        with pytest.raises(ValueError, match=re.escape(reason)):
+            plan.refuse(changed)
+    else:
+        plan.refuse(changed)
+
+
+def test_images_whose_tokens_see_each_other_are_refused(config):
+    changed = of_model(config, config.model_config.hf_config.to_dict(), is_mm_prefix_lm=True)
+    with pytest.raises(ValueError, match="packed pages are read causally: add --language-model-only"):
+        plan.refuse(changed)
+
+
+def test_one_page_table_for_all_layers_is_refused(config):
+    changed = of_model(config, MODELS["Gemma-3-27B"].config)
+    changed.scheduler_config = copy.copy(config.scheduler_config)
+    changed.scheduler_config.disable_hybrid_kv_cache_manager = True
+    with pytest.raises(ValueError, match="--disable-hybrid-kv-cache-manager would give"):
+        plan.refuse(changed)
+
+
+def test_packed_layers_of_unequal_size_beside_others_are_refused(config):
+    fields = {**SIZES, **HYBRIDS["Gemma3"][0], "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
+    changed = of_model(config, fields, get_layers_start_end_indices=lambda _: (0, 6))
+    changed.additional_config = {"kvfold": {"recipe": "int4:centre=false,skip=2"}}
+    with pytest.raises(
+        ValueError, match="with sliding layers, vLLM needs packed layers of one size, and those of int4"
+    ):
+        plan.make_plan(changed)
+
+
+@pytest.mark.parametrize(("rank", "packed", "sliding"), [(0, [2], 2), (1, [5], 2)])
+def test_a_rank_of_a_pipeline_packs_its_own_layers(config, monkeypatch, rank, packed, sliding):
+    monkeypatch.setattr(plan, "refuse", lambda _: None)  # vLLM's pipelines are not supported yet
+    fields = {**SIZES, **HYBRIDS["Gemma3"][0], "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
+    changed = of_model(config, fields, get_layers_start_end_indices=lambda _: (3 * rank, 3 * rank + 3))
+    changed.additional_config = {"kvfold": {"recipe": "int4:centre=false"}}
+    made = plan.make_plan(changed)
+    assert list(made.codecs) == packed
+    assert f"1 packed ({packed[0]}), {sliding} sliding as the engine has them" in made.report(8, 0)
+    assert made.token_bytes == 2 * 2 * (16 + 4)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bits_are_no_other_packing(config, dtype):
+    changed = copy.copy(config)
+    changed.cache_config = copy.copy(config.cache_config)
+    changed.cache_config.cache_dtype = dtype
+    plan.refuse(changed)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "given", "becomes"),
+    [
+        ({"quant_method": "modelopt", "quantization": {"kv_cache_quant_algo": "FP8"}}, "fp8_e4m3", "bfloat16"),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}, "auto", "bfloat16"),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}, "float16", "float16"),
+        ({"quant_method": "compressed-tensors"}, "auto", "auto"),
+        ({"quant_method": "compressed-tensors"}, "fp8_e5m2", "fp8_e5m2"),
+        (None, "auto", "auto"),
+    ],
+)
+def test_a_checkpoint_does_not_choose_the_dtype_of_the_cache(scheme, given, becomes):
+    stated = SimpleNamespace(quantization_config=scheme)
+    model = SimpleNamespace(hf_config=stated, hf_text_config=stated, dtype=torch.bfloat16)
+    config = SimpleNamespace(model_config=model, cache_config=SimpleNamespace(cache_dtype=given))
+    plugin._override_checkpoint(config)
+    assert config.cache_config.cache_dtype == becomes
 
 
 @pytest.mark.parametrize(
@@ -86,7 +177,6 @@ def test_recipes_that_are_refused(config, artifact, recipe, reason):
     [
         ({"alibi_slopes": [0.5]}, "ALiBi"),
         ({"sliding_window": 128}, "a sliding window"),
-        ({"kv_sharing_target_layer_name": "layers.0"}, "another layer's cache"),
         ({"attn_type": "encoder_only"}, "bidirectional"),
         ({"chunk_lookback": 1}, "chunk lookback"),
     ],
@@ -162,6 +252,7 @@ print(*[metric.name for metric in REGISTRY.collect() if "kvfold" in metric.name]
 BROKEN = "sys.modules['kvfold.format.layout'] = None; "
 MOVED = "import vllm.v1.attention.backends.registry as registry; del registry.register_backend; "
 PER_KIND = "{'backend_per_kind': {'full_attention': 'TRITON_ATTN'}}"
+OWN = ASK.replace("dtype", f"attention_config={PER_KIND.replace('full_attention', 'sliding_window')}, dtype")
 ENDS = [  # KVFOLD_RECIPE, what is run, and what the last line names
     ("", BROKEN + ASK, "kvfold.format.layout"),
     ("int4", BROKEN + MAKE, "kvfold.format.layout"),
@@ -182,7 +273,8 @@ serve({str(embedded_folder())!r}, "embedded", Config(parse("int4:centre=false"))
 @pytest.fixture(scope="module")
 def starts() -> list[Ended]:
     """Of vLLM."""
-    others = UNUSED, MOVED + MAKE, *(f"{GPU}print({made}.attention_config.backend)" for made in (MAKE, ASK))
+    kinds = "print(chosen.backend, *(str(backend) for backend in chosen.backend_per_kind.values()))"
+    others = UNUSED, MOVED + MAKE, *(f"{GPU}chosen = {made}.attention_config; {kinds}" for made in (MAKE, ASK, OWN))
     ends = [({RECIPE: recipe}, code) for recipe, code, _ in ENDS]
     return forked(IMPORTS, [*(({}, code) for code in others), *ends, ({"VLLM_PLUGINS": ""}, SERVE)])
 
@@ -201,10 +293,13 @@ def test_what_kvfold_cannot_register_stops_nobody_who_does_not_ask_for_it(starts
 
 
 def test_a_recipe_chooses_the_backend_on_a_gpu(starts):
-    assert [start.printed for start in starts[2:4]] == ["None\n", "AttentionBackendEnum.CUSTOM\n"]
+    """For layers with full attention. For the others, vLLM or the user chooses."""
+    *plain, own = [start.printed for start in starts[2:5]]
+    assert plain == ["None\n", "AttentionBackendEnum.CUSTOM None None\n"]
+    assert own.startswith("AttentionBackendEnum.CUSTOM AttentionBackendEnum.TRITON_ATTN None")
 
 
-@pytest.mark.parametrize(("number", "named"), [(i, named) for i, (_, _, named) in enumerate(ENDS, 4)])
+@pytest.mark.parametrize(("number", "named"), [(i, named) for i, (_, _, named) in enumerate(ENDS, 5)])
 def test_what_fails_while_kvfold_is_loaded_ends_vllm_with_one_line(starts, number, named):
     assert starts[number].status == 1
     *_, last = starts[number].errors.splitlines()

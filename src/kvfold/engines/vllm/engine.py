@@ -146,14 +146,14 @@ class Engine:
         tokens, _ = get_kv_cache_capacity(self.config, caches)
         served = self.groups[0].served
         logger.info(self.served.plan.report(served.pages, served.shadow_pages, tokens))
-        served.gauges.update([group.served.shown for group in self.groups])
+        self.served.gauges.update([group.served.shown for group in self.groups])
         for group in self.groups:
             group.served.warm_up()
 
     def before_step(self, group: Group) -> None:
         """Before each step of a group, outside of CUDA graphs."""
         if group is self.groups[0]:
-            group.served.gauges.update([group.served.shown for group in self.groups])
+            self.served.gauges.update([group.served.shown for group in self.groups])
         if self.requests.resting:
             lengths, blocks = self.requests.described(group.number, group.served.plan.device)
             group.served.rest(lengths, group.pages(blocks))

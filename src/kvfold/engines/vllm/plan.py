@@ -56,8 +56,9 @@ def refuse(config: VllmConfig) -> None:
         "values of another size than keys are not supported: vLLM gives such layers a backend of its own": (
             geometry.key_dim != geometry.value_dim
         ),
-        "the tokens of an image attend to each other, and packed pages are read causally: serve text alone with "
-        """--limit-mm-per-prompt '{"image": 0}'""": model.is_mm_prefix_lm,
+        "tokens of an image attend to each other, and packed pages are read causally: add --language-model-only": (
+            model.is_mm_prefix_lm
+        ),
         "--disable-hybrid-kv-cache-manager would give layers with sliding windows packed pages: leave it out": (
             "sliding" in kinds and bool(config.scheduler_config.disable_hybrid_kv_cache_manager)
         ),
