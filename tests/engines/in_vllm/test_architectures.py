@@ -119,7 +119,8 @@ def serve(folder, recipe: str | None, options: dict[str, Any], artifact: bool = 
             **settings,
         )
     with defined_attention() as found:
-        cold = engine.run(prompts(), chunk=256)
+        cold = engine.run(prompts(), chunk=64)
+        assert found.restored == 0, "a running request never loses a shadow page"
         again = engine.generate(prompts(), chunk=256)
     sampling = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
     given = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts()]
@@ -138,6 +139,8 @@ def serve(folder, recipe: str | None, options: dict[str, Any], artifact: bool = 
         served.report = "\n".join(str(call.args[0]) for call in told.call_args_list)
         served.shadow_bytes = sum(shadows.nbytes for shadows in engine.packed.served.shadows.values())
         served.token_bytes = REGISTRY.get_sample_value("kvfold:bytes_per_token")
+        pages = [group.served.shadow_pages for group in engine.packed.groups]
+        assert REGISTRY.get_sample_value("kvfold:shadow_pages") == sum(pages)
     engine.close()
     return served
 

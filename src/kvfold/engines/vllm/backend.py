@@ -105,8 +105,8 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
     def _begin(self, step: CommonAttentionMetadata) -> Steps:
         served = self.group.served
         locations, starts = step.slot_mapping[: step.num_actual_tokens], step.compute_num_computed_tokens()
-        pages = self.group.pages(step.block_table_tensor)
-        table = self.table[: len(pages), : pages.shape[1]].copy_(pages)
+        blocks = step.block_table_tensor
+        table = self.group.pages(blocks, self.table[: len(blocks), : blocks.shape[1] * self.group.ratio])
         self.engine.before_step(self.group)
         served.begin(locations, starts, step.seq_lens, table)
         if self.device.type == "cpu":

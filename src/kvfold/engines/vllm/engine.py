@@ -33,10 +33,14 @@ class Group:
     led: bool = False  # by a builder, which makes the steps
     steps: Steps = ()  # the current ones
 
-    def pages(self, blocks: Tensor) -> Tensor:
-        """The pages int64[requests, pages] of a block table [requests, blocks]."""
-        within = torch.arange(self.ratio, device=blocks.device)
-        return torch.add(within, blocks.unsqueeze(-1), alpha=self.ratio).flatten(1)
+    def __post_init__(self) -> None:
+        self._within = torch.arange(self.ratio, device=self.served.plan.device)
+
+    def pages(self, blocks: Tensor, out: Tensor | None = None) -> Tensor:
+        """The pages int64[requests, pages] of a block table [requests, blocks], in one launch."""
+        out = blocks.new_empty(len(blocks), blocks.shape[1] * self.ratio, dtype=torch.int64) if out is None else out
+        torch.add(self._within, blocks.unsqueeze(-1), alpha=self.ratio, out=out.unflatten(1, (-1, self.ratio)))
+        return out
 
 
 class Engine:
