@@ -433,7 +433,7 @@ def test_a_captured_step_reads_what_the_next_ones_bring(monkeypatch):
     recipe = "int4:centre=false,sink=4,recent=20"
     generator = torch.Generator().manual_seed(0)
     plain = Requests(backend(recipe), [37, 13])
-    monkeypatch.setattr("kvfold.engines.serving.choose", lambda *_: KERNELS)
+    monkeypatch.setattr("kvfold.engines.serving.choose", lambda *_, **__: KERNELS)
     monkeypatch.setattr(Restore, "__call__", Restore.launch)
     own = Requests(backend(recipe), [37, 13])
     assert (own.backend.captured, plain.backend.captured) == (True, False)
@@ -618,7 +618,7 @@ def test_a_burst_of_prefix_hits_costs_requests_that_decode_no_copy():
 @pytest.mark.parametrize("kernels", [False, True])
 def test_a_prompt_keeps_its_copies_between_two_chunks_while_others_decode(kernels, monkeypatch):
     if kernels:  # as a CUDA graph would run it
-        monkeypatch.setattr("kvfold.engines.serving.choose", lambda *_: KERNELS)
+        monkeypatch.setattr("kvfold.engines.serving.choose", lambda *_, **__: KERNELS)
     crowd = Crowd(8, tokens=2 * PAGE)
     assert crowd.backend.captured is kernels
     decoding, waiting = list(range(1, 8)), 8
@@ -661,7 +661,7 @@ def test_a_real_scheduler_costs_no_running_request_a_copy(wide_heads, monkeypatc
 @pytest.mark.usefixtures("_poisoned_memory")
 def test_a_later_step_tells_what_kernels_could_not_store(monkeypatch):
     """A token counts once, in however many of its heads it cannot be stored; padding does not."""
-    monkeypatch.setattr("kvfold.engines.serving.choose", lambda *_: KERNELS)
+    monkeypatch.setattr("kvfold.engines.serving.choose", lambda *_, **__: KERNELS)
     requests, generator = Requests(backend("int4:centre=false"), [37, 13]), torch.Generator().manual_seed(0)
     requests.extend(*tokens(37 + 13, generator))
     q, k, v = tokens(3, generator)
