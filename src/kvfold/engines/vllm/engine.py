@@ -127,7 +127,7 @@ class Engine:
                     f"kvfold: vLLM's blocks of {tokens} tokens for layers {listed(numbers)} are not whole packed pages "
                     f"of {plan.page_size} tokens"
                 )
-            if (caches.cache_hit_alignment_tokens or 0) % tokens:
+            if plan.windows and (caches.cache_hit_alignment_tokens or 0) % tokens:
                 raise ValueError("kvfold: prefix hits would end inside of packed blocks, and shadow pages not follow")
             self.groups.append(Group(self.served.only(numbers), index, tokens // plan.page_size))
         self.requests = Requests()
