@@ -11,7 +11,7 @@ import torch
 
 from kvfold.artifact import Artifact
 from kvfold.format.codec import Codec
-from kvfold.format.layout import PageLayout, raw_slot
+from kvfold.format.layout import PageLayout
 from kvfold.geometry import Geometry, listed
 from kvfold.recipe import Fit, Recipe
 from kvfold.recipes import RECIPES
@@ -81,6 +81,5 @@ class Fitted:
 
     def _head_bytes(self, layout: PageLayout, context: int) -> int:
         """Bytes of one KV head of a layer."""
-        raw = PageLayout(raw_slot(layout.key.dims), raw_slot(layout.value.dims), layout.page_size)
         shadows = layout.windows(self.recipe.windows).pages(0, context, layout.page_size)
-        return -(-context // layout.page_size) * layout.page_bytes + len(shadows) * raw.page_bytes
+        return -(-context // layout.page_size) * layout.page_bytes + len(shadows) * layout.shadow_bytes

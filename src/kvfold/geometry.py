@@ -118,6 +118,11 @@ class Geometry:
         """The numbers of the layers that are packed."""
         return tuple(number for number, layer in enumerate(self.layers) if layer.kind == "full")
 
+    @cached_property
+    def targets(self) -> frozenset[int]:
+        """The numbers of the layers whose cache other layers read."""
+        return frozenset(layer.target for layer in self.layers if layer.target is not None)
+
     @property
     def shape(self) -> LayerShape:
         """The shape that all packed layers have."""

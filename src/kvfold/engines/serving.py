@@ -19,7 +19,7 @@ from kvfold.engines.shadow_table import ShadowTable, shadows_needed
 from kvfold.engines.start import ARTIFACT, RECIPE
 from kvfold.fitted import Fitted
 from kvfold.format.codec import Codec, sixteen_bit
-from kvfold.format.layout import PageLayout, raw_slot
+from kvfold.format.layout import PageLayout
 from kvfold.format.windows import Windows
 from kvfold.geometry import Geometry, listed
 from kvfold.ops.dispatch import New, Ops, check_dtype, choose
@@ -155,15 +155,13 @@ class Plan:
 
     def shadow_bytes(self, shadows: int) -> int:
         """Bytes of `shadows` shadow pages, over all layers."""
-        packed = sum(not layout.is_raw for layout in self.layouts.values())
-        raw = PageLayout(raw_slot(self.geometry.key_dim), raw_slot(self.geometry.value_dim), self.page_size)
-        return shadows * packed * self.kv_heads * raw.page_bytes
+        pages = sum(layout.shadow_bytes for layout in self.layouts.values() if not layout.is_raw)
+        return shadows * self.kv_heads * pages
 
     def allocate_shadows(self, shadows: int) -> Tensor:
         """The shadow pages of one layer. Zeros make them resident: on a CPU, an engine may measure resident memory."""
-        dims = self.geometry.key_dim + self.geometry.value_dim
-        shape = (shadows, self.kv_heads, self.page_size * dims)
-        return torch.zeros(shape, dtype=self.raw_dtype, device=self.device)
+        layout = next(iter(self.layouts.values()))  # shadow pages of all layers are alike
+        return layout.allocate_shadows(shadows, self.kv_heads, self.raw_dtype, self.device).zero_()
 
     def _layers(self) -> str:
         """Which layers are packed, and what becomes of the others."""
@@ -301,7 +299,8 @@ class Served:
         """Add a layer with its pages uint8[pages, kv_heads, page_bytes]."""
         if len(pool) != self.pages:
             raise ValueError(f"kvfold: layer {number} has {len(pool)} pages, and the engine said {self.pages}")
-        layer = Layer(self.plan, number, pool, self.shadows[number], self.faults.marks)
+        shared = number in self.plan.geometry.targets
+        layer = Layer(self.plan, number, pool, self.shadows[number], self.faults.marks, shared)
         self.layers[number] = layer
         if self.complete:  # no page loses its shadow before that
             self.restore = Restore([layer.pages for layer in self.layers.values()])

@@ -269,7 +269,6 @@ class PackedCache(Cache):
         counts the step only after a forward call. A replay is not a forward call.
         """
         if self.paged is None:
-            targets = {shape.target for shape in self.geometry.layers}
             self.paged = PagedCache(
                 list(self.codecs.values()),
                 self.geometry.kv_heads,
@@ -278,7 +277,7 @@ class PackedCache(Cache):
                 page_size=self.page_size,
                 raw_dtype=self.raw_dtype,
                 device=self.device,
-                shared=[n for n, layer in enumerate(self.geometry.packed) if layer in targets],
+                shared=[n for n, layer in enumerate(self.geometry.packed) if layer in self.geometry.targets],
             )
             if reserve:
                 self.paged.reserve(reserve)

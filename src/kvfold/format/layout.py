@@ -244,13 +244,21 @@ class PageLayout:
         """An uninitialised pool of `pages` pages: uint8[pages, kv_heads, page_bytes]."""
         return torch.empty(pages, kv_heads, self.page_bytes, dtype=torch.uint8, device=device)
 
+    @property
+    def shadow_bytes(self) -> int:
+        """Bytes of a shadow page, per KV head."""
+        return 2 * self._shadow_numbers
+
+    @property
+    def _shadow_numbers(self) -> int:
+        return self.page_size * (self.key.dims + self.value.dims)
+
     def allocate_shadows(
         self, shadows: int, kv_heads: int, dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> Tensor:
         """`shadows` uninitialised shadow pages: 16-bit [shadows, kv_heads, numbers], the raw keys of a page, then its
         raw values."""
-        numbers = self.page_size * (self.key.dims + self.value.dims)
-        return torch.empty(shadows, kv_heads, numbers, dtype=dtype, device=device)
+        return torch.empty(shadows, kv_heads, self._shadow_numbers, dtype=dtype, device=device)
 
     def shadow_sides(self, shadows: Tensor) -> tuple[Tensor, Tensor]:
         """Shadow pages [..., numbers] -> views of their keys and values [..., page_size, d]."""

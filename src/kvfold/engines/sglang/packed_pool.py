@@ -44,8 +44,7 @@ class PackedPool(KVCache):
         self.served = Served(plan, shadow_pages, logger)
         self.served.open(pages)
         for number, layout in plan.layouts.items():
-            layer = self.served.attach(number, layout.allocate(pages, plan.kv_heads, plan.device))
-            layer.shared = any(other.target == number for other in plan.geometry.layers)
+            self.served.attach(number, layout.allocate(pages, plan.kv_heads, plan.device))
         self.places = {number: place for place, number in enumerate(beside)}
         self.beside = None
         if beside:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import cached_property, wraps
 from pkgutil import resolve_name
 from typing import Any, ClassVar
 
@@ -90,7 +90,7 @@ class Engine:
         every = self.config.compilation_config.static_forward_context
         return {name: module for name, module in every.items() if _engine(module) is self}
 
-    @property
+    @cached_property
     def token_bytes(self) -> dict[int, int]:
         """Bytes of a token per KV head, by the layer's number."""
         return {number: layout.page_bytes // layout.page_size for number, layout in self.served.plan.layouts.items()}
@@ -139,7 +139,7 @@ class Engine:
         for name, module in self.modules.items():  # the target of a shared cache comes before its readers
             if (target := module.kv_sharing_target_layer_name) is not None:
                 self.layers[name] = self.layers[target]
-                self.layers[name].shared = True
+                self.layers[name].shared = True  # vLLM may choose another target than the configuration names
                 continue
             served = self.group(name).served
             pool = module.kv_cache.view(served.pages, served.plan.kv_heads, -1)
@@ -203,7 +203,8 @@ def follow(runner: Any) -> None:
 
     @wraps(execute)
     def executed(self: Any, scheduler_output: Any, *others: Any, **options: Any) -> Any:
-        if (engine := Engine.serving(self.vllm_config)) is not None:
+        engine = Engine.serving(self.vllm_config)
+        if engine is not None and engine.served.plan.windows:  # without windows, no request has shadows to keep
             engine.requests.follow(scheduler_output)
         return execute(self, scheduler_output, *others, **options)
 
