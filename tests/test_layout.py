@@ -293,10 +293,10 @@ def test_sides_are_the_same_bytes_as_keys_and_values(layout, alike, together):
         layout = PageLayout(layout.key, layout.key, layout.page_size)
     pool = layout.allocate(3, 2).random_(generator=torch.Generator().manual_seed(1))
     views = (layout.key_views(pool), layout.value_views(pool))
-    parts = layout.sides(pool, together)
+    parts = layout.views(pool, together)
     assert [side for sides, _, _ in parts for side in range(2)[sides]] == [0, 1]
     assert len(parts) == (1 if together else 2)
-    for sides, codes, meta in parts:
+    for sides, (codes,), (meta,) in parts:
         for place, side in enumerate(range(2)[sides]):
             for part, expected in zip((codes, meta), views[side], strict=True):
                 got = part[:, :, :, place].transpose(1, 2)  # [pages, kv_heads, page_size, …]

@@ -209,7 +209,7 @@ def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch, op: str):
         choice = getattr(filled.ops, op)
         if op == "store":
             page, _, offset = filled.pages.step.places
-            filled.pages.sides[0][1][page[:4], offset[:4]] ^= 0x55
+            filled.pages.views[0].codes[0][page[:4], offset[:4]] ^= 0x55
             return filled
         spoiled = choice._replace(run=lambda *inputs: choice.run(*inputs) * 1.05)
         return filled._replace(ops=filled.ops._replace(**{op: spoiled}))

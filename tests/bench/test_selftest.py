@@ -137,12 +137,11 @@ def attends(change: Callable[[LayerPages, Tensor], tuple[LayerPages, Tensor]]) -
 def other_token(pages: LayerPages, q: Tensor) -> tuple[LayerPages, Tensor]:
     """Of the longest sequence the last token of the first page is read in place of the first of the next."""
     pool = pages.pool.clone()
-    sides = pages.layout.sides(pool, together=pages.key.quantizes_like(pages.value))
+    views = pages.layout.views(pool, together=pages.key.quantizes_like(pages.value))
     first, second, *_ = pages.step.table[0]
-    for _, *arrays in sides:
-        for array in arrays:
-            array[second, 0] = array[first, -1]
-    return replace(pages, pool=pool, sides=sides), q
+    for array in (array for _, *both in views for arrays in both for array in arrays):
+        array[second, 0] = array[first, -1]
+    return replace(pages, pool=pool, views=views), q
 
 
 def no_sink(pages: LayerPages, q: Tensor) -> tuple[LayerPages, Tensor]:

@@ -599,7 +599,7 @@ def test_what_no_query_reads_may_be_anything(recipes, counts, sink, recent):
             page, offset = step.table[row, token // step.page_size], token % step.page_size
             readers = range(max(start, token), length)  # positions
             if token < sink or not any(token < windows.raw_from(position) for position in readers):
-                for _, codes, meta in pages.sides:
+                for _, (codes,), (meta,) in pages.views:
                     codes[page, offset] = 0xFF
                     if len(meta[page]) > 1 or (token % windows.group == 0 and length < token + windows.group):
                         meta[page, offset] = torch.nan

@@ -257,7 +257,7 @@ def test_what_no_query_reads_packed_may_be_anything(recipes, sink, recent):
     for row, length in enumerate(pages.step.known.lengths):
         for token in (*range(sink), *range(max(sink, length - recent), length)):
             page, offset = pages.step.table[row, token // 16], token % 16
-            for _, codes, meta in pages.sides:
+            for _, (codes,), (meta,) in pages.views:
                 codes[page, offset], meta[page, offset] = 0xFF, torch.nan
     check(pages, world.queries(), new, world.logits)
 

@@ -34,7 +34,9 @@ def tensors(step: Step) -> dict[str, Tensor]:
 
 def places(cache: PagedCache) -> list[int]:
     """Where everything lies that a kernel is given."""
-    views = (view for layer in range(LAYERS) for _, *both in cache.pages(layer).sides for view in both)
+    views = (
+        view for layer in range(LAYERS) for _, *both in cache.pages(layer).views for arrays in both for view in arrays
+    )
     held = (*cache.pools, *cache.shadows, *views, cache.faults, *tensors(cache.step).values())
     return [tensor.data_ptr() for tensor in held]
 

@@ -101,9 +101,9 @@ def store_error(pages: LayerPages, k: Tensor, v: Tensor, new: New) -> tuple[floa
     narrow = [side.to(k.dtype) for side in y]
     page, _, offset = step.places
     stored, exact, rounded = [], [], []
-    for part, codes, meta in pages.sides:
-        codec = pages.codec(part)
-        stored.append(codec.dequantize(codes[page, offset], meta[page, offset]))
+    for views in pages.views:
+        part, codec = views.sides, pages.codec(views.sides)
+        stored.append(codec.dequantize(*views.read(page, offset)))
         exact.append(codec.dequantize(*codec.quantize(torch.stack(y[part], dim=2))))
         rounded.append(codec.dequantize(*codec.quantize(torch.stack(narrow[part], dim=2).float())))
     error, allowed = (relative_error(flat(parts), flat(exact)) for parts in (stored, rounded))
@@ -130,9 +130,9 @@ def on_cpu(pages: LayerPages) -> LayerPages:
     """A layer and its step copied to the CPU, where the definitions run."""
     tensors: dict[str, Any] = {name: _copied(x) for name, x in vars(pages.step).items() if isinstance(x, Tensor)}
     key, value, pool = pages.key.to("cpu"), pages.value.to("cpu"), _copied(pages.pool)
-    sides = pages.layout.sides(pool, together=key.quantizes_like(value))
+    views = pages.layout.views(pool, together=key.quantizes_like(value))
     return replace(
-        pages, step=replace(pages.step, **tensors), key=key, value=value, pool=pool, sides=sides,
+        pages, step=replace(pages.step, **tensors), key=key, value=value, pool=pool, views=views,
         shadows=_copied(pages.shadows), faults=_copied(pages.faults),
     )  # fmt: skip
 

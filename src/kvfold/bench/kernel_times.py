@@ -242,8 +242,8 @@ def _calls(case: Case, filled: Filled, size: int) -> Calls:
     calls: Calls = []
     for _ in range(copies(size, pages.pool.device)):
         pool = pages.pool.clone()
-        sides = pages.layout.sides(pool, together=pages.key.quantizes_like(pages.value))
-        copy = replace(pages, pool=pool, sides=sides, shadows=pages.shadows.clone())
+        views = pages.layout.views(pool, together=pages.key.quantizes_like(pages.value))
+        copy = replace(pages, pool=pool, views=views, shadows=pages.shadows.clone())
         inputs = (k.clone(), v.clone()) if case.op == "store" else (q, new, case.logits, out)
         calls.append(partial(_choice(case, ops).run, copy, *inputs))
     return calls

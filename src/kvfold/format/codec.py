@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 from kvfold.format.layout import SlotLayout
 from kvfold.format.packing import pack, unpack
-from kvfold.quantizers import affine, channelwise, codebook, kmeans
+from kvfold.quantizers import affine, channelwise, codebook, even, kmeans
 from kvfold.transforms import Transform
 
 UNSTORABLE = "cannot store NaN, Inf or numbers beyond the range of 16-bit floats"
@@ -25,7 +25,8 @@ class Codec:
     """Vectors [..., kv_heads, d] to slots uint8[..., kv_heads, slot_bytes] and back.
 
     `encode` and `decode` go the whole way. `quantize` and `dequantize` are its inner half: from transformed coordinates
-    to codes and float16 metadata, and back. A page keeps codes and metadata apart.
+    to codes and metadata, and back. Metadata are float16, or uint8 where levels are evenly spaced. A page keeps codes
+    and metadata apart.
     """
 
     layout: SlotLayout
@@ -33,6 +34,7 @@ class Codec:
     raw_dtype: torch.dtype = torch.bfloat16  # the 16-bit type of raw segments
     clip: float | None = None  # the share of a vector's coordinates, smallest first, that is not clipped
     centroids: Tensor | None = None  # float32[kv_heads, centroids, d], in transformed coordinates
+    unit: float = 1.0  # of 8-bit scales
 
     def to(self, device: torch.device | str) -> "Codec":
         centroids = self.centroids if self.centroids is None else self.centroids.to(device)
@@ -45,7 +47,9 @@ class Codec:
 
     def quantizes_like(self, other: "Codec") -> bool:
         """Whether keys and values may go through `quantize` and `dequantize` together."""
-        return (self.layout, self.clip) == (other.layout, other.clip) and self.centroids is other.centroids is None
+        if self.layout.even or self.centroids is not None or other.centroids is not None:
+            return False
+        return (self.layout, self.clip) == (other.layout, other.clip)
 
     def encode(self, x: Tensor) -> Tensor:
         if self.layout.per_page:
@@ -55,12 +59,14 @@ class Codec:
 
     def decode(self, slots: Tensor) -> Tensor:
         codes, meta = slots.split([self.layout.code_bytes, self.layout.meta_bytes], dim=-1)
-        entries = meta.contiguous().view(torch.float16) if self.layout.meta_bytes else meta.half()
+        entries = meta
+        if not self.layout.even:
+            entries = meta.contiguous().view(torch.float16) if self.layout.meta_bytes else meta.half()
         decoded = self.dequantize(codes.unsqueeze(-2), entries.unsqueeze(-2))
         return self.transform.inverse(decoded.squeeze(-2))
 
     def quantize(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Transformed float32[..., kv_heads, sides, d] -> uint8[..., code_bytes] codes, float16[..., entries] metadata.
+        """Transformed float32[..., kv_heads, sides, d] -> uint8[..., code_bytes] codes, metadata [..., entries].
 
         If metadata belong to pages, y is [pages, page_size, kv_heads, sides, d], and metadata are [pages, 1, …].
         Raises if 16-bit metadata or raw floats cannot hold a vector.
@@ -85,6 +91,8 @@ class Codec:
 
     def _finite(self, codes: Tensor, meta: Tensor) -> Tensor:
         """bool[..., kv_heads, sides]: slots whose metadata and raw floats are finite."""
+        if self.layout.even:
+            return (meta != even.UNSTORABLE).all(dim=-1)
         finite = meta[..., : self.layout.meta_numbers].isfinite().all(dim=-1)
         for segment, part, _ in self.layout.split(codes, meta) if self.layout.has_raw else ():
             if segment.rule == "raw":
@@ -110,6 +118,9 @@ class Codec:
             if segment.rule == "affine":
                 part_codes, part_meta = affine.quantize(part, segment.bits)
                 codes.append(pack(part_codes, segment.bits))
+            elif segment.rule == "even":
+                part_codes, part_meta = even.quantize(part, segment.bits, self.unit)
+                codes.append(pack(part_codes, segment.bits))
             elif segment.rule == "codebook":
                 part_codes, part_meta = codebook.quantize(part, segment.bits)
                 codes.append(pack(pad(part_codes, (0, segment.padded_dims - segment.dims)), segment.bits))
@@ -130,6 +141,8 @@ class Codec:
                 parts.append(part_codes.contiguous().view(self.raw_dtype).float())
             elif segment.rule == "affine":
                 parts.append(affine.dequantize(unpack(part_codes, segment.bits), part_meta))
+            elif segment.rule == "even":
+                parts.append(even.dequantize(unpack(part_codes, segment.bits), segment.bits, part_meta, self.unit))
             elif segment.rule == "codebook":
                 unpacked = unpack(part_codes, segment.bits)[..., : segment.dims]
                 parts.append(codebook.dequantize(unpacked, segment.bits, part_meta))

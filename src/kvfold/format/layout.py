@@ -1,14 +1,16 @@
 """Where every byte of a packed cache lies. All sizes and offsets are computed here, once.
 
 A *slot* holds the key or the value of one token and KV head: the codes of its segments, then their metadata.
-A *page* holds `page_size` tokens of one KV head, keys and values together, as a structure of arrays.
+A *page* holds `page_size` tokens of one KV head, keys and values together, as a structure of arrays: an array of all
+codes of a side, and one of its metadata. Segments with evenly spaced levels have arrays of their own, so that kernels
+load whole words of any width.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,11 +18,13 @@ from torch import Tensor
 from kvfold.format.packing import packed_bytes
 from kvfold.format.windows import Windows
 
-META_BYTES = 2  # every metadata entry has 16 bits
+META_BYTES = 2  # of a metadata entry, except for the scales of evenly spaced levels
+SCALE_BYTES = 1  # of these
 ODD_BYTES = "numbers of 16 bits lie at odd bytes"
+EVEN_WIDTHS = (1, 2, 4, 8)  # bits of evenly spaced levels: kernels multiply codes as they lie in their bytes
 ALIGNMENT = 16  # bytes: arrays inside a page are aligned for 16-byte loads
 
-Rule = Literal["affine", "codebook", "channel", "raw"]
+Rule = Literal["affine", "codebook", "even", "channel", "raw"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class Segment:
 
     - affine: scale·code + offset, with one scale and offset per token;
     - codebook: norm·level[code], with the levels of a normal distribution and one norm per token;
+    - even: scale·(code − middle), with one 8-bit scale per token (see quantizers/even.py);
     - channel: scale·code + offset, with one scale and offset per page and coordinate. `boosted` coordinates have twice
       the bits; every page chooses its own;
     - raw: 16-bit floats.
@@ -65,7 +70,7 @@ class Segment:
         """Per token; for `channel` per page: scales, offsets, and the boosted coordinates in a byte each."""
         if self.rule == "channel":
             return 2 * self.dims + -(-self.boosted // META_BYTES)
-        return {"affine": 2, "codebook": 1, "raw": 0}[self.rule]
+        return {"affine": 2, "codebook": 1, "even": 1, "raw": 0}[self.rule]
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,8 @@ class SlotLayout:
             raise ValueError("a slot needs at least one segment")
         if self.per_page and len(self.segments) > 1:
             raise ValueError("a slot with metadata for whole pages has a single segment")
+        if self.even and (self.centroid or self.heads or any(segment.rule != "even" for segment in self.segments)):
+            raise ValueError(f"evenly spaced levels mix with no other rule: {self.segments}")
 
     @cached_property
     def dims(self) -> int:
@@ -114,6 +121,18 @@ class SlotLayout:
     def per_page(self) -> bool:
         """Whether metadata belong to a page, not to a token. Then a page is quantized when it is full."""
         return any(segment.rule == "channel" for segment in self.segments)
+
+    @cached_property
+    def even(self) -> bool:
+        """Whether levels are evenly spaced. Then every segment has an array of codes and one of scales in a page."""
+        return any(segment.rule == "even" for segment in self.segments)
+
+    @property
+    def arrays(self) -> list[tuple[int, int]]:
+        """Per array of codes in a page, the bytes of a token's codes in it and of their metadata."""
+        if self.even:
+            return [(segment.code_bytes, SCALE_BYTES) for segment in self.segments]
+        return [(self.code_bytes, self.meta_bytes)]
 
     @cached_property
     def has_raw(self) -> bool:
@@ -144,7 +163,7 @@ class SlotLayout:
     @property
     def meta_bytes(self) -> int:
         """Per token, or per page if metadata belong to pages."""
-        return META_BYTES * self.meta_entries
+        return (SCALE_BYTES if self.even else META_BYTES) * self.meta_entries
 
     @property
     def slot_bytes(self) -> int:
@@ -152,7 +171,7 @@ class SlotLayout:
         return self.code_bytes + (0 if self.per_page else self.meta_bytes)
 
     def split(self, codes: Tensor, meta: Tensor) -> Sequence[tuple[Segment, Tensor, Tensor]]:
-        """Each segment with its part of the codes uint8[..., code_bytes] and of the metadata float16[..., entries]."""
+        """Each segment with its part of the codes uint8[..., code_bytes] and of the metadata [..., entries]."""
         if len(self.segments) == 1:
             return [(self.segments[0], codes, meta[..., :-1] if self.centroid else meta)]
         code_parts = codes.split([segment.code_bytes for segment in self.segments], -1)
@@ -178,6 +197,16 @@ def codebook_slot(widths: Sequence[tuple[int, int]]) -> SlotLayout:
     )
 
 
+def even_slot(widths: Sequence[tuple[int, int]]) -> SlotLayout:
+    """Segments of (dims, bits) with evenly spaced levels, each with a scale."""
+    if odd := [bits for _, bits in widths if bits not in EVEN_WIDTHS]:
+        raise ValueError(f"codes of evenly spaced levels have 1, 2, 4 or 8 bits, not {odd[0]}")
+    ends = accumulate(dims for dims, _ in widths)
+    return SlotLayout(
+        tuple(Segment(end - dims, end, bits, "even") for end, (dims, bits) in zip(ends, widths, strict=True))
+    )
+
+
 def mixed_slot(heads: Sequence[SlotLayout]) -> SlotLayout:
     """One layout per KV head, in slots of one size."""
     return SlotLayout(heads[0].segments, heads=tuple(heads))
@@ -193,9 +222,48 @@ def raw_slot(dims: int) -> SlotLayout:
     return SlotLayout((Segment(0, dims, 16, "raw"),))
 
 
+class SegmentPlace(NamedTuple):
+    """Where the codes and the metadata of a segment lie in a page, in bytes: those of its first token, and how far it
+    is from token to token. Metadata for whole pages have no stride."""
+
+    codes: int
+    code_stride: int
+    meta: int
+    meta_stride: int
+
+
+class Views(NamedTuple):
+    """Views of a pool: codes and metadata [pages, page_size, kv_heads, sides, …] of keys, of values or of both. There
+    is a view per array; rows of all arrays together are the codes, and the metadata, of a token."""
+
+    sides: slice  # 0: keys, 1: values
+    codes: tuple[Tensor, ...]
+    meta: tuple[Tensor, ...]
+
+    def read(self, page: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
+        """The codes and metadata of these tokens."""
+        codes = torch.cat([view[page, offset] for view in self.codes], dim=-1)
+        return codes, torch.cat([view[page, offset % view.shape[1]] for view in self.meta], dim=-1)
+
+    def read_pages(self, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """The codes and metadata of all tokens of these pages."""
+        codes, meta = (torch.cat([view[pages] for view in views], dim=-1) for views in (self.codes, self.meta))
+        return codes, meta
+
+    def write(self, index: tuple[Tensor, ...], codes: Tensor, meta: Tensor) -> None:
+        """Metadata are copied as integers: ids in them may read as NaN, whose bits deterministic algorithms change on
+        GPUs."""
+        for views, rows in ((self.codes, codes), (self.meta, meta)):
+            kind = torch.int16 if rows.dtype == torch.float16 else rows.dtype
+            parts = rows.view(kind).split([view.shape[-1] for view in views], dim=-1)
+            for view, part in zip(views, parts, strict=True):
+                view.view(kind)[index] = part
+
+
 @dataclass(frozen=True)
 class PageLayout:
-    """The bytes of a page: K codes, V codes, K metadata, V metadata, each for all tokens of the page."""
+    """The bytes of a page: K codes, V codes, K metadata, V metadata, each for all tokens of the page. Each of the four
+    is one array, or one per segment."""
 
     key: SlotLayout
     value: SlotLayout
@@ -212,9 +280,28 @@ class PageLayout:
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Where K codes, V codes, K metadata and V metadata begin, and where the page ends."""
-        sizes = [self.page_size * slot.code_bytes for slot in (self.key, self.value)]
-        sizes += [self._meta_rows(slot) * slot.meta_bytes for slot in (self.key, self.value)]
-        return tuple(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
+        slots = self.key, self.value
+        sizes = [sum(self._aligned(self.page_size * codes) for codes, _ in slot.arrays) for slot in slots]
+        sizes += [sum(self._aligned(self._meta_rows(slot) * meta) for _, meta in slot.arrays) for slot in slots]
+        return tuple(accumulate(sizes, initial=0))
+
+    def places(self, side: int) -> tuple[SegmentPlace, ...]:
+        """Per segment of keys (0) or values (1), where it lies in a page."""
+        slot, codes, meta = (self.key, self.value)[side], self.offsets[side], self.offsets[2 + side]
+        if slot.even:
+            places = []
+            for segment in slot.segments:
+                places.append(SegmentPlace(codes, segment.code_bytes, meta, SCALE_BYTES))
+                codes += self._aligned(self.page_size * segment.code_bytes)
+                meta += self._aligned(self.page_size * SCALE_BYTES)
+            return tuple(places)
+        strides = slot.code_bytes, 0 if slot.per_page else slot.meta_bytes
+        return tuple(
+            SegmentPlace(codes + byte, strides[0], meta + META_BYTES * entry, strides[1]) for byte, entry in slot.places
+        )
+
+    def _aligned(self, size: int) -> int:
+        return -(-size // ALIGNMENT) * ALIGNMENT
 
     def _meta_rows(self, slot: SlotLayout) -> int:
         return 1 if slot.per_page else self.page_size
@@ -267,43 +354,54 @@ class PageLayout:
 
     def key_views(self, pages: Tensor) -> tuple[Tensor, Tensor]:
         """Pages uint8[..., page_bytes] -> views of their K codes uint8[..., page_size, code_bytes] and K metadata
-        float16[..., page_size or 1, entries]."""
-        return self._codes(pages, self.key, 0), self._meta(pages, self.key, 2)
+        float16[..., page_size or 1, entries]. For slots that are one array of a page."""
+        (codes,), (meta,) = self._arrays(pages, 0)
+        return codes, meta
 
     def value_views(self, pages: Tensor) -> tuple[Tensor, Tensor]:
         """The same for values."""
-        return self._codes(pages, self.value, 1), self._meta(pages, self.value, 3)
+        (codes,), (meta,) = self._arrays(pages, 1)
+        return codes, meta
 
-    def sides(self, pool: Tensor, together: bool) -> list[tuple[slice, Tensor, Tensor]]:
-        """Pool uint8[pages, kv_heads, page_bytes] -> views of codes and metadata [pages, page_size, kv_heads, sides, …]
+    def views(self, pool: Tensor, together: bool) -> list[Views]:
+        """The views of a pool uint8[pages, kv_heads, page_bytes].
 
-        `together`: one view for both sides (0: keys, 1: values). They need the same layout. Otherwise one view per
-        side. The slice says which sides a view has.
+        `together`: one view for both sides. They need the same layout, in one array. Otherwise one per side.
         """
         if together:
             middle, end = self.offsets[2], self.offsets[4]
             codes = pool[..., :middle].unflatten(-1, (2, middle // 2))
             entries = pool.view(torch.float16)[..., middle // META_BYTES :]
             meta = entries.unflatten(-1, (2, (end - middle) // META_BYTES // 2))
-            views = [(self._rows(codes, self.page_size, self.key.code_bytes), self._meta_view(meta, self.key))]
+            rows = _rows(codes, self.page_size, self.key.code_bytes)
+            sides = [((rows,), (_rows(meta, self._meta_rows(self.key), self.key.meta_entries),))]
         else:
-            apart = (self.key_views(pool), self.value_views(pool))
-            views = [(codes.unsqueeze(2), meta.unsqueeze(2)) for codes, meta in apart]
-        width = 2 // len(views)
+            sides = [
+                (tuple(array.unsqueeze(2) for array in codes), tuple(array.unsqueeze(2) for array in meta))
+                for codes, meta in (self._arrays(pool, side) for side in range(2))
+            ]
+        width = 2 // len(sides)
         return [
-            (slice(i, i + width), codes.permute(0, 3, 1, 2, 4), meta.permute(0, 3, 1, 2, 4))
-            for i, (codes, meta) in enumerate(views)
+            Views(
+                slice(i, i + width),
+                tuple(array.permute(0, 3, 1, 2, 4) for array in codes),
+                tuple(array.permute(0, 3, 1, 2, 4) for array in meta),
+            )
+            for i, (codes, meta) in enumerate(sides)
         ]
 
-    def _codes(self, pages: Tensor, slot: SlotLayout, array: int) -> Tensor:
-        return self._rows(pages[..., self.offsets[array] :], self.page_size, slot.code_bytes)
+    def _arrays(self, pages: Tensor, side: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Views of the codes and metadata of a side of pages uint8[..., page_bytes], array by array: [..., rows, …]."""
+        slot = (self.key, self.value)[side]
+        codes, meta = [], []
+        places = self.places(side) if slot.even else self.places(side)[:1]
+        for (code_bytes, meta_bytes), place in zip(slot.arrays, places, strict=True):
+            codes.append(_rows(pages[..., place.codes :], self.page_size, code_bytes))
+            of_array = pages[..., place.meta :] if slot.even else pages[..., place.meta :].view(torch.float16)
+            meta.append(_rows(of_array, self._meta_rows(slot), meta_bytes // (1 if slot.even else META_BYTES)))
+        return codes, meta
 
-    def _meta(self, pages: Tensor, slot: SlotLayout, array: int) -> Tensor:
-        return self._meta_view(pages.view(torch.float16)[..., self.offsets[array] // META_BYTES :], slot)
 
-    def _meta_view(self, entries: Tensor, slot: SlotLayout) -> Tensor:
-        return self._rows(entries, self._meta_rows(slot), slot.meta_entries)
-
-    def _rows(self, array: Tensor, rows: int, width: int) -> Tensor:
-        """The first rows · width entries of an array: [..., rows, width]."""
-        return array[..., : rows * width].unflatten(-1, (rows, width))
+def _rows(array: Tensor, rows: int, width: int) -> Tensor:
+    """The first rows · width entries of an array: [..., rows, width]."""
+    return array[..., : rows * width].unflatten(-1, (rows, width))

@@ -26,8 +26,8 @@ def store(pages: LayerPages, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | No
     raw = _sixteen_bits(pages, y) if pages.windows else None
     lost = torch.zeros(*k.shape[:2], 2, dtype=torch.bool, device=k.device) if raw is None else _beyond_raw(pages, raw)
     y = _zeroed(y, lost)
-    for sides, codes, meta in pages.sides:
-        codec = pages.codec(sides)
+    for views in pages.views:
+        sides, codec = views.sides, pages.codec(views.sides)
         new = torch.stack([*y][sides], dim=2)  # [tokens, kv_heads, sides, d]
         if codec.layout.per_page:
             filled, tokens = _filled(pages, new.to(pages.shadows.dtype), sides)
@@ -37,9 +37,7 @@ def store(pages: LayerPages, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | No
             new_codes, new_meta, refused = codec.quantize_or_zero(new)
             lost[:, :, sides] |= refused
             index, new_codes, new_meta = (page[live], offset[live]), new_codes[live], new_meta[live]
-        codes[index] = new_codes
-        # as integers: ids in metadata may read as NaN, whose bits deterministic algorithms change on GPUs
-        meta.view(torch.int16)[index] = new_meta.view(torch.int16)
+        views.write(index, new_codes, new_meta)
     if lost.any():
         pages.faults[step.locations[live][lost[live].flatten(1).any(dim=1)]] = 1
     if raw is None:
@@ -66,7 +64,7 @@ def _beyond_raw(pages: LayerPages, raw: tuple[Tensor, Tensor]) -> Tensor:
     """bool[tokens, kv_heads, 2]: which keys and values [tokens, kv_heads, d] are not finite in 16 bits. If whole pages
     are quantized, also vectors that no page could hold."""
     lost = torch.stack([~side.isfinite().all(dim=-1) for side in raw], dim=2)
-    for sides, *_ in pages.sides:
+    for sides, *_ in pages.views:
         layout = pages.codec(sides).layout
         if layout.per_page:
             lost[:, :, sides] |= ~channelwise.storable(torch.stack([*raw][sides], dim=2), layout.segments[0].bits)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvfold.format.codec import Codec
-from kvfold.format.layout import PageLayout
+from kvfold.format.layout import PageLayout, Views
 from kvfold.format.windows import Windows
 from kvfold.transforms import Transform
 
@@ -205,7 +205,7 @@ class LayerPages:
     layout: PageLayout
     windows: Windows
     pool: Tensor  # uint8[pages, kv_heads, page_bytes]
-    sides: list[tuple[slice, Tensor, Tensor]]  # layout.sides(pool): views of codes and metadata
+    views: list[Views]  # layout.views(pool)
     shadows: Tensor  # 16-bit float [shadow pages, kv_heads, numbers of a page]
     faults: Tensor  # uint8[pages · page_size]: 1 at the locations of tokens that `store` could not store
 
@@ -220,8 +220,8 @@ class LayerPages:
         faults: Tensor,
     ) -> Self:
         """A layer between steps. `windows` are the recipe's."""
-        sides = layout.sides(pool, together=codecs[0].quantizes_like(codecs[1]))
-        return cls(NO_STEP, *codecs, layout, layout.windows(windows), pool, sides, shadows, faults)
+        views = layout.views(pool, together=codecs[0].quantizes_like(codecs[1]))
+        return cls(NO_STEP, *codecs, layout, layout.windows(windows), pool, views, shadows, faults)
 
     def codec(self, sides: slice) -> Codec:
         """The codec that quantizes these sides (0: keys, 1: values)."""
@@ -234,10 +234,7 @@ class LayerPages:
 
     def unpack(self, page: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
         """Decode the slots at page and offset int64[tokens]: keys and values float32[tokens, kv_heads, d]."""
-        parts = [
-            self.codec(sides).dequantize(codes[page, offset], meta[page, offset % meta.shape[1]])
-            for sides, codes, meta in self.sides
-        ]
+        parts = [self.codec(views.sides).dequantize(*views.read(page, offset)) for views in self.views]
         k, v = (side for part in parts for side in part.unbind(2))
         return k, v
 

@@ -35,9 +35,11 @@ class Restore:
             return
         n = int(count)
         for layer in (layer for layers in self.alike.values() for layer in layers if n):
-            for sides, codes, meta in layer.sides:
-                x = layer.codec(sides).dequantize(codes[pages[:n]], meta[pages[:n]])  # [pages, tokens, heads, sides, d]
-                for side, unpacked in zip(layer.shadow_sides[sides], x.unbind(3), strict=True):
+            for views in layer.views:
+                x = layer.codec(views.sides).dequantize(
+                    *views.read_pages(pages[:n])
+                )  # [pages, tokens, heads, sides, d]
+                for side, unpacked in zip(layer.shadow_sides[views.sides], x.unbind(3), strict=True):
                     side[shadows[:n]] = unpacked.transpose(1, 2).to(side.dtype)
 
     def launch(self, pages: Tensor, shadows: Tensor, count: Tensor) -> None:

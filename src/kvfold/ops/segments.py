@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from kvfold.format.layout import Rule, SlotLayout
 
-RULES: dict[Rule, int] = {"affine": 0, "codebook": 1, "raw": 2, "channel": 3}
+RULES: dict[Rule, int] = {"affine": 0, "codebook": 1, "raw": 2, "channel": 3, "even": 4}
 
 
 class SegmentRow(NamedTuple):

@@ -65,10 +65,13 @@ def _unpack(pages: LayerPages, chunk: "_PackedChunk") -> tuple[Tensor, Tensor]:
     sequences = len(pages.step.table)
     unpacked: list[Tensor] = []
     tokens = len(chunk.pages) // sequences * pages.step.page_size
-    for sides, *views in pages.sides:
+    for sides, *both in pages.views:
         # [pages, page_size, kv_heads, sides, …] -> [kv_heads, sides, pages, page_size, …]
         codec = pages.codec(sides)
-        codes, meta = (view.permute(2, 3, 0, 1, 4).index_select(2, chunk.pages) for view in views)
+        codes, meta = (
+            torch.cat([view.permute(2, 3, 0, 1, 4).index_select(2, chunk.pages) for view in views], dim=-1)
+            for views in both
+        )
         if chunk.unwritten is not None:  # unwritten memory may hold NaN
             for array in (codes, meta) if codec.layout.has_raw else (meta,):
                 last = array.unflatten(2, (sequences, -1))[:, :, :, -chunk.unwritten.shape[1] :]

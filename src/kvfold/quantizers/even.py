@@ -1,0 +1,60 @@
+"""Evenly spaced levels: x̂ = scale·(code − middle), with one 8-bit scale per segment of a token.
+
+A code is a number that integer products take as it is. The middle of the grid is the same for all tokens, so it goes
+into a constant of the query. Levels are symmetric, so no offset is stored.
+
+A scale is a byte 16·e + m. It stands for (1 + m/16)·2^(e − 8)·unit, and for 0 if e = 0. `unit` is a power of two that
+calibration finds per layer, so that scales of usual tokens lie near the middle of the range.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+# The step with the least mean squared error on N(0, 1), by bits.
+STEPS = {1: 1.5957691216, 2: 0.9956866860, 4: 0.3352006122, 8: 0.0307623868}
+UNSTORABLE = 255  # the byte of scales that are too large, and of NaN
+MANTISSA = 4  # bits of a scale
+LEAST = (127 - 8) << MANTISSA  # the bits of 2^-8, without the lower bits of a float32 mantissa
+DROPPED = 23 - MANTISSA
+
+
+def quantize(x: Tensor, bits: int, unit: float = 1.0) -> tuple[Tensor, Tensor]:
+    """float32[..., n] -> uint8[..., n] codes, uint8[..., 1] scale.
+
+    The scale is ‖x‖²/⟨x, code − middle⟩. So ⟨x, x̂⟩ = ‖x‖²: products with x keep their size. The scale with the least
+    error, and the one that keeps the length, make them smaller, and with them the largest logits.
+    """
+    middle = (2**bits - 1) / 2
+    wide = x.double()  # so that sums do not depend on the shape of the batch
+    square = wide.square().sum(dim=-1, keepdim=True)
+    step = (square / x.shape[-1]).sqrt().float() * STEPS[bits]
+    codes = (x / step.clamp_min(torch.finfo(torch.float32).tiny) + middle).round_().clamp_(0, 2**bits - 1)
+    product = (wide * (codes.double() - middle)).sum(dim=-1, keepdim=True)
+    scale = torch.where(square > 0, (square / product).float(), square.float())
+    return codes.to(torch.uint8), _encode(scale / unit)
+
+
+def dequantize(codes: Tensor, bits: int, scale: Tensor, unit: float = 1.0) -> Tensor:
+    return codes.float().sub_((2**bits - 1) / 2).mul_(decode(scale) * unit)
+
+
+def decode(scale: Tensor) -> Tensor:
+    """uint8 -> float32."""
+    whole = (scale.int() + LEAST) << DROPPED
+    return whole.view(torch.float32).masked_fill(scale < 1 << MANTISSA, 0)
+
+
+def _encode(scale: Tensor) -> Tensor:
+    """float32 that is not negative -> uint8, the nearest scale. Ties go to the even byte."""
+    bits = scale.contiguous().view(torch.int32)
+    nearest = ((bits + (1 << DROPPED - 1) - 1 + (bits >> DROPPED & 1)) >> DROPPED) - LEAST
+    stored = torch.where(nearest < 1 << MANTISSA, 0, nearest.clamp_max(UNSTORABLE))
+    return torch.where(scale < math.inf, stored, UNSTORABLE).to(torch.uint8)
+
+
+def unit_of(scales: Tensor) -> float:
+    """The power of two nearest to the median of positive scales [...]; 1 if there is none."""
+    found = scales[scales > 0]
+    return 2.0 ** round(math.log2(float(found.median()))) if found.numel() else 1.0
