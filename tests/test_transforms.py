@@ -5,7 +5,7 @@ import torch
 from random_layers import fitted
 
 from kvfold.recipes import RECIPES, parse
-from kvfold.transforms import Hadamard, Matrix, Transform, default_order, random_rotation
+from kvfold.transforms import Hadamard, Matrix, PermutedHadamard, Transform, default_order, random_rotation
 from kvfold.transforms.covariance import bit_reversal, eigenvectors
 
 ORDERS = [1, 2, 4, 8, 16, 32, 64, 128, 256]
@@ -165,6 +165,45 @@ def test_an_order_that_does_not_divide_is_refused(dims, order):
     for apply in (rotation.apply, rotation.invert, rotation.dual):
         with pytest.raises(ValueError, match=f"order={order} does not divide the head dimension {dims}"):
             apply(torch.zeros(2, dims))
+
+
+# --- Hadamard matrices inside segments of permuted coordinates
+
+
+@pytest.mark.parametrize("sizes", [(16, 32, 16), (32, 16, 16), (64,), (1, 2, 4, 1, 8)])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_permuted_hadamard_of_each_kv_head(sizes, heads):
+    """Keys have 2 heads, queries 3 for each of them; against float64, coordinate by coordinate."""
+    dims = sum(sizes)
+    order = torch.stack([torch.randperm(dims, generator=torch.Generator().manual_seed(i)) for i in range(heads)])
+    rotation = PermutedHadamard(order, sizes)
+    blocks = scipy.linalg.block_diag(*(matrix(size, size) for size in sizes))
+    k, q = numbers(7, 2, dims, seed=1), numbers(5, 6, dims, seed=2)
+    for x, got in ((k, rotation.apply(k)), (q, rotation.dual(q))):
+        assert got.dtype == torch.float32
+        for head in range(x.shape[1]):
+            of_head = order[head * heads // x.shape[1]].tolist()
+            expected = np.stack([x[:, head, i].double().numpy() for i in of_head], axis=-1) @ blocks
+            # one rounding to float32 of an exact sum
+            np.testing.assert_allclose(got[:, head].double().numpy(), expected, rtol=2**-23, atol=1e-12)
+    back, size = rotation.invert(rotation.apply(k)), k.norm(dim=-1, keepdim=True)
+    assert ((back - k).abs() <= 2**-21 * size).all()
+    dense = rotation.dense(dims, k.device).double()
+    product = torch.einsum("thd,hde->the", k.double(), dense.expand(2, -1, -1))
+    torch.testing.assert_close(product, rotation.apply(k).double(), rtol=0, atol=1e-5)
+    for dtype in DTYPES:
+        (term,), factors = rotation.terms(dims, dtype, k.device)
+        assert term.dtype == dtype
+        assert set(term.unique().tolist()) <= {-1.0, 0.0, 1.0}
+        torch.testing.assert_close(term.double() * factors, dense, rtol=1e-7, atol=0)
+
+
+def test_segments_without_a_hadamard_matrix_are_refused():
+    order = torch.arange(64).unsqueeze(0)
+    with pytest.raises(ValueError, match="a segment of 24 coordinates has no Hadamard matrix"):
+        PermutedHadamard(order, (24, 40))
+    with pytest.raises(ValueError, match="do not add up to the head dimension 64"):
+        PermutedHadamard(order, (32, 16))
 
 
 # --- dense maps

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvfold.ops import rotate
-from kvfold.transforms import Hadamard, Matrix, Transform
+from kvfold.transforms import Hadamard, Matrix, PermutedHadamard, Transform
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KV_HEADS, Q_HEADS = 2, 6
@@ -15,6 +15,9 @@ def rotation(name: str, dims: int):
         return Hadamard(dims & -dims)
     heads = KV_HEADS if name == "per head" else 1
     generator = torch.Generator().manual_seed(dims)
+    if name == "permuted":
+        order = torch.stack([torch.randperm(dims, generator=generator) for _ in range(KV_HEADS)])
+        return PermutedHadamard(order.to(DEVICE), (dims // 4, dims // 2, dims // 4))
     return Matrix(torch.linalg.qr(torch.randn(heads, dims, dims, generator=generator))[0].to(DEVICE))
 
 
@@ -31,7 +34,7 @@ def drawn(tokens: int, dims: int, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.pairs
 @pytest.mark.parametrize(("tokens", "many"), [(1, 1 << 14), (37, 1 << 14), (37, 1)])
-@pytest.mark.parametrize(("name", "dims"), [("hadamard", 128), ("hadamard", 96), ("one", 64), ("per head", 128)])
+@pytest.mark.parametrize(("name", "dims"), [("hadamard", 96), ("permuted", 128), ("one", 64), ("per head", 128)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_queries(tokens, many, name, dims, dtype, monkeypatch):
     monkeypatch.setattr(rotate, "MANY_VECTORS", many)
@@ -46,7 +49,7 @@ def test_queries(tokens, many, name, dims, dtype, monkeypatch):
 
 @pytest.mark.pairs
 @pytest.mark.parametrize(("tokens", "many"), [(1, 1 << 14), (37, 1 << 14), (37, 1)])
-@pytest.mark.parametrize(("name", "dims"), [("hadamard", 128), ("one", 80), ("per head", 128)])
+@pytest.mark.parametrize(("name", "dims"), [("hadamard", 128), ("permuted", 64), ("one", 80), ("per head", 128)])
 @pytest.mark.parametrize("centred", [False, True])
 def test_outputs(tokens, many, name, dims, centred, monkeypatch):
     monkeypatch.setattr(rotate, "MANY_VECTORS", many)

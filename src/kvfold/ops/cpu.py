@@ -284,8 +284,8 @@ class Dense(NamedTuple):
 
     mean: Tensor  # float32[kv_heads, d]
     matrix: Tensor  # float64[kv_heads or 1, d, d]
-    inverse: Tensor
-    factor: float  # of matrix and inverse
+    factors: Tensor  # of its columns, float64[d]
+    inverse: Tensor  # with its factors
 
 
 def dense(transform: Transform, dims: int) -> Dense:
@@ -296,15 +296,15 @@ def _dense(transform: Transform, dims: int) -> Dense:
     mean = torch.empty(0) if transform.mean is None else transform.mean.float().contiguous()
     if transform.rotation is None:
         none = torch.empty(0, dims, dims, dtype=torch.float64)
-        return Dense(mean, none, none, 1.0)
-    terms, factor = transform.rotation.terms(dims, torch.float64, mean.device)
+        return Dense(mean, none, none[:, 0], none)
+    terms, factors = transform.rotation.terms(dims, torch.float64, mean.device)
     matrix = torch.stack(terms).sum(dim=0)  # in float64 the first term is exact; others are 0
-    return Dense(mean, matrix, matrix.mT.contiguous(), factor)
+    return Dense(mean, matrix, factors, (matrix * factors).mT.contiguous())
 
 
 @njit(**EXACT)
-def rotate(x, matrices, head, factor, row):
-    """row = x·A·factor, in float64 as transforms compute it: the bytes of a token may not depend on other tokens."""
+def rotate(x, matrices, head, factors, row):
+    """row = factors·x·A, in float64 as transforms compute it: the bytes of a token may not depend on other tokens."""
     if len(matrices) == 0:
         row[:] = x
         return
@@ -318,4 +318,4 @@ def rotate(x, matrices, head, factor, row):
         for j in range(len(x)):
             sums[j] += np.float64(x[i]) * matrix[i, j]
     for j in range(len(x)):
-        row[j] = f4(sums[j] * factor)
+        row[j] = f4(sums[j] * factors[j])

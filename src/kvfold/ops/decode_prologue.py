@@ -52,8 +52,8 @@ def prologue(pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, overlaps: bool 
     (sequences, q_heads, dims), kv_heads, device = q.shape, k.shape[1], q.device
     transformed, kv = torch.empty(q.shape, device=device), torch.empty(2, *k.shape, device=device)
     new = torch.empty(2, *k.shape, dtype=pages.shadows.dtype, device=device)
-    key, KEY_FACTOR = pages.key.transform.once(_operands, dims, k.dtype, device)
-    value, VALUE_FACTOR = pages.value.transform.once(_operands, dims, v.dtype, device)
+    key = pages.key.transform.once(_operands, dims, k.dtype, device)
+    value = pages.value.transform.once(_operands, dims, v.dtype, device)
     step, bits = pages.step, torch.int16
     memory = _Memory(step.shadow_of, pages.shadows.view(bits), new.view(bits), pages.faults)
     ratio, width = q_heads // kv_heads, min(WIDTH, dims)
@@ -61,25 +61,25 @@ def prologue(pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, overlaps: bool 
     _prologue[(ceil_div(sequences * (1 + ratio), ROWS), kv_heads, 2 * (dims // width))](
         q, k, v, key, value, transformed, kv, step.locations, memory, sequences,
         *(stride for x in (q, k, v) for stride in x.stride()[:2]),
-        KEY_FACTOR=KEY_FACTOR, VALUE_FACTOR=VALUE_FACTOR, RATIO=ratio, DIMS=dims, WIDTH=width, ROWS=ROWS,
-        PAGE=pages.layout.page_size, BFLOAT=new.dtype == torch.bfloat16, OVERLAP=overlap,
+        RATIO=ratio, DIMS=dims, WIDTH=width, ROWS=ROWS, PAGE=pages.layout.page_size,
+        BFLOAT=new.dtype == torch.bfloat16, OVERLAP=overlap,
         maxnreg=128,  # the compiler would choose fewer, and load one part of a matrix after another
         **overlap.launch,
     )  # fmt: skip
     return Transformed(transformed, kv, (new[0], new[1]))
 
 
-def _operands(transform: Transform, dims: int, dtype: torch.dtype, device: torch.device) -> tuple[Operands, float]:
-    terms, factor, shift = terms_and_shift(transform, dims, dtype, device)
-    return Operands(terms, head_stride(terms), shift), factor
+def _operands(transform: Transform, dims: int, dtype: torch.dtype, device: torch.device) -> Operands:
+    terms, factors, shift = terms_and_shift(transform, dims, dtype, device)
+    return Operands(terms, head_stride(terms), factors, shift)
 
 
 @triton.jit(do_not_specialize=["sequences"], do_not_specialize_on_alignment=["locations"])
 def _prologue(
     q, k, v, key, value, transformed, kv, locations, memory, sequences,
     q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride,
-    KEY_FACTOR: tl.constexpr, VALUE_FACTOR: tl.constexpr, RATIO: tl.constexpr, DIMS: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, PAGE: tl.constexpr, BFLOAT: tl.constexpr, OVERLAP: tl.constexpr,
+    RATIO: tl.constexpr, DIMS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr,
+    BFLOAT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     COLUMNS: tl.constexpr = DIMS // WIDTH
     if (tl.program_id(2) >= COLUMNS) & (tl.program_id(0) * ROWS >= sequences):  # values have fewer rows
@@ -94,20 +94,20 @@ def _prologue(
         _transform_side(
             tl.where(is_key, k + key_at, q + query_at),
             tl.where(is_key, kv + to_key * DIMS, transformed + to_query * DIMS),
-            sequence, is_key, key, locations, memory, sequences, 0, KEY_FACTOR, DIMS, WIDTH, PAGE, BFLOAT, OVERLAP,
+            sequence, is_key, key, locations, memory, sequences, 0, DIMS, WIDTH, PAGE, BFLOAT, OVERLAP,
         )  # fmt: skip
     else:
         to_value = kv + ((sequences + row) * kv_heads + head) * DIMS
         _transform_side(
             v + row * v_stride + head * v_head_stride, to_value, row, row >= 0, value, locations,
-            memory, sequences, 1, VALUE_FACTOR, DIMS, WIDTH, PAGE, BFLOAT, OVERLAP,
+            memory, sequences, 1, DIMS, WIDTH, PAGE, BFLOAT, OVERLAP,
         )  # fmt: skip
 
 
 @triton.jit
 def _transform_side(
-    x, to, sequence, kept, operands, locations, memory, sequences, WHICH: tl.constexpr, FACTOR: tl.constexpr,
-    DIMS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BFLOAT: tl.constexpr, OVERLAP: tl.constexpr,
+    x, to, sequence, kept, operands, locations, memory, sequences, WHICH: tl.constexpr, DIMS: tl.constexpr,
+    WIDTH: tl.constexpr, PAGE: tl.constexpr, BFLOAT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Transform rows from `x` to `to`. Rows that are `kept` (keys, values) also go to `new` and to shadows."""
     head, kv_heads = tl.program_id(1).to(tl.int64), tl.num_programs(1)
@@ -126,6 +126,8 @@ def _transform_side(
     states = tl.load(x[:, None] + coordinate[None, :], mask=exists[:, None], other=0.0)
     if len(operands.matrices) == 0:
         y = tl.load(x[:, None] + column[None, :], mask=exists[:, None], other=0.0).to(tl.float32)
+    if operands.factors is not None:
+        factors = tl.load(operands.factors + column)[None, :]
     if operands.shift is not None:
         shift = tl.load(operands.shift + head * DIMS + column)[None, :]
     shadow = tl.load(memory.shadow_of + location // PAGE, mask=location >= 0, other=-1)
@@ -133,7 +135,7 @@ def _transform_side(
         y = tl.zeros([x.shape[0], WIDTH], tl.float32)
         for i in tl.static_range(len(terms)):
             y = tl.dot(states.to(terms[i].dtype), terms[i], y)
-        y *= FACTOR
+        y *= factors
     if operands.shift is not None:
         y += tl.where(kept[:, None], shift, 0.0)
     tl.store(to[:, None] + column[None, :], y, mask=exists[:, None])

@@ -26,10 +26,10 @@ MANY_VECTORS = 1 << 14  # from this many vectors on, MANY has CTAs for nearly al
 
 
 class _Matrices(NamedTuple):
-    """factor·Σ terms [kv_heads or 1, d, d]: A or, if `transposed`, Aᵀ."""
+    """factors·Σ terms [kv_heads or 1, d, d]: A or, if `transposed`, Aᵀ."""
 
     terms: tuple[Tensor, ...]
-    factor: float
+    factors: Tensor | None  # of columns, float32[d]; None: 1
     transposed: bool
     precision: str  # of float32 products
 
@@ -56,7 +56,7 @@ def inverse(transform: Transform, x: Tensor, out: Tensor | None = None, overlaps
     out = torch.empty(x.shape, device=x.device) if out is None else out
     # tf32 has 11 bits, more than bfloat16. For other outputs, tf32x3 adds the products with low bits.
     precision = "tf32" if out.dtype == torch.bfloat16 else "tf32x3"
-    matrices = _Matrices((transform.rotation.dense(x.shape[-1], x.device),), 1.0, True, precision)
+    matrices = _Matrices((transform.rotation.dense(x.shape[-1], x.device),), None, True, precision)
     return _rotate_to(out, x, matrices, transform.mean, LAST if overlaps else ALONE)
 
 
@@ -64,33 +64,35 @@ def _of_queries(transform: Transform, dims: int, dtype: torch.dtype, device: tor
     """16-bit queries get 16-bit matrices."""
     assert transform.rotation is not None
     if dtype == torch.float32:
-        return _Matrices((transform.rotation.dense(dims, device),), 1.0, False, "tf32x3")
-    terms, factor, _ = terms_and_shift(transform, dims, dtype, device)
-    return _Matrices(terms, factor, False, "ieee")
+        return _Matrices((transform.rotation.dense(dims, device),), None, False, "tf32x3")
+    terms, factors, _ = terms_and_shift(transform, dims, dtype, device)
+    return _Matrices(terms, factors, False, "ieee")
 
 
 def terms_and_shift(
     transform: Transform, dims: int, dtype: torch.dtype, device: torch.device
-) -> tuple[tuple[Tensor, ...], float, Tensor | None]:
-    """Terms, factor and shift with which (x − mean)·A = factor·Σ x·term + shift, for 16-bit x.
+) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None]:
+    """Terms, factors and shift with which (x − mean)·A = factors·Σ x·term + shift, for 16-bit x.
 
     - terms: 16-bit [kv_heads or 1, d, d]; empty without a rotation.
+    - factors: float32[d]; None without a rotation.
     - shift: float32[kv_heads, d]; None without a mean.
 
     They are in device memory when this returns: kernels read them before they wait (see pdl.py).
     """
     terms: tuple[Tensor, ...] = ()
-    factor, shift = 1.0, None if transform.mean is None else -transform.mean
+    factors, shift = None, None if transform.mean is None else -transform.mean
     if transform.rotation is not None:
-        terms, factor = transform.rotation.terms(dims, dtype, device)
+        terms, exact = transform.rotation.terms(dims, dtype, device)
+        factors = exact.float()
         if shift is not None:  # −mean times the rounded A: the error of A is then multiplied by x − mean, not by x
-            matrix = factor * torch.stack(terms).double().sum(dim=0)
+            matrix = exact * torch.stack(terms).double().sum(dim=0)
             shift = (shift.double().unsqueeze(-2) @ matrix).squeeze(-2).float()
         kept = torch.float32 if device.type == "cpu" else dtype  # Triton's interpreter cannot multiply bfloat16
         terms = tuple(term.to(kept).contiguous() for term in terms)
     if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
         torch.cuda.current_stream(device).synchronize()
-    return terms, factor, shift
+    return terms, factors, shift
 
 
 def head_stride(matrices: tuple[Tensor, ...]) -> int:
@@ -110,13 +112,13 @@ def _rotate_to(out: Tensor, x: Tensor, matrices: _Matrices, mean: Tensor | None,
     _rotate[(ceil_div(tokens * ratio, tile.vectors), heads, ceil_div(dims, width))](
         x,
         matrices.terms,
+        matrices.factors,
         mean,
         out,
         tokens,
         *x.stride()[:2],
         head_stride(matrices.terms),
         *((column, row) if matrices.transposed else (row, column)),
-        FACTOR=matrices.factor,
         PRECISION=matrices.precision,
         RATIO=ratio,
         DIMS=dims,
@@ -134,6 +136,7 @@ def _rotate_to(out: Tensor, x: Tensor, matrices: _Matrices, mean: Tensor | None,
 def _rotate(
     x,
     matrices,
+    factors,
     mean,
     out,
     tokens,
@@ -142,7 +145,6 @@ def _rotate(
     matrix_stride,
     row_stride,
     column_stride,
-    FACTOR: tl.constexpr,
     PRECISION: tl.constexpr,
     RATIO: tl.constexpr,
     DIMS: tl.constexpr,
@@ -169,7 +171,8 @@ def _rotate(
     rotated = tl.zeros([ROWS, WIDTH], tl.float32)
     for i in tl.static_range(len(matrices)):
         rotated = tl.dot(states, terms[i], rotated, input_precision=PRECISION)
-    rotated *= FACTOR
+    if factors is not None:
+        rotated *= tl.load(factors + column[None, :], mask=inside, other=0.0)
     if mean is not None:
         rotated += tl.load(mean + head * DIMS + column[None, :], mask=inside, other=0.0)
     place = (token[:, None].to(tl.int64) * (tl.num_programs(1) * RATIO) + q_head[:, None]) * DIMS + column[None, :]

@@ -3,5 +3,15 @@
 from kvfold.transforms.base import Rotation, Transform
 from kvfold.transforms.hadamard import Hadamard, default_order, hadamard_matrix
 from kvfold.transforms.matrix import Matrix, random_rotation
+from kvfold.transforms.permuted_hadamard import PermutedHadamard
 
-__all__ = ["Hadamard", "Matrix", "Rotation", "Transform", "default_order", "hadamard_matrix", "random_rotation"]
+__all__ = [
+    "Hadamard",
+    "Matrix",
+    "PermutedHadamard",
+    "Rotation",
+    "Transform",
+    "default_order",
+    "hadamard_matrix",
+    "random_rotation",
+]

@@ -23,8 +23,9 @@ class Rotation(Protocol):
         """The matrix A of apply(x) = x·A, float32[kv_heads or 1, d, d]. It is orthogonal: invert is y·Aᵀ, dual q·A."""
         ...
 
-    def terms(self, dims: int, dtype: torch.dtype, device: torch.device) -> tuple[tuple[Tensor, ...], float]:
-        """For tensor cores: 16-bit matrices [kv_heads or 1, d, d] and a factor, with apply(x) = factor·Σ x·term."""
+    def terms(self, dims: int, dtype: torch.dtype, device: torch.device) -> tuple[tuple[Tensor, ...], Tensor]:
+        """For tensor cores: 16-bit matrices [kv_heads or 1, d, d], and factors of their columns, float64[d], with
+        apply(x) = factors·Σ x·term."""
         ...
 
     def to(self, device: torch.device | str) -> Self: ...

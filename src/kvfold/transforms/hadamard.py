@@ -44,10 +44,10 @@ class Hadamard:
         _, orthonormal = self._matrices(dims, device)
         return orthonormal.unsqueeze(0)
 
-    def terms(self, dims: int, dtype: torch.dtype, device: torch.device) -> tuple[tuple[Tensor, ...], float]:
+    def terms(self, dims: int, dtype: torch.dtype, device: torch.device) -> tuple[tuple[Tensor, ...], Tensor]:
         """One term: signs, which every type holds exactly."""
         signs, _ = self._matrices(dims, device)
-        return (signs.to(dtype).unsqueeze(0),), self.order**-0.5
+        return (signs.to(dtype).unsqueeze(0),), torch.full_like(signs[0], self.order**-0.5)
 
     def to(self, device: torch.device | str) -> "Hadamard":
         return self

@@ -33,10 +33,11 @@ class Matrix:
     def dense(self, dims: int, device: torch.device) -> Tensor:
         return self.matrix
 
-    def terms(self, dims: int, dtype: torch.dtype, device: torch.device) -> tuple[tuple[Tensor, ...], float]:
+    def terms(self, dims: int, dtype: torch.dtype, device: torch.device) -> tuple[tuple[Tensor, ...], Tensor]:
         """Two terms: A in 16 bits, and the rounding error of the first. Together they have at least 16 bits of A."""
         high = self.matrix.to(dtype)
-        return (high, (self.matrix - high.float()).to(dtype)), 1.0
+        factors = torch.ones(dims, dtype=torch.float64, device=self.matrix.device)
+        return (high, (self.matrix - high.float()).to(dtype)), factors
 
     def to(self, device: torch.device | str) -> "Matrix":
         return Matrix(self.matrix.to(device))

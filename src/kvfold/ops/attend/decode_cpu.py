@@ -46,10 +46,10 @@ Arguments = arguments(
     "q", "queries", "parts", "weights", "out", "scratch", "workers", "width",
     "shadows", "shadow_pages", "new_keys", "new_values",
     "table", "table_stride", "starts", "lengths", "shadow_of",
-    "key_rotation", "key_rotations", "value_rotation", "value_rotations", "value_mean",
+    "key_rotation", "key_rotations", "key_factors", "value_rotation", "value_rotations", "value_mean",
     "sinks", "sink_values", "of_mean",
     "sequences", "chunks", "kv_heads", "ratio", "key_dims", "value_dims", "page_size", "windows", "sink", "recent",
-    floats=("scale", "cap", "key_factor", "value_factor"),
+    floats=("scale", "cap"),
 )  # fmt: skip
 
 
@@ -88,11 +88,12 @@ def attend(
         pages.shadows.data_ptr(), pages.shadows.shape[0], *([side.data_ptr() for side in raw] or (0, 0)),
         step.table.data_ptr(), step.table.stride(0),
         starts.data_ptr(), lengths.data_ptr(), step.shadow_of.data_ptr(),
-        key.matrix.data_ptr(), key.matrix.shape[0], value.inverse.data_ptr(), value.inverse.shape[0],
+        key.matrix.data_ptr(), key.matrix.shape[0], key.factors.data_ptr(),
+        value.inverse.data_ptr(), value.inverse.shape[0],
         value.mean.data_ptr(), *([x.data_ptr() for x in sinks] or (0, 0)), 0 if of_mean is None else of_mean.data_ptr(),
         sequences, chunks, kv_heads, q_heads // kv_heads, key_dims, value_dims, pages.layout.page_size,
         new is not None, windows.sink, windows.recent,
-        logits.scale * LOG2_E, (logits.cap or 0) * LOG2_E, key.factor, value.factor,
+        logits.scale * LOG2_E, (logits.cap or 0) * LOG2_E,
     )  # fmt: skip
     _rotate_queries(told, sequences * q_heads)
     _attend_chunks(told, sequences * kv_heads * chunks)
@@ -169,9 +170,10 @@ def _rotate_queries(p):
     q = array(a.q, (a.sequences * heads, a.key_dims), np.float32)
     queries = array(a.queries, (a.sequences * heads, a.key_dims), np.float32)
     rotations = array(a.key_rotation, (a.key_rotations, a.key_dims, a.key_dims), np.float64)
+    factors = array(a.key_factors, a.key_dims, np.float64)
     task = take(p, TASK)
     while task < a.tasks:
-        rotate(q[task], rotations, task % heads // a.ratio, a.key_factor, queries[task])
+        rotate(q[task], rotations, task % heads // a.ratio, factors, queries[task])
         queries[task] *= f4(a.scale)
         task = take(p, TASK)
 
@@ -251,7 +253,7 @@ def _merge(p):
     means = array(a.value_mean, (a.kv_heads, a.value_dims), np.float32)
     sinks = array(a.sinks, a.sequences * heads, np.float32)
     sink_values = array(a.sink_values, (a.kv_heads, a.value_dims), np.float32)
-    out = array(a.out, (a.sequences * heads, a.value_dims), np.float32)
+    out, ones = array(a.out, (a.sequences * heads, a.value_dims), np.float32), np.ones(a.value_dims)
     task = take(p, TASK)
     while task < a.tasks:
         weight, mixed, total = weights[:, task], np.zeros(a.value_dims, np.float32), f4(1e-30)
@@ -265,7 +267,7 @@ def _merge(p):
             total += share * weight[chunk, 1]
             mixed += share * parts[chunk, task]
         mixed /= total
-        rotate(mixed, rotations, head, a.value_factor, out[task])
+        rotate(mixed, rotations, head, ones, out[task])
         if a.value_mean:
             out[task] += means[head]
         task = take(p, TASK)

@@ -36,10 +36,9 @@ INTEGERS = f4(2**23)  # float32 numbers from 2^23 to 2^24 are integers: adding t
 Arguments = arguments(
     *PAGES, "levels", "boundaries",
     "key", "value", "key_mean", "value_mean",
-    "key_rotation", "key_rotations", "value_rotation", "value_rotations",
+    "key_rotation", "key_rotations", "key_factors", "value_rotation", "value_rotations", "value_factors",
     "raw_keys", "raw_values", "locations", "shadow_of", "shadows", "shadow_pages", "faults",
     "tokens", "kv_heads", "key_dims", "value_dims", "page_size", "windows",
-    floats=("key_factor", "value_factor"),
 )  # fmt: skip
 
 
@@ -54,11 +53,11 @@ def store(pages: LayerPages, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | No
         0, 0, 0, *described(pages),
         lloyd_max.level_table(k.device).data_ptr(), lloyd_max.boundary_table(k.device).data_ptr(),
         key.data_ptr(), value.data_ptr(), by_key.mean.data_ptr(), by_value.mean.data_ptr(),
-        by_key.matrix.data_ptr(), by_key.matrix.shape[0], by_value.matrix.data_ptr(), by_value.matrix.shape[0],
+        by_key.matrix.data_ptr(), by_key.matrix.shape[0], by_key.factors.data_ptr(),
+        by_value.matrix.data_ptr(), by_value.matrix.shape[0], by_value.factors.data_ptr(),
         *([side.data_ptr() for side in raw] or (0, 0)), locations.data_ptr(), step.shadow_of.data_ptr(),
         pages.shadows.data_ptr(), pages.shadows.shape[0], pages.faults.data_ptr(),
         tokens, kv_heads, key_dims, value_dims, layout.page_size, bool(raw),
-        by_key.factor, by_value.factor,
     )  # fmt: skip
     _store(told, tokens * kv_heads)
     return (raw[0], raw[1]) if raw else None
@@ -190,7 +189,8 @@ def _store(p):
                 x -= array(mean, (a.kv_heads, dims), np.float32)[head]
             at, count = (a.value_rotation, a.value_rotations) if side else (a.key_rotation, a.key_rotations)
             rotations = array(at, (count, dims, dims), np.float64)
-            rotate(x, rotations, head, a.value_factor if side else a.key_factor, y)
+            factors = array(a.value_factors if side else a.key_factors, dims, np.float64)
+            rotate(x, rotations, head, factors, y)
             held = _narrow(y, half, raw[task]) if a.windows else True
             s, of_head = sides[side], page * a.page_stride + head * a.head_stride
             byte, entry = of_head + s.codes + place * s.code_stride, of_head // 2 + s.meta + place * s.meta_stride

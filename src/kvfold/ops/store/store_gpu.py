@@ -67,8 +67,9 @@ class _Source(NamedTuple):
 class Operands(NamedTuple):
     """A transform A. Its columns are ordered by part here, and by coordinate in decode_prologue.py."""
 
-    matrices: tuple[Tensor, ...]  # 16-bit [kv_heads or 1, rows, columns]: A = factor·Σ matrices; none: A = 1
+    matrices: tuple[Tensor, ...]  # 16-bit [kv_heads or 1, rows, columns]: A = factors·Σ matrices; none: A = 1
     head: int  # stride from KV head to KV head
+    factors: Tensor | None  # float32[columns]; None without matrices
     shift: Tensor | None  # float32[kv_heads, columns]: −mean·A
 
 
@@ -80,7 +81,6 @@ class _Packing(NamedTuple):
     column: tuple[int, ...]  # the first column of the segment's parts
     columns: int
     alike: bool  # whether all widths are the same
-    factor: float
     rotated: bool
     clipped: bool
     bfloat: bool  # whether raw segments are bfloat16
@@ -194,12 +194,13 @@ def _prepare(
         for column in range(width)
     ]
     first = accumulate((count * width for count, width in zip(parts, widths, strict=True)), initial=0)
-    terms, factor, shift = terms_and_shift(transform, side.head_dim, dtype, device)
+    terms, factors, shift = terms_and_shift(transform, side.head_dim, dtype, device)
     rows = -side.head_dim % 128
     matrices = tuple(pad(term, (0, 1, 0, rows))[..., order].contiguous() for term in terms)
-    shift = None if shift is None else pad(shift, (0, 1))[..., order].contiguous()  # coordinate -1 is the padding, zero
-    numbers = (tuple(first)[:-1], len(order), len(set(widths)) == 1, factor, rotated, clipped, bfloat)
-    return Operands(matrices, head_stride(matrices), shift), _Packing(side, widths, *numbers)
+    # coordinate -1 is the padding, zero
+    factors, shift = (None if x is None else pad(x, (0, 1))[..., order].contiguous() for x in (factors, shift))
+    numbers = (tuple(first)[:-1], len(order), len(set(widths)) == 1, rotated, clipped, bfloat)
+    return Operands(matrices, head_stride(matrices), factors, shift), _Packing(side, widths, *numbers)
 
 
 @triton.jit(do_not_specialize=["key_rank", "value_rank", "tokens"], do_not_specialize_on_alignment=["locations"])
@@ -309,9 +310,11 @@ def _loaded(vectors, operands, exists, head, PACKING: tl.constexpr, SEGMENT: tl.
 def _rotated(vectors, operands, exists, head, PACKING: tl.constexpr, ROWS: tl.constexpr):
     """(x − mean)·A: per segment, its parts; 0 in columns without a coordinate."""
     sums = ()
+    factors = ()
     shifts = ()
     for i in tl.static_range(len(PACKING.side.parts)):
         sums += (tl.zeros([vectors.shape[0], PACKING.side.parts[i] * PACKING.width[i]], tl.float32),)
+        factors += (tl.load(operands.factors + _columns(PACKING, i))[None, :],)
         if operands.shift is not None:
             shifts += (tl.load(operands.shift + head * PACKING.columns + _columns(PACKING, i))[None, :],)
     for first in range(0, PACKING.side.head_dim, ROWS):
@@ -325,9 +328,9 @@ def _rotated(vectors, operands, exists, head, PACKING: tl.constexpr, ROWS: tl.co
     ys = ()
     for i in tl.static_range(len(PACKING.side.parts)):
         if operands.shift is None:
-            ys += (_split(sums[i] * PACKING.factor, PACKING.side.parts[i]),)
+            ys += (_split(sums[i] * factors[i], PACKING.side.parts[i]),)
         else:
-            ys += (_split(sums[i] * PACKING.factor + shifts[i], PACKING.side.parts[i]),)
+            ys += (_split(sums[i] * factors[i] + shifts[i], PACKING.side.parts[i]),)
     return ys
 
 
