@@ -21,7 +21,13 @@ DROPPED = 23 - MANTISSA
 
 
 def quantize(x: Tensor, bits: int, unit: float = 1.0) -> tuple[Tensor, Tensor]:
-    """float32[..., n] -> uint8[..., n] codes, uint8[..., 1] scale.
+    """float32[..., n] -> uint8[..., n] codes, uint8[..., 1] scale."""
+    codes, scale = scaled(x, bits)
+    return codes.to(torch.uint8), _encode(scale / unit)
+
+
+def scaled(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """float32[..., n] -> codes float32[..., n], and scales float32[..., 1] before they are rounded.
 
     The scale is ‖x‖²/⟨x, code − middle⟩. So ⟨x, x̂⟩ = ‖x‖²: products with x keep their size. The scale with the least
     error, and the one that keeps the length, make them smaller, and with them the largest logits.
@@ -33,7 +39,7 @@ def quantize(x: Tensor, bits: int, unit: float = 1.0) -> tuple[Tensor, Tensor]:
     codes = (x / step.clamp_min(torch.finfo(torch.float32).tiny) + middle).round_().clamp_(0, 2**bits - 1)
     product = (wide * (codes.double() - middle)).sum(dim=-1, keepdim=True)
     scale = torch.where(square > 0, (square / product).float(), square.float())
-    return codes.to(torch.uint8), _encode(scale / unit)
+    return codes, scale
 
 
 def dequantize(codes: Tensor, bits: int, scale: Tensor, unit: float = 1.0) -> Tensor:
