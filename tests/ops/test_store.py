@@ -15,14 +15,14 @@ from random_layers import fitted
 
 from kvfold.fitted import Fitted
 from kvfold.format.codec import Codec
-from kvfold.format.layout import PageLayout, affine_slot, codebook_slot
+from kvfold.format.layout import PageLayout, affine_slot, codebook_slot, even_slot
 from kvfold.format.packing import unpack
 from kvfold.format.windows import Windows
 from kvfold.geometry import Geometry
 from kvfold.paged import PagedCache
 from kvfold.quantizers import lloyd_max
 from kvfold.recipes import parse
-from kvfold.transforms import Hadamard, Matrix, Transform
+from kvfold.transforms import Hadamard, Matrix, PermutedHadamard, Transform
 
 knobs = pytest.importorskip("triton").knobs
 if not torch.cuda.is_available() and not knobs.runtime.interpret:
@@ -132,9 +132,10 @@ class Twins:
         their places as they were. Returns what the kernel is given."""
         for row in rows:
             page, shadow, offset = (int(place[row]) for place in self.expected.step.places)
-            for views in (self.expected.layouts[0].key_views, self.expected.layouts[0].value_views):
-                for array, before in zip(views(self.expected.pools[0]), views(self.pool), strict=True):
-                    array.view(torch.uint8)[page, :, offset] = before.view(torch.uint8)[page, :, offset]
+            for array, before in zip(
+                *(arrays(self.expected, p) for p in (self.expected.pools[0], self.pool)), strict=True
+            ):
+                array.view(torch.uint8)[page, offset] = before.view(torch.uint8)[page, offset]
             if shadow >= 0:
                 layout, bits = self.expected.layouts[0], torch.int16
                 now, before = (layout.shadow_sides(x.view(bits)) for x in (self.expected.shadows[0], self.shadows))
@@ -172,9 +173,14 @@ class Twins:
 def unsigned_zeros(layout: PageLayout, pool: torch.Tensor) -> torch.Tensor:
     """The least of zeros of both signs is either."""
     pool = pool.clone()
-    for _, meta in (layout.key_views(pool), layout.value_views(pool)):
+    for meta in (meta for views in layout.views(pool, together=False) for meta in views.meta):
         meta.masked_fill_(meta == 0, 0)
     return pool
+
+
+def arrays(cache: PagedCache, pool: torch.Tensor) -> list[torch.Tensor]:
+    """All arrays of a pool: [pages, page_size, kv_heads, 1, …]."""
+    return [array for _, *both in cache.layouts[0].views(pool, together=False) for part in both for array in part]
 
 
 def places(cache: PagedCache) -> tuple[torch.Tensor, torch.Tensor]:
@@ -194,17 +200,13 @@ def check_pools(
 ) -> None:
     """Every token has the expected slots, and all other bytes are as they were `before`."""
     layout, touched = expected.layouts[0], torch.zeros_like(pool)
-    for slot, views in ((layout.key, layout.key_views), (layout.value, layout.value_views)):
-        (page, place), (got_page, got_place) = places(expected), places(got)
-        arrays, got_arrays = views(pool), views(got_pool)
-        check_slots(
-            slot,
-            [array[page, :, place] for array in arrays],
-            [array[got_page.to(array.device), :, got_place.to(array.device)].cpu() for array in got_arrays],
-        )
-        codes, meta = views(touched)
-        codes[page, :, place] = 1
-        meta.view(torch.int16)[page, :, place] = 0x0101
+    page, place = places(expected)
+    got_at = [index.to(got_pool.device) for index in places(got)]
+    both = zip(*(layout.views(p, together=False) for p in (pool, got_pool)), strict=True)
+    for slot, (views, got_views) in zip((layout.key, layout.value), both, strict=True):
+        check_slots(slot, views.read(page, place), [x.cpu() for x in got_views.read(*got_at)])
+    for array in arrays(expected, touched):
+        array.view(torch.uint8)[page, place] = 1
     if before is not None:
         assert torch.equal(got_pool[touched == 0], before[touched == 0])
 
@@ -212,13 +214,30 @@ def check_pools(
 def check_slots(slot, expected, got) -> None:
     """Codes may be a step away where rounding decides, metadata the last bit."""
     for (segment, codes, meta), (_, got_codes, got_meta) in zip(slot.split(*expected), slot.split(*got), strict=True):
-        ulps = (meta.contiguous().view(torch.int16).int() - got_meta.contiguous().view(torch.int16).int()).abs()
+        kind = torch.uint8 if slot.even else torch.int16
+        ulps = (meta.contiguous().view(kind).int() - got_meta.contiguous().view(kind).int()).abs()
         assert ulps.max() <= 1
         same = (ulps == 0).all(dim=-1)
         assert (~same).sum() <= 1 + 0.01 * same.numel()
         steps = (unpack(codes, segment.bits).int() - unpack(got_codes, segment.bits).int()).abs()
         assert steps.max() <= 1
         assert (steps[same] > 0).sum() <= 1e-3 * steps.numel()
+
+
+def spaced_evenly(
+    key: Sequence[tuple[int, int]], value: Sequence[tuple[int, int]], units=(0.5, 2.0), centred=True, **options
+) -> Plain:
+    """Keys and values in segments of (dims, bits) with evenly spaced levels, rotated inside segments."""
+    heads, dims = options.get("kv_heads", 2), sum(n for n, _ in key)
+    generator = torch.Generator().manual_seed(dims)
+    order = torch.stack([torch.randperm(dims, generator=generator) for _ in range(heads)])
+    means = torch.randn(2, heads, dims, generator=generator) if centred else (None, None)
+    rotations = PermutedHadamard(order, tuple(n for n, _ in key)), Hadamard(value[0][0])
+    both = [
+        Codec(even_slot(widths), Transform(mean, rotation), options.get("dtype", torch.bfloat16), unit=unit)
+        for widths, mean, rotation, unit in zip((key, value), means, rotations, units, strict=True)
+    ]
+    return Plain((both[0], both[1]), **options)
 
 
 def run(case: Case | Plain, steps=((5, 3), (0, 2)), view=lambda x: x) -> Twins:
@@ -312,6 +331,19 @@ def test_every_width_is_packed_as_defined(bits):
     affine, codebook = affine_slot(48, bits, 24), codebook_slot([(20, bits), (13, 9 - bits), (7, 3)])
     run(plain(affine, mean=torch.randn(2, 48)), [[6, 2]])
     run(plain(codebook, rotation=Hadamard(8)), [[6, 2]])
+
+
+EVEN = [
+    spaced_evenly([(32, 4), (64, 2), (32, 1)], [(128, 2)]),
+    spaced_evenly([(64, 4), (32, 2), (32, 1)], [(64, 4), (64, 2)], dtype=torch.float16, page_size=3),
+    spaced_evenly([(32, 8), (32, 4), (64, 2)], [(128, 4)], windows=Windows(2, 3), page_size=16),
+    spaced_evenly([(16, 4), (32, 2), (16, 1)], [(64, 2)], windows=Windows(0, 4), centred=False),
+]
+
+
+@pytest.mark.parametrize("case", EVEN, ids=range(4))
+def test_evenly_spaced_levels(case):
+    run(case)
 
 
 def test_keys_and_values_of_different_layouts():

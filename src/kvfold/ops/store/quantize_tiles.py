@@ -9,10 +9,13 @@ import torch
 import triton
 import triton.language as tl
 
-from kvfold.ops.tiles import AFFINE, CODEBOOK, bits_below
+from kvfold.ops.tiles import AFFINE, CODEBOOK, DROPPED, EVEN, LEAST, SMALLEST, bits_below, middle
+from kvfold.quantizers import even
 from kvfold.quantizers.affine import SMALLEST_SCALE
 
-SMALLEST = tl.constexpr(SMALLEST_SCALE)
+SMALLEST_INTERVAL = tl.constexpr(SMALLEST_SCALE)
+UNSTORABLE = tl.constexpr(even.UNSTORABLE)
+BELOW_HALF = tl.constexpr((1 << even.DROPPED - 1) - 1)  # of the lowest bit of a scale
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 ROUNDER = tl.constexpr(1.5 * 2**23)  # added to numbers below 2^22, it rounds them, half to even, into its low bits
 SIXTEENTHS = tl.constexpr(1.5 * 2**19)  # rounds to multiples of 1/16
@@ -103,12 +106,15 @@ def clamped(ys, limit):
 
 
 @triton.jit
-def quantized(ys, levels, boundaries, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
-    """Codes (raw segments: numbers), whether 16-bit floats can hold all, and metadata float16[TOKENS, entries]."""
+def quantized(ys, levels, boundaries, unit, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
+    """Codes (raw segments: numbers), whether their type can hold all, and metadata: float16[TOKENS, entries] or, for
+    evenly spaced levels, bytes [TOKENS]."""
     if PACKING.side.rule[SEGMENT] == AFFINE:
         segment = _affine(ys, PACKING, SEGMENT)
     elif PACKING.side.rule[SEGMENT] == CODEBOOK:
         segment = _codebook(ys, levels, boundaries, PACKING, SEGMENT)
+    elif PACKING.side.rule[SEGMENT] == EVEN:
+        segment = _even(ys, unit, PACKING, SEGMENT)
     else:
         segment = (ys, storable(ys, PACKING.bfloat))
     return segment
@@ -142,7 +148,7 @@ def _affine(ys, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
         sound = sound & (tl.abs(tl.sum(total, axis=1)) < float("inf"))
     scale = scale.to(tl.float16)
     low = low.to(tl.float16)
-    interval = tl.maximum(scale.to(tl.float32), SMALLEST)
+    interval = tl.maximum(scale.to(tl.float32), SMALLEST_INTERVAL)
     inverse = (1.0 / interval)[:, None]
     codes = ()
     for part in tl.static_range(len(ys)):
@@ -178,6 +184,36 @@ def _codebook(ys, levels, boundaries, PACKING: tl.constexpr, SEGMENT: tl.constex
         codes += (tl.where(inside, code, 0),)
     norm = tl.div_rn(norm, tl.sqrt_rn(tl.sum(squares, axis=1)))
     return codes, norm < HALF_END, norm.to(tl.float16)[:, None]
+
+
+@triton.jit
+def _even(ys, unit, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
+    """As `even.quantize`, but multiplies by 1/step instead of dividing."""
+    BITS: tl.constexpr = PACKING.side.bits[SEGMENT]
+    MIDDLE: tl.constexpr = middle(BITS)
+    PER_NORM: tl.constexpr = step(BITS) / PACKING.side.dims[SEGMENT] ** 0.5  # the step of a vector of length 1
+    squares = ys[0] * ys[0]
+    for part in tl.static_range(1, len(ys)):
+        squares += ys[part] * ys[part]
+    square = tl.sum(squares, axis=1)
+    inverse = (1.0 / tl.maximum(tl.sqrt_rn(square) * PER_NORM, TINY))[:, None]
+    codes = ()
+    products = tl.zeros_like(ys[0])
+    for part in tl.static_range(len(ys)):
+        rounded = tl.minimum(tl.maximum(ys[part] * inverse + MIDDLE, 0.0), 2 * MIDDLE) + ROUNDER
+        products += ys[part] * (rounded - ROUNDER - MIDDLE)
+        codes += (rounded.to(tl.int32, bitcast=True),)
+    scale = tl.where(square > 0, tl.div_rn(square, tl.sum(products, axis=1)), square)
+    # the nearest 8-bit scale, ties to even
+    bits = tl.div_rn(scale, unit).to(tl.int32, bitcast=True)
+    nearest = ((bits + BELOW_HALF + ((bits >> DROPPED) & 1)) >> DROPPED) - LEAST
+    stored = tl.where(nearest < SMALLEST, 0, nearest)
+    return codes, (scale < float("inf")) & (stored < UNSTORABLE), stored
+
+
+@triton.constexpr_function
+def step(bits):
+    return even.STEPS[bits]
 
 
 @triton.jit

@@ -30,7 +30,7 @@ from kvfold.ops.store.quantize_tiles import (
     store_parts,
     within,
 )
-from kvfold.ops.tiles import RAW, Side
+from kvfold.ops.tiles import EVEN, RAW, Side
 from kvfold.quantizers import lloyd_max
 from kvfold.transforms import Transform
 
@@ -89,7 +89,7 @@ class _Packing(NamedTuple):
 class _Memory(NamedTuple):
     shadow_of: Tensor  # see pages.py
     pool: Tensor
-    entries: Tensor  # the pool as 16-bit words
+    words: Tensor  # the pool as 16-bit words
     shadows: Tensor
     faults: Tensor
     levels: Tensor  # see lloyd_max.py
@@ -152,14 +152,14 @@ def _launch(
     )
     key, KEY = _prepared(pages.key, transforms[0], tiles.key_side(pages.layout), k)
     value, VALUE = _prepared(pages.value, transforms[1], tiles.value_side(pages.layout), v)
-    ranks = _clip_rank(pages.key), _clip_rank(pages.value)
+    ranks, units = (_clip_rank(pages.key), _clip_rank(pages.value)), (pages.key.unit, pages.value.unit)
     if tokens * kv_heads < MANY_VECTORS:
         tile = FEW if max(len(key.matrices), len(value.matrices)) < 2 else FEW_TERMS
     else:
         tile = MANY if max(k.shape[-1], v.shape[-1]) <= 128 else MANY_LONG
     _store[ceil_div(tokens, tile.tokens), kv_heads, 2](
-        _source(k, new[0]), key, KEY, _source(v, new[1]), value, VALUE, *ranks, step.locations, memory, tokens,
-        pages.shadows.dtype == torch.bfloat16, pages.layout.page_size, pages.layout.page_bytes, tile.tokens,
+        _source(k, new[0]), key, KEY, _source(v, new[1]), value, VALUE, *ranks, *units, step.locations, memory,
+        tokens, pages.shadows.dtype == torch.bfloat16, pages.layout.page_size, pages.layout.page_bytes, tile.tokens,
         tile.rows, overlap, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **overlap.launch,
     )  # fmt: skip
 
@@ -205,9 +205,9 @@ def _prepare(
 
 @triton.jit(do_not_specialize=["key_rank", "value_rank", "tokens"], do_not_specialize_on_alignment=["locations"])
 def _store(
-    k, key, KEY: tl.constexpr, v, value, VALUE: tl.constexpr, key_rank, value_rank, locations, memory, tokens,
-    BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    k, key, KEY: tl.constexpr, v, value, VALUE: tl.constexpr, key_rank, value_rank, key_unit, value_unit, locations,
+    memory, tokens, BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, TOKENS: tl.constexpr,
+    ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     OF_KEYS: tl.constexpr = PAGE_SIZE * KEY.side.head_dim  # numbers of a shadow page
     SHADOW: tl.constexpr = OF_KEYS + PAGE_SIZE * VALUE.side.head_dim
@@ -215,20 +215,22 @@ def _store(
     release(OVERLAP, "start")
     if tl.program_id(2) == 0:
         _store_side(
-            k, key, key_rank, locations, memory, tokens, KEY, 0, SHADOW, BFLOAT, PAGE_SIZE, PAGE_BYTES, TOKENS, ROWS
-        )
+            k, key, key_rank, key_unit, locations, memory, tokens, KEY, 0, SHADOW, BFLOAT, PAGE_SIZE, PAGE_BYTES,
+            TOKENS, ROWS,
+        )  # fmt: skip
     else:
         _store_side(
-            v, value, value_rank, locations, memory, tokens, VALUE, OF_KEYS, SHADOW, BFLOAT, PAGE_SIZE, PAGE_BYTES,
-            TOKENS, ROWS,
+            v, value, value_rank, value_unit, locations, memory, tokens, VALUE, OF_KEYS, SHADOW, BFLOAT, PAGE_SIZE,
+            PAGE_BYTES, TOKENS, ROWS,
         )  # fmt: skip
     wait(OVERLAP, "end")
 
 
 @triton.jit
 def _store_side(
-    source, operands, rank, locations, memory, tokens, PACKING: tl.constexpr, FIRST: tl.constexpr, SHADOW: tl.constexpr,
-    BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    source, operands, rank, unit, locations, memory, tokens, PACKING: tl.constexpr, FIRST: tl.constexpr,
+    SHADOW: tl.constexpr, BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Store a side. It begins at number FIRST of a shadow page, which has SHADOW numbers."""
     SEGMENTS: tl.constexpr = len(PACKING.side.parts)
@@ -259,25 +261,28 @@ def _store_side(
             clipped += (clamped(ys[i], limit),)
     packed = ()  # per segment: codes or numbers, soundness, metadata
     for i in tl.static_range(SEGMENTS):
-        packed += (quantized(clipped[i], memory.levels, memory.boundaries, PACKING, i),)
+        packed += (quantized(clipped[i], memory.levels, memory.boundaries, unit, PACKING, i),)
         sound = sound & packed[i][1]
     tl.store(memory.faults + location, 1, mask=stored & ~sound)
 
     page = location // PAGE_SIZE
     place = location % PAGE_SIZE
-    codes = memory.pool + (page * heads + head) * PAGE_BYTES + PACKING.side.codes + place * PACKING.side.code_stride
-    entries = memory.entries + (page * heads + head) * (PAGE_BYTES // 2)
+    bytes = memory.pool + (page * heads + head) * PAGE_BYTES
+    words = memory.words + (page * heads + head) * (PAGE_BYTES // 2)
     for i in tl.static_range(SEGMENTS):
         if PACKING.side.rule[i] == RAW:
-            floats = (
-                entries + (PACKING.side.codes + PACKING.side.byte[i]) // 2 + place * (PACKING.side.code_stride // 2)
-            )
+            floats = words + PACKING.side.codes[i] // 2 + place * (PACKING.side.code_stride[i] // 2)
             store_parts(sixteen_bits(packed[i][0], sound, PACKING.bfloat), floats, stored, PACKING, i)
         else:
-            store_codes(packed[i][0], codes + PACKING.side.byte[i], stored, PACKING, i)
-            meta = entries + PACKING.side.meta + PACKING.side.entry[i] + place * PACKING.side.meta_stride
-            at = meta[:, None] + tl.arange(0, packed[i][2].shape[1])[None, :]
-            tl.store(at, tl.where(sound[:, None], packed[i][2].to(tl.int16, bitcast=True), 0), mask=stored[:, None])
+            codes = bytes + PACKING.side.codes[i] + place * PACKING.side.code_stride[i]
+            store_codes(packed[i][0], codes, stored, PACKING, i)
+            if PACKING.side.rule[i] == EVEN:
+                scales = bytes + PACKING.side.meta[i] + place * PACKING.side.meta_stride[i]
+                tl.store(scales, tl.where(sound, packed[i][2], 0).to(tl.uint8), mask=stored)
+            else:
+                meta = words + PACKING.side.meta[i] // 2 + place * (PACKING.side.meta_stride[i] // 2)
+                at = meta[:, None] + tl.arange(0, packed[i][2].shape[1])[None, :]
+                tl.store(at, tl.where(sound[:, None], packed[i][2].to(tl.int16, bitcast=True), 0), mask=stored[:, None])
 
     if source.new is not None:
         shadow = tl.load(memory.shadow_of + page, mask=stored, other=-1)
