@@ -118,7 +118,7 @@ def _numbers(layout: PageLayout, side: int, head: int = 0) -> Side:
         columns.append((segment.stored // 8, count, run, width))
     start, dims, _, *others = zip(*rows, strict=True)
     fields: Any = (start, dims, *zip(*columns, strict=True), *others)
-    return Side(*fields, head_dim=(layout.key, layout.value)[side].dims)
+    return Side(*fields, (layout.key, layout.value)[side].dims)
 
 
 @triton.jit
