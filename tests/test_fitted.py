@@ -207,7 +207,7 @@ WINDOWS = ["", "sink=4", "recent=1", "recent=70", "sink=64,recent=256", "sink=4,
 
 
 BYTES = [(name, options, head_dim) for name in PLAIN for options in WINDOWS for head_dim in (64, 80, 128)]
-BYTES += [(f"{name}:centroids=9", "sink=4,recent=64,skip=0+2", 64) for name in LEARNING[:2]]
+BYTES += [(f"{name}:centroids=9", "sink=4,recent=64,skip=0+2", 64) for name in ("kmeans-int4", "kmeans-saw-int4")]
 BYTES += [(name, options, 64) for name in [*LEARNING[2:], "tq-k3v2"] for options in ("sink=4,recent=70", "skip=1")]
 
 

@@ -161,7 +161,7 @@ def unchanged(model: torch.nn.Module, before: list[torch.Tensor]) -> bool:
     [
         ("saw-int4", "learns no rotation of values that could be folded"),
         ("hessian-int4", "learns no rotation of values that could be folded"),
-        ("oscar-int2:per_head=true", "has no rotation of values in the artifact that could be folded"),
+        ("oscar-int2:per_head=true", "was not calibrated for oscar-int2:per_head=true"),
     ],
 )
 def test_without_a_rotation_of_values_there_is_nothing_to_fold(recipe, reason):

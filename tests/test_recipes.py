@@ -6,6 +6,7 @@ from random_layers import fitted
 
 from kvfold.recipes import RECIPES, parse
 
+FOLDS = ("fold4", "fold3", "fold2")
 CODEBOOKS = [f"{family}-k{bits}v{bits}" for family in ("tq", "gtq") for bits in (2, 3, 4)]
 COMMON = ("sink", "recent", "centre", "skip")
 OWN_OPTIONS = {
@@ -24,7 +25,7 @@ OWN_OPTIONS = {
     **dict.fromkeys(CODEBOOKS[:3], ("seed",)),
     **dict.fromkeys(CODEBOOKS[3:], ("seed", "score", "widths", "per_head")),
 }
-LEARNING = ["kmeans-int4", "kmeans-saw-int4", "hessian-int4", "oscar-int2", "gtq-k2v2", "gtq-k3v3", "gtq-k4v4"]
+LEARNING = [*FOLDS, "kmeans-int4", "kmeans-saw-int4", "hessian-int4", "oscar-int2", "gtq-k2v2", "gtq-k3v3", "gtq-k4v4"]
 
 
 def boolean() -> st.SearchStrategy[str]:
@@ -52,7 +53,8 @@ BOOLEANS = ("centre", "values", "per_head", "eigen", "hadamard", "permute", "cli
 def spelled(draw) -> tuple[str, dict[str, str]]:
     """A recipe as a user would type it: (name, options)."""
     name = draw(st.sampled_from(sorted(RECIPES)))
-    allowed = [] if name == "bf16" else [*COMMON, *OWN_OPTIONS[name]]
+    common = {"bf16": (), **dict.fromkeys(FOLDS, ("sink", "recent", "skip"))}.get(name, COMMON)
+    allowed = [*common, *OWN_OPTIONS.get(name, ())]
     chosen = draw(st.permutations(allowed))[: draw(st.integers(0, len(allowed)))]
     return name, {option: draw(OPTIONS[option]) for option in chosen}
 
@@ -113,7 +115,7 @@ def test_only_what_differs_from_the_default_is_printed(text, printed):
 def test_recipes_are_listed_under_their_own_names():
     published = ["quarot-int2", "oscar-int2", "kivi-2", "kivi-4", "kitty-2"]
     ablations = ["kmeans-int4", "kmeans-saw-int4", "hessian-int4"]
-    assert list(RECIPES) == ["bf16", "int8", "int4", "int2", "saw-int4", *ablations, *published, *CODEBOOKS]
+    assert list(RECIPES) == ["bf16", *FOLDS, "int8", "int4", "int2", "saw-int4", *ablations, *published, *CODEBOOKS]
     assert all(recipe.name == name and recipe.summary for name, recipe in RECIPES.items())
     # centring is on but for the 16-bit reference and where it does harm
     assert [name for name, recipe in RECIPES.items() if not recipe.centre] == ["bf16", "kivi-2", "kivi-4", "kitty-2"]
@@ -153,7 +155,7 @@ def test_which_recipes_learn_and_what_they_are_fitted_as():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("saw-int", r"unknown recipe 'saw-int': did you mean 'saw-int4'\? there are bf16, int8, int4"),
+        ("saw-int", r"unknown recipe 'saw-int': did you mean 'saw-int4'\? there are bf16, fold4, fold3, fold2, int8"),
         ("INT44", r"unknown recipe 'INT44': there are bf16"),
         ("", r"unknown recipe ''"),
         ("int3", r"unknown recipe 'int3': did you mean"),

@@ -40,16 +40,14 @@ def fold_values(model: "PreTrainedModel", recipe: Recipe, artifact: Artifact) ->
     Returns the artifact of the folded model. It has no value rotation, and its mean values are rotated.
     """
     check_foldable(recipe, model.config.to_dict())
-    name = f"{recipe.fitted_as}/value_rotation"
-    if name not in artifact.tensors:
-        raise ValueError(f"{recipe} has no rotation of values in the artifact that could be folded")
     artifact.metadata.model.check(model)
     layers, packed = model.get_decoder().layers, artifact.metadata.model.packed
+    rotations = [_value_rotation(recipe, artifact, number) for number in packed]
     attentions = [_projections(layers[number], type(model).__name__) for number in packed]
     saved = [(weight, weight.clone()) for both in attentions for linear in both for weight in linear.parameters()]
     before = _output(model)
-    for (value, output), rotation in zip(attentions, artifact.tensors[name], strict=True):
-        matrices = rotation.double().to(value.weight.device).expand(artifact.metadata.model.kv_heads, -1, -1)
+    for (value, output), rotation in zip(attentions, rotations, strict=True):
+        matrices = rotation.to(value.weight.device).expand(artifact.metadata.model.kv_heads, -1, -1)
         _rotate_rows(value, matrices)
         groups = artifact.metadata.model.q_heads // len(matrices)
         heads = output.weight.double().unflatten(1, (len(matrices) * groups, -1))  # [hidden, q_heads, d]
@@ -61,11 +59,12 @@ def fold_values(model: "PreTrainedModel", recipe: Recipe, artifact: Artifact) ->
         raise UnsupportedModel(
             f"{type(model).__name__}: values cannot be folded, something else than o_proj reads what attention returns"
         )
-    means = artifact.tensors["value_mean"].double().unsqueeze(2) @ artifact.tensors[name].double()
+    means = artifact.tensors["value_mean"].double().unsqueeze(2) @ torch.stack(rotations)
+    done = [f"{recipe.fitted_as}/{name}" for name in ("value_rotation", "value_order")]
     own = {
         key: tensor
         for key, tensor in artifact.tensors.items()
-        if key != name and key.rpartition("/")[0] in ("", recipe.fitted_as)
+        if key not in done and key.rpartition("/")[0] in ("", recipe.fitted_as)
     }
     folded = {
         f"{recipe.fitted_as}/value_folded": torch.ones(len(attentions), 1),
@@ -73,6 +72,15 @@ def fold_values(model: "PreTrainedModel", recipe: Recipe, artifact: Artifact) ->
     }
     metadata = artifact.metadata.model_copy(update={"model": Fingerprint.of(model), "recipes": (recipe.fitted_as,)})
     return Artifact(metadata, {**own, **folded})
+
+
+def _value_rotation(recipe: Recipe, artifact: Artifact, layer: int) -> Tensor:
+    """float64[kv_heads or 1, d, d]"""
+    shape = artifact.metadata.model
+    _, rotation = recipe.rotations(shape.key_dim, shape.value_dim, artifact.fit(recipe, layer))
+    if rotation is None:
+        raise ValueError(f"{recipe} has no rotation of values left that could be folded")
+    return rotation.dense(shape.value_dim, torch.device("cpu")).double()
 
 
 def _output(model: "PreTrainedModel") -> Tensor:

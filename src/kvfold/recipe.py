@@ -28,7 +28,7 @@ class Recipe(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     options: ClassVar[tuple[str, ...]] = ("sink", "recent", "centre", "skip")
     page_size: ClassVar[int] = PAGE_SIZE
-    folds: ClassVar[bool] = False  # whether calibration finds a `value_rotation` that can be folded into the weights
+    folds: ClassVar[bool] = False  # whether the rotation of values can be folded into the weights
 
     name: str
     summary: str = Field(repr=False)
@@ -49,8 +49,8 @@ class Recipe(BaseModel):
     def fit(self, layer: "LayerStatistics", rope: "Rope", means: tuple[Tensor | None, Tensor | None]) -> Fit:
         """What the method learns from a layer's statistics: tensors by name. `fit_tensors` lists all names.
 
-        `means` are the mean key and the mean value, float64[kv_heads, d], or None without centring. `key_clip`,
-        `value_clip`, `key_centroids` and `value_centroids` go to the codecs. The method itself reads every other name.
+        `means` are the mean key and the mean value, float64[kv_heads, d], or None without centring. The clip,
+        the centroids and the unit of a side go to its codec. The method itself reads every other name.
         """
         return {}
 
@@ -79,6 +79,7 @@ class Recipe(BaseModel):
                 raw_dtype,
                 float(fit[f"{side}_clip"]) if f"{side}_clip" in fit else None,
                 fit.get(f"{side}_centroids"),
+                float(fit.get(f"{side}_unit", 1.0)),
             )
             for side, layout, rotation in zip(
                 ("key", "value"),

@@ -4,6 +4,7 @@ import difflib
 import re
 
 from kvfold.methods.block_gtq import BlockGtq
+from kvfold.methods.fold import Fold
 from kvfold.methods.hessian import Hessian
 from kvfold.methods.integers import Integers
 from kvfold.methods.kitty import Kitty
@@ -16,6 +17,7 @@ from kvfold.methods.sixteen_bit import SixteenBit
 from kvfold.methods.turboquant import TurboQuant
 from kvfold.recipe import Recipe
 
+TUNED = Fold(name="fold", summary="kvfold's own, with widths that `kvfold tune` chose per layer")
 CODEBOOKS = re.compile(r"(tq|gtq)-k(\d+)v(\d+)")  # any two bit widths; RECIPES lists a few
 WIDTHS = range(1, 9)
 
@@ -36,6 +38,14 @@ RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
         SixteenBit(name="bf16", summary="16-bit floats in pages: what the others are measured against"),
+        Fold(
+            name="fold4",
+            key=(8, 4, 2, 2),
+            value=(4, 4, 4, 4),
+            summary="kvfold's own: evenly spaced levels, more bits for RoPE blocks that matter more; 4 bits",
+        ),
+        Fold(name="fold3", key=(4, 4, 2, 1), value=(4, 4, 2, 2), summary="kvfold's own, 3 bits"),
+        Fold(name="fold2", key=(4, 2, 2, 1), value=(2, 2, 2, 2), summary="kvfold's own, 2 bits"),
         Integers(name="int8", bits=8, summary="token-wise 8-bit integers"),
         Integers(name="int4", bits=4, summary="token-wise 4-bit integers"),
         Integers(name="int2", bits=2, summary="token-wise 2-bit integers"),
@@ -63,12 +73,14 @@ def parse(text: str) -> Recipe:
         recipe = _codebooks(codebooks[1], key_bits, value_bits)
     elif name in RECIPES:
         recipe = RECIPES[name]
+    elif name == TUNED.name:
+        recipe = TUNED
     else:
         close = difflib.get_close_matches(name, RECIPES, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise ValueError(
-            f"unknown recipe {name!r}: {hint}there are {', '.join(RECIPES)}, and tq-kXvY and gtq-kXvY with widths "
-            "from 1 to 8"
+            f"unknown recipe {name!r}: {hint}there are {', '.join(RECIPES)}, fold for what `kvfold tune` wrote, and "
+            "tq-kXvY and gtq-kXvY with widths from 1 to 8"
         )
     pairs = [tuple(map(str.strip, option.partition("="))) for option in options.split(",") if option.strip()]
     if bad := [option for option, equals, _ in pairs if not equals]:

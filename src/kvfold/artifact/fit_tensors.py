@@ -38,6 +38,7 @@ KINDS = {
     "folded": Kind(torch.float32, (), lambda x: (x == 1).all(), "be 1"),
     "centroids": Kind(torch.float32, ("centroids", "d"), lambda x: x.isfinite().all(), "be finite"),
     "widths": Kind(torch.uint8, ("d",), _widths, "hold widths from 8 bits down to 1, the largest first"),
+    "unit": Kind(torch.float32, (), lambda x: ((x > 0) & (x.log2() == x.log2().round())).all(), "be powers of two"),
     "order": Kind(torch.int16, ("d",), _permutations, "hold permutations of the coordinates of a head"),
 }
 

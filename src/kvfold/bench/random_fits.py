@@ -45,7 +45,8 @@ def random_artifact(config: Mapping[str, Any], recipes: Sequence[Recipe], folded
         for name, tensor in fit.items():
             key = name if name in tensors else f"{recipe.fitted_as}/{name}"
             tensors[key] = tensor.expand(layers, *tensor.shape).contiguous()
-        if folded and tensors.pop(f"{recipe.fitted_as}/value_rotation", None) is not None:
+        if folded and recipe.folds:
+            tensors.pop(f"{recipe.fitted_as}/value_rotation", None)
             tensors[f"{recipe.fitted_as}/value_folded"] = torch.ones(layers, 1)
     metadata = Metadata(
         model=Fingerprint(**Fingerprint.shape(config), weights={}),

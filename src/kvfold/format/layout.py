@@ -379,7 +379,9 @@ class PageLayout:
             entries = pool.view(torch.float16)[..., middle // META_BYTES :]
             meta = entries.unflatten(-1, (2, (end - middle) // META_BYTES // 2))
             rows = _rows(codes, self.page_size, self.key.code_bytes)
-            sides = [((rows,), (_rows(meta, self._meta_rows(self.key), self.key.meta_entries),))]
+            sides: list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = [
+                ((rows,), (_rows(meta, self._meta_rows(self.key), self.key.meta_entries),))
+            ]
         else:
             sides = [
                 (tuple(array.unsqueeze(2) for array in codes), tuple(array.unsqueeze(2) for array in meta))

@@ -3,7 +3,7 @@
 import heapq
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from torch import Tensor
 
@@ -40,3 +40,8 @@ def allocate(scores: Sequence[float] | Tensor, budget_bits: int, widths: Sequenc
             if after in wider:
                 heapq.heappush(heap, (-weights[i] * gains[after], i))
     return bits
+
+
+def runs(widths: Sequence[int]) -> list[tuple[int, int]]:
+    """Widths per coordinate -> (dims, bits) per run of equal widths."""
+    return [(len(list(run)), bits) for bits, run in groupby(widths)]

@@ -1,6 +1,5 @@
 """Block-GTQ: RoPE-aware bit allocation for key-cache quantization."""
 
-from itertools import groupby
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
@@ -10,7 +9,8 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from kvfold.format.layout import SlotLayout, codebook_slot, mixed_slot
-from kvfold.methods.allocation import allocate
+from kvfold.methods.allocation import allocate, runs
+from kvfold.methods.importance import Score, ranked_blocks
 from kvfold.methods.turboquant import TurboQuant
 from kvfold.recipe import Fit
 from kvfold.transforms import Matrix, Rotation, random_rotation
@@ -32,11 +32,7 @@ class BlockGtq(TurboQuant):
     each width, so that their slots are equal. Which blocks these are depends on the head. With `per_head`, the numbers
     of blocks depend on the head too.
 
-    The score s_i is one of:
-
-    - `score=product`, the default: E‖q_i‖²·E‖k_i‖². The squared error of logits is in proportion to it if the error of
-      a block is in proportion to its norm.
-    - `score=mean`, the paper's: ½(E‖q_i‖² + E‖k_i‖²).
+    The scores s_i are those of importance.py: `score=product`, or `score=mean` as in the paper.
 
     The widths are one of these, where b is `key_bits`:
 
@@ -50,7 +46,7 @@ class BlockGtq(TurboQuant):
 
     options: ClassVar = (*TurboQuant.options, "score", "widths", "per_head")
     sink: NonNegativeInt = 4
-    score: Literal["product", "mean"] = "product"
+    score: Score = "product"
     widths: Literal["two", "three", "all"] | None = None  # None: by the head dimension
     per_head: bool = False
 
@@ -77,7 +73,7 @@ class BlockGtq(TurboQuant):
         if key_dim % (2 * UNIT):
             raise ValueError(f"Block-GTQ takes heads of a multiple of {2 * UNIT} dims, not {key_dim}")
         if "key_widths" in fit:
-            slots = [codebook_slot(_runs(head)) for head in fit["key_widths"]]
+            slots = [codebook_slot(runs(head.tolist())) for head in fit["key_widths"]]
             return slots[0] if len(slots) == 1 else mixed_slot(slots), value
         if three := self._three(key_dim):
             return codebook_slot(three), value
@@ -92,18 +88,15 @@ class BlockGtq(TurboQuant):
         """Blocks are sorted by width. A random rotation then mixes the blocks of equal width."""
         _, value = super().rotations(key_dim, value_dim, fit)
         mixing = [
-            torch.block_diag(*(random_rotation(dims, 2 * self.seed) for dims, _ in _runs(head)))
+            torch.block_diag(*(random_rotation(dims, 2 * self.seed) for dims, _ in runs(head.tolist())))
             for head in fit["key_widths"]
         ]
         order = one_hot(fit["key_order"].long(), key_dim).double().mT  # [kv_heads, d, d]
         return Matrix((order @ torch.stack(mixing)).float()), value
 
     def fit(self, layer: "LayerStatistics", rope: "Rope", means: tuple[Tensor | None, Tensor | None]) -> Fit:
-        blocks = torch.tensor(rope.blocks())  # [blocks, 2]
-        moments = layer.q.second(), layer.k.second(means[0])
-        q, k = (moment.diagonal(dim1=1, dim2=2)[:, blocks].sum(dim=-1) for moment in moments)
-        scores, ranked = (q * k if self.score == "product" else (q + k) / 2).sort(dim=1, descending=True, stable=True)
-        if three := self._three(2 * len(blocks)):
+        scores, order = ranked_blocks(layer, rope, means[0], self.score)
+        if three := self._three(order.shape[1]):
             widths = torch.tensor([[bits for dims, bits in three for _ in range(dims)]])
         else:
             # Heads share widths by rank of their blocks. So the scores of a rank are added over the heads.
@@ -111,9 +104,4 @@ class BlockGtq(TurboQuant):
             units = rows.unflatten(1, (-1, unit)).sum(dim=2)
             chosen = torch.tensor([allocate(row, len(row) * self.key_bits, self._widths()) for row in units])
             widths = chosen.repeat_interleave(2 * unit, dim=1)
-        return {"key_widths": widths.to(torch.uint8), "key_order": blocks[ranked].flatten(1).to(torch.int16)}
-
-
-def _runs(widths: Tensor) -> list[tuple[int, int]]:
-    """Widths [d] -> (dims, bits) per run of equal widths."""
-    return [(len(list(run)), bits) for bits, run in groupby(widths.tolist())]
+        return {"key_widths": widths.to(torch.uint8), "key_order": order.to(torch.int16)}

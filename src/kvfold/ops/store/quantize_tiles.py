@@ -15,6 +15,7 @@ from kvfold.quantizers.affine import SMALLEST_SCALE
 
 SMALLEST_INTERVAL = tl.constexpr(SMALLEST_SCALE)
 UNSTORABLE = tl.constexpr(even.UNSTORABLE)
+FINE = tl.constexpr(even.FINE)
 BELOW_HALF = tl.constexpr((1 << even.DROPPED - 1) - 1)  # of the lowest bit of a scale
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 ROUNDER = tl.constexpr(1.5 * 2**23)  # added to numbers below 2^22, it rounds them, half to even, into its low bits
@@ -211,6 +212,13 @@ def _even(ys, per_unit, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
     bits = scale.to(tl.int32, bitcast=True)
     nearest = ((bits + BELOW_HALF + ((bits >> DROPPED) & 1)) >> DROPPED) - LEAST
     stored = tl.where(nearest < SMALLEST, 0, nearest)
+    if BITS >= FINE:
+        rounded_scale = tl.where(stored > 0, ((stored + LEAST) << DROPPED).to(tl.float32, bitcast=True), 0.0)
+        inverse = (1.0 / tl.maximum(rounded_scale * unit, TINY))[:, None]
+        codes = ()
+        for part in tl.static_range(len(ys)):
+            rounded = tl.minimum(tl.maximum(ys[part] * inverse + MIDDLE, 0.0), 2 * MIDDLE) + ROUNDER
+            codes += (rounded.to(tl.int32, bitcast=True),)
     return codes, (scale < float("inf")) & (stored < UNSTORABLE), stored
 
 

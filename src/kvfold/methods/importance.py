@@ -1,0 +1,29 @@
+"""Which RoPE blocks of a head matter most."""
+
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from kvfold.calibration.statistics import LayerStatistics
+    from kvfold.rope import Rope
+
+Score = Literal["product", "mean"]
+
+
+def ranked_blocks(
+    layer: "LayerStatistics", rope: "Rope", mean: Tensor | None, score: Score = "product"
+) -> tuple[Tensor, Tensor]:
+    """Per KV head, the scores of its blocks in descending order [kv_heads, blocks], and the coordinates of these blocks
+    [kv_heads, d].
+
+    - product: E‖q_i‖²·E‖k_i‖². The squared error of logits is in proportion to it if the error of a block is in
+      proportion to its norm.
+    - mean: ½(E‖q_i‖² + E‖k_i‖²).
+    """
+    blocks = torch.tensor(rope.blocks())  # [blocks, 2]
+    moments = layer.q.second(), layer.k.second(mean)
+    q, k = (moment.diagonal(dim1=1, dim2=2)[:, blocks].sum(dim=-1) for moment in moments)
+    scores, ranked = (q * k if score == "product" else (q + k) / 2).sort(dim=1, descending=True, stable=True)
+    return scores, blocks[ranked].flatten(1)
