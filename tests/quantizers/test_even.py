@@ -68,19 +68,23 @@ def test_codes_and_scale_by_definition(bits, n, size, unit):
     assert (codes.dtype, stored.dtype, stored.shape) == (torch.uint8, torch.uint8, (200, 1))
     exact, middle = x.double().numpy(), (2**bits - 1) / 2
     step = even.STEPS[bits] * np.linalg.norm(exact, axis=-1, keepdims=True) / n**0.5
-    distance = np.abs((exact / step)[..., None] - (np.arange(2**bits) - middle))
-    got = codes.numpy().astype(np.int64)
-    chosen = np.take_along_axis(distance, got[..., None], -1)[..., 0]
-    assert (chosen <= distance.min(-1) + 1e-4).all(), "the nearest level, but for float32 at the boundaries"
-    scale = (exact**2).sum(-1) / (exact * (got - middle)).sum(-1) / unit
+    levels = np.abs((exact / step)[..., None] - (np.arange(2**bits) - middle)).argmin(-1) - middle
+    scale = (exact**2).sum(-1) / (exact * levels).sum(-1) / unit
     expected = np.array([nearest_byte(s) for s in scale])
     assert (stored.flatten().numpy() != expected).sum() <= 1, "but for float32 between two scales"
+    got = codes.numpy().astype(np.int64)
+    if bits == 8:  # with the scale as stored
+        step = np.array([[unit * scale_of(byte)] for byte in stored.flatten().tolist()])
+    distance = np.abs((exact / step)[..., None] - (np.arange(2**bits) - middle))
+    chosen = np.take_along_axis(distance, got[..., None], -1)[..., 0]
+    assert (chosen <= distance.min(-1) + 1e-4).all(), "the nearest level, but for float32 at the boundaries"
     back = even.dequantize(codes, bits, stored, unit)
     assert back.dtype == torch.float32
     decoded = np.array([[unit * scale_of(byte)] for byte in stored.flatten().tolist()]) * (got - middle)
     assert np.array_equal(back.double().numpy(), decoded), "exact: neither codes nor scales have many bits"
     products = (exact * decoded).sum(-1) / (exact**2).sum(-1)
-    assert (np.abs(products - 1) <= 2**-5).all(), "products with x itself keep their size, but for the rounded scale"
+    # products with x itself keep their size but for the rounded scale, which 8-bit codes make up for
+    assert (np.abs(products - 1) <= (2**-5 if bits < 8 else 0.1 * n**-0.5)).all()
 
 
 @pytest.mark.parametrize("bits", WIDTHS)

@@ -189,37 +189,39 @@ def _codebook(ys, levels, boundaries, PACKING: tl.constexpr, SEGMENT: tl.constex
 
 @triton.jit
 def _even(ys, per_unit, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
-    """As `even.quantize`, but multiplies by 1/step instead of dividing. `per_unit` is 1/unit."""
+    """As `even.quantize`, but multiplies by 1/step instead of dividing. `per_unit` is 1/unit. Under a scale of 0, codes
+    may be any."""
     BITS: tl.constexpr = PACKING.side.bits[SEGMENT]
     TOP: tl.constexpr = (1 << BITS) - 1.0
-    PER_TOP: tl.constexpr = PACKING.side.dims[SEGMENT] ** 0.5 / (step(BITS) * TOP)
+    PER_NORM: tl.constexpr = PACKING.side.dims[SEGMENT] ** 0.5 / step(BITS)
     squares = ys[0] * ys[0]
     for part in tl.static_range(1, len(ys)):
         squares += ys[part] * ys[part]
     square = tl.sum(squares, axis=1)
-    inverse = (tl.rsqrt(tl.maximum(square, TINY)) * PER_TOP)[:, None]
-    codes = ()
-    products = tl.zeros_like(ys[0])
-    for part in tl.static_range(len(ys)):
-        share = tl.minimum(
-            tl.maximum(ys[part] * inverse + 0.5, 0.0), 1.0
-        )  # of TOP; clamped here, it is one instruction
-        rounded = share * TOP + ROUNDER
-        products += ys[part] * (rounded - ROUNDER - TOP / 2)
-        codes += (rounded.to(tl.int32, bitcast=True),)
+    codes, products = _nearest_codes(ys, tl.rsqrt(tl.maximum(square, TINY)) * PER_NORM, TOP)
     scale = tl.where(square > 0, square / tl.sum(products, axis=1), square) * per_unit
     # the nearest 8-bit scale, ties to even
     bits = scale.to(tl.int32, bitcast=True)
     nearest = ((bits + BELOW_HALF + ((bits >> DROPPED) & 1)) >> DROPPED) - LEAST
     stored = tl.where(nearest < SMALLEST, 0, nearest)
     if BITS >= FINE:
-        rounded_scale = tl.where(stored > 0, ((stored + LEAST) << DROPPED).to(tl.float32, bitcast=True), 0.0)
-        inverse = (1.0 / tl.maximum(rounded_scale * unit, TINY))[:, None]
-        codes = ()
-        for part in tl.static_range(len(ys)):
-            rounded = tl.minimum(tl.maximum(ys[part] * inverse + MIDDLE, 0.0), 2 * MIDDLE) + ROUNDER
-            codes += (rounded.to(tl.int32, bitcast=True),)
+        codes, _ = _nearest_codes(ys, per_unit / ((stored + LEAST) << DROPPED).to(tl.float32, bitcast=True), TOP)
     return codes, (scale < float("inf")) & (stored < UNSTORABLE), stored
+
+
+@triton.jit
+def _nearest_codes(ys, per_step, TOP: tl.constexpr):
+    """The codes up to TOP of the nearest levels, and the products of y with these levels, summed over parts. `per_step`
+    is 1/step."""
+    per_top = (per_step * (1 / TOP))[:, None]
+    codes = ()
+    products = tl.zeros_like(ys[0])
+    for part in tl.static_range(len(ys)):
+        share = tl.minimum(tl.maximum(ys[part] * per_top + 0.5, 0.0), 1.0)  # between 0 and 1, clamping costs nothing
+        rounded = share * TOP + ROUNDER
+        products += ys[part] * (rounded - ROUNDER - TOP / 2)
+        codes += (rounded.to(tl.int32, bitcast=True),)
+    return codes, products
 
 
 @triton.constexpr_function
