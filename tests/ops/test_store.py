@@ -266,6 +266,7 @@ ROTATED = [
     Case("gtq-k3v3", 128),
     Case("gtq-k2v4:sink=3,recent=5", 64, torch.float16),
     Case("gtq-k3v3:recent=2", 192),
+    Case("fold3:recent=5", 96),
     Case("saw-int4:values=true,sink=3", 192, value_dims=128),
     Case("tq-k3v4:recent=5", 64, torch.float16, value_dims=192),
 ]
@@ -283,7 +284,7 @@ TURNED = [
     Case("oscar-int2:sink=2,recent=3", 128),
     Case("oscar-int2:per_head=true,recent=5", 64, torch.float16, page_size=16),
     Case("oscar-int2:recent=4", 64, centred=False),
-    Case("gtq-k3v3:recent=2", 128),
+    Case("fold3:recent=2", 128),
 ]
 
 

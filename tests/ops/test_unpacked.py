@@ -142,7 +142,7 @@ def test_unpacked_tokens_of_any_page(page_size, raw_dtype):
     "recipes",
     [
         *("int8:group=16", "saw-int4:values=true,order=16", "oscar-int2", "gtq-k3v3", "bf16"),
-        *("int8 / bf16", "tq-k3v3 / saw-int4"),
+        *("int8 / bf16", "tq-k3v3 / saw-int4", "fold3"),
     ],
 )
 def test_recipes(recipes):

@@ -146,7 +146,7 @@ TURNED = [
     *((UNROTATED_VALUES, bad) for bad in (torch.nan, torch.inf)),
     (Case("oscar-int2:sink=2,recent=3,clip=false", 128), torch.nan),
     (Case("oscar-int2:recent=3,clip=false", 128, torch.float16), -torch.inf),
-    (Case("gtq-k3v3:recent=2", 64, torch.float16), torch.nan),
+    (Case("fold4:recent=3", 64, torch.float16), torch.nan),
 ]
 
 
