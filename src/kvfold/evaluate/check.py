@@ -29,7 +29,7 @@ from kvfold.recipe import Recipe
 from kvfold.recipes import parse
 from kvfold.text import with_openings
 
-SCORED = 4096  # tokens per text of which KL is measured, at least one passage: the tail is one token in a thousand
+SCORED = 2048  # tokens per text of which KL is measured, at least one passage: the tail is one token in a thousand
 CALL_TRIALS = 3  # haystacks of tool calls, for one haystack per depth of needles
 ANSWER = 192  # tokens left for a question and its answer, so that both lie in the context
 LONGEST = {"cuda": 32_768, "cpu": 2048}  # contexts that take minutes
