@@ -169,7 +169,7 @@ def test_another_check_replaces_it_and_a_later_calibration_leaves_it(checked, se
     [
         (("--context", 4096), "the model takes 2,048 tokens at most: give a --context up to that"),
         (("--artifact", "me/fits"), "me/fits is no folder on this machine, where the result could be kept"),
-        (("--context", 700), "haystacks of 508 tokens do not work"),
+        (("--context", 700), "contexts of 700 tokens cannot be checked: haystacks of 508 tokens do not work"),
     ],
 )
 def test_what_cannot_be_checked_is_refused(checked, served, words, error_of, options, message):

@@ -68,8 +68,11 @@ def check(
     length = context - ANSWER
     for text in texts.values():  # what cannot be measured fails here, before the long work
         check_disjoint(text, artifact.tensors[TEXT])
-        hide(tokenizer, text, length, depth=0, trial=0)
-        hide_records(tokenizer, text, length, trial=0)
+        try:
+            hide(tokenizer, text, length, depth=0, trial=0)
+            hide_records(tokenizer, text, length, trial=0)
+        except ValueError as error:
+            raise ValueError(f"contexts of {context:,} tokens cannot be checked: {error}") from None
     caches: list[Make] = [cache(model, each, artifact).empty for each in (parse(REFERENCE), recipe)]
     passages = context * max(1, SCORED // context)
     scored = torch.cat([with_openings(text[:passages], context, tokenizer) for text in texts.values()])
