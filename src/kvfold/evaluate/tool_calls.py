@@ -40,7 +40,7 @@ TOOLS = {  # and what they act on, which gives the names of their arguments
     "repair_engine": "engine",
     "water_garden": "garden",
 }
-CALLS = len(TOOLS) - 1  # requests of a haystack; one tool is shown
+CALLS = 6  # requests of a haystack
 CITIES = ("Lisbon", "Paris", "Tokyo", "Berlin", "Boston", "Madrid", "Cairo", "Dublin", "Oslo", "Vienna", "Rome")
 AGAIN = "\n\nRequests that stand above come again. Write the same calls.\n\n"
 
@@ -113,7 +113,7 @@ def hide_records(
 ) -> tuple[Tensor, list[Record]]:
     """All that is read before a request, `length` tokens, and the records that are asked for, by depth."""
     rng = seeded(text, length, trial)
-    facts = zip(rng.sample(list(TOOLS), len(TOOLS)), rng.sample(CITIES, len(TOOLS)), strict=True)
+    facts = zip(rng.sample(list(TOOLS), 1 + CALLS), rng.sample(CITIES, 1 + CALLS), strict=True)
     shown, *asked = (Record(tool, city, rng.randrange(10_000, 100_000)) for tool, city in facts)
     begin, end = encode(tokenizer, signatures()), encode(tokenizer, AGAIN + shown.written.lstrip() + "\n")
     hidden = [(i / (CALLS - 1), encode(tokenizer, record.written)) for i, record in enumerate(asked)]
