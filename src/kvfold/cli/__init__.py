@@ -11,6 +11,7 @@ from kvfold.cli.bench_kernels import kernels
 from kvfold.cli.bench_serving import serving
 from kvfold.cli.bench_step import step
 from kvfold.cli.command_calibrate import calibrate
+from kvfold.cli.command_check import check
 from kvfold.cli.command_demo import demo
 from kvfold.cli.command_eval import eval_
 from kvfold.cli.command_fold import fold
@@ -58,6 +59,7 @@ app.command()(fold)
 app.command()(inspect)
 app.command()(push)
 app.command("eval")(eval_)
+app.command()(check)
 app.command()(generate)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
 app.command()(demo)
