@@ -1,3 +1,4 @@
+import datetime
 import hashlib
 import json
 import re
@@ -8,7 +9,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvfold.artifact import Artifact, Fingerprint, Metadata, Provenance, digest_model, push
+from kvfold.artifact import (
+    Artifact,
+    CheckResult,
+    Fingerprint,
+    Measure,
+    Metadata,
+    Provenance,
+    digest_model,
+    push,
+)
 from kvfold.recipes import parse
 from kvfold.rope import Rope
 
@@ -299,6 +309,66 @@ def test_tensors_need_not_be_contiguous(model, tmp_path):
     assert torch.equal(Artifact.load(tmp_path).tensors["key_mean"], strided)
 
 
+# Checks
+
+
+def checked(artifact: Artifact, recipe: str, loss: float) -> CheckResult:
+    measure = Measure(
+        name="needles", unit="share", value=0.9 - loss, reference=0.9, loss=loss, low=0.0, high=0.1, allowed=0.03
+    )
+    return CheckResult(
+        context=2048,
+        date=datetime.date(2026, 11, 17),
+        versions={"kvfold": "0.2"},
+        fit_sha256=artifact.fit_sha256(parse(recipe)),
+        measures=(measure,),
+    )
+
+
+def test_checks_are_kept_by_recipe_and_replaced(model, tmp_path):
+    made, recipe, other = fitted_artifact(model), parse("oscar-int2:sink=8"), parse("int4:recent=16")
+    bad, good = checked(made, "oscar-int2", 0.2), checked(made, "oscar-int2", 0.01)
+    assert (bad.passed, good.passed) == (False, True)
+    made.with_check(recipe, bad).with_check(other, checked(made, "int4", 0.0)).save(tmp_path)
+    kept = Artifact.load(tmp_path)
+    assert kept.check_result(recipe) == bad
+    assert kept.check_result(parse("oscar-int2")) is None, "windows are part of what was checked"
+    kept.with_check(recipe, good).save(tmp_path)
+    again = Artifact.load(tmp_path)
+    assert again.check_result(recipe) == good
+    assert again.check_result(other) == checked(made, "int4", 0.0)
+    assert list(again.metadata.checks) == ["oscar-int2:sink=8", "int4:recent=16"]
+    assert again.shard(0, 2).check_result(recipe) is None, "a rank has a part of what was checked"
+
+
+@pytest.mark.parametrize(
+    ("name", "recipes"),
+    [
+        ("key_mean", ()),
+        ("oscar-int2/key_clip", ("int4", "gtq-k3v3:seed=4")),
+        ("text", ("int4", "oscar-int2", "gtq-k3v3:seed=4")),
+    ],
+)
+def test_a_check_counts_for_the_tensors_that_it_was_made_with(model, name, recipes):
+    """Changing a tensor leaves the checks of these recipes."""
+    made = fitted_artifact(model)
+    every = ("int4", "oscar-int2", "gtq-k3v3:seed=4")
+    for recipe in every:
+        made = made.with_check(parse(recipe), checked(made, recipe, 0.0))
+    changed = made.tensors[name].clone()
+    changed.view(-1)[-1] -= 0.25 if changed.is_floating_point() else 1
+    made = Artifact(made.metadata, {**made.tensors, name: changed})
+    assert tuple(recipe for recipe in every if made.check_result(parse(recipe))) == recipes
+
+
+def test_an_artifact_from_before_there_were_checks_is_read(model, saved):
+    rewrite(saved, lambda content: content.pop("checks"))
+    kept = Artifact.load(saved)
+    assert kept.metadata.checks == {}
+    kept.save(saved)
+    assert json.loads((saved / "kvfold.json").read_text())["checks"] == {}
+
+
 def test_the_json_is_readable(saved):
     content = json.loads((saved / "kvfold.json").read_text())
     assert list(content)[:2] == ["schema_version", "tensors_sha256"]
@@ -356,6 +426,8 @@ def test_the_json_is_readable(saved):
         (lambda content: content["rope"]["pairs"].__setitem__(0, [0, 16]), "rope: pairs must be of different"),
         (lambda content: content["rope"]["pairs"].__setitem__(0, [1, 9]), "rope: pairs must be of different"),
         (lambda content: content["rope"].update(head_dim=32), r"rope\.head_dim is 32, and model\.key_dim 16"),
+        (lambda content: content.update(checks={"int4": {}}), r"checks\.int4\.context: Field required"),
+        (lambda content: content.update(checks=[]), "checks: "),
         (lambda content: content["model"].update(layers="many"), "model.layers: "),
         (
             lambda content: content["model"].update(layers=2),

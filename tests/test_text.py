@@ -10,7 +10,17 @@ from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from kvfold.text import default_text, draw, opening, read_text, tokenize, with_openings
+from kvfold.text import (
+    DOCUMENTATION,
+    SOURCE,
+    default_text,
+    draw,
+    haystack_texts,
+    opening,
+    read_text,
+    tokenize,
+    with_openings,
+)
 
 
 def test_halves_share_no_paragraph_and_are_alike_in_size():
@@ -44,6 +54,20 @@ def test_read_text_says_what_is_wrong_with_the_file(tmp_path: Path, content: byt
     with pytest.raises((OSError, ValueError), match=message) as caught:
         read_text(path, "evaluation")
     assert str(path) in str(caught.value)
+
+
+def test_haystacks_come_from_two_kinds_of_text_or_from_the_users_files(tmp_path: Path):
+    texts = haystack_texts([])
+    assert list(texts) == [DOCUMENTATION, SOURCE]
+    assert texts[DOCUMENTATION] == default_text("evaluation")
+    assert len(texts[SOURCE]) > 1_000_000  # 15 haystacks of 32,768 tokens can be cut from different places
+    assert "class ArgumentParser(" in texts[SOURCE]
+    files = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    for file in files:
+        file.write_text(f"text of {file.name}")
+    assert haystack_texts(files) == {"a.txt": "text of a.txt", "b.txt": "text of b.txt"}
+    with pytest.raises(ValueError, match="same file name"):
+        haystack_texts([*files, tmp_path / "folder" / "a.txt"])
 
 
 def test_tokenize_gives_the_first_tokens_of_the_whole_text(embedded, caplog: pytest.LogCaptureFixture):

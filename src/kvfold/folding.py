@@ -70,8 +70,8 @@ def fold_values(model: "PreTrainedModel", recipe: Recipe, artifact: Artifact) ->
         f"{recipe.fitted_as}/value_folded": torch.ones(len(attentions), 1),
         "value_mean": means.squeeze(2).float(),
     }
-    metadata = artifact.metadata.model_copy(update={"model": Fingerprint.of(model), "recipes": (recipe.fitted_as,)})
-    return Artifact(metadata, {**own, **folded})
+    changed = {"model": Fingerprint.of(model), "recipes": (recipe.fitted_as,), "checks": {}}
+    return Artifact(artifact.metadata.model_copy(update=changed), {**own, **folded})
 
 
 def _value_rotation(recipe: Recipe, artifact: Artifact, layer: int) -> Tensor:

@@ -57,6 +57,32 @@ def test_eval_looks_into_layers(small: Path, fits: Path, tmp_path: Path):
         assert "layers" not in next(csv.reader(file))
     without = json.loads(run("eval", small, "-r", "int2", *sizes, "--json", "-").stdout)
     assert {row["layers"] for row in without} == {None}
+    assert {row["kl_beyond_16k"] for row in without} == {None}
+
+
+def test_eval_measures_needles_and_tool_calls_in_haystacks(error_of, small: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("kvfold.evaluate.tool_calls.MOST_TOKENS", 2)
+    texts = [tmp_path / "one.txt", tmp_path / "other.txt"]
+    texts[0].write_text("".join(f"{number} squared is {number**2}. " for number in range(300)))
+    texts[1].write_text("".join(f"{number} cubed gives {number**3}. " for number in range(300)))
+    sizes = ("--tokens", 600, "--context", 300, "--needle", 1500, "--tool-calls", 3000, "--trials", 1)
+    files = ("--json", tmp_path / "rows.json", "--csv", tmp_path / "rows.csv")
+    arguments = ("eval", small, "-r", "int4:centre=false", *sizes, "--haystack", texts[0])
+    shown = plain(run(*arguments, "--haystack", texts[1], *files).stdout)
+    assert all(words in shown for words in ("needles", "valid calls", "exact calls", "95 %", "against bf16"))
+    assert max(map(len, shown.splitlines())) <= 80
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    for row in rows:
+        haystacks = {(cell["text"], cell["depth"], cell["trial"]) for cell in row["suite"]}
+        assert haystacks == {(text.name, depth / 4, 0) for text in texts for depth in range(5)}
+        assert {(call["text"], call["length"]) for call in row["tool_calls"]} == {(text.name, 3000) for text in texts}
+        assert 0 <= row["needles_1500_low"] <= row["needles_1500"] <= row["needles_1500_high"] <= 1
+    with (tmp_path / "rows.csv").open() as file:
+        in_file = list(csv.DictReader(file))
+    assert [row["recipe"] for row in in_file] == ["bf16", "int4:centre=false"]
+    for name in ("kl_tail", "kl_beyond_16k", "needles_1500_difference_low", "exact_calls_3000_high"):
+        assert name in in_file[0]
+    assert "haystacks of 100000 tokens do not work" in error_of(*arguments, "--tool-calls", 100_000)
 
 
 def test_eval_json_leaves_nothing_else_on_the_terminal(small: Path, means: Path):

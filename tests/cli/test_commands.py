@@ -20,6 +20,7 @@ COMMANDS = (
     "inspect",
     "push",
     "eval",
+    "check",
     "generate",
     "serve",
     "demo",

@@ -2,13 +2,15 @@
 
 import logging
 import random
+from datetime import date
 
 import pytest
 import torch
 from random_layers import fitted
 from recorded_graphs import KERNELS
 
-from kvfold.artifact import Artifact
+from kvfold.artifact import Artifact, CheckResult, Measure
+from kvfold.bench.random_fits import random_artifact
 from kvfold.engines import faults as fault_module
 from kvfold.engines.faults import FaultLog, Faults
 from kvfold.engines.serving import Config, Plan, Served
@@ -77,6 +79,32 @@ def test_the_report_says_what_is_served():
     report = plan("int4:centre=false,skip=1,sink=4").report(pages=100, shadows=8)
     for part in ("int4:sink=4,centre=false,skip=1", "1 packed, 1 in 16 bits", "1,600 tokens fit", "8 shadow pages"):
         assert part in report
+
+
+def test_the_report_says_what_was_checked(tmp_path):
+    """The check of the whole artifact counts for every rank."""
+    assert "not checked: run `kvfold check MODEL --recipe int4:centre=false`" in plan("int4:centre=false").report(8, 0)
+    recipe, artifact = parse("oscar-int2"), random_artifact(MODEL, [parse("oscar-int2")])
+    artifact.save(tmp_path)
+    unchecked = plan("oscar-int2", artifact=str(tmp_path)).report(8, 8)
+    assert f"not checked: run `kvfold check MODEL --recipe oscar-int2 --artifact {tmp_path}`" in unchecked
+    result = CheckResult(
+        context=32768,
+        date=date(2026, 11, 17),
+        versions={},
+        fit_sha256=artifact.fit_sha256(recipe),
+        measures=(
+            Measure(name="KL", unit="nats", value=0.0021, reference=0.0, loss=0.0021, allowed=0.02),
+            Measure(
+                name="needles", unit="share", value=0.9, reference=0.983, loss=0.083, low=0, high=0.2, allowed=0.03
+            ),
+        ),
+    )
+    artifact.with_check(recipe, result).save(tmp_path)
+    for rank in range(2):
+        config = Config(recipe, str(tmp_path))
+        report = Plan.make(config, MODEL, PAGE, torch.bfloat16, rank=rank, ranks=2).report(8, 8)
+        assert "checked on 2026-11-17 at 32,768 tokens: FAILED (KL 0.0021, needles 90.0 of 98.3 %)" in report
 
 
 def test_the_report_names_the_kernels_of_a_gpu():

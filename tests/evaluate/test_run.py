@@ -1,5 +1,7 @@
 """An evaluation measures what it is asked for, for every recipe, and refuses early what cannot be measured."""
 
+from itertools import product
+
 import pytest
 import torch
 from tiny_models import HYBRIDS, tiny
@@ -7,8 +9,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvfold.evaluate.gsm8k import Problem, Problems
 from kvfold.evaluate.logits import compare
-from kvfold.evaluate.needle import DEPTHS, TASKS, TRIALS
-from kvfold.evaluate.run import evaluate
+from kvfold.evaluate.needle import DEPTHS, TASKS
+from kvfold.evaluate.run import Haystacks, evaluate
+from kvfold.evaluate.tool_calls import CALLS
 from kvfold.recipes import parse
 from kvfold.text import default_text, tokenize
 
@@ -32,10 +35,11 @@ def small(embedded):
     model = LlamaForCausalLM(config).eval()
     # So that generation ends after a token, and every problem stays unsolved.
     model.generation_config.eos_token_id = list(range(len(tokenizer)))
-    return model, tokenizer, tokenize(default_text("evaluation"), tokenizer, 600)
+    return model, tokenizer, tokenize(default_text("evaluation"), tokenizer, 1200)
 
 
-def test_the_suite_and_gsm8k_are_measured_for_every_recipe(small):
+def test_the_suites_and_gsm8k_are_measured_for_every_recipe(small, monkeypatch):
+    monkeypatch.setattr("kvfold.evaluate.tool_calls.MOST_TOKENS", 2)
     model, tokenizer, tokens = small
     problem = Problem("How much is 1 and 1?", "#### 2")
     shares: list[float] = []
@@ -45,15 +49,18 @@ def test_the_suite_and_gsm8k_are_measured_for_every_recipe(small):
         [parse("int4:centre=false,recent=16")],
         tokens[:64],
         64,
-        lengths=[500],
-        haystack=tokens,
+        haystacks=Haystacks({"one": tokens, "other": tokens.flip(0)}, [500], [1100], trials=1),
         problems=Problems([problem], [problem]),
         advance=shares.append,
     )
     for row in report.rows:
-        cells = [(cell.task, cell.length, cell.depth, cell.trials) for cell in row.suite]
-        assert cells == [(task, 500, depth, TRIALS) for depth in DEPTHS for task in TASKS]
-        assert row.gsm8k == 0
+        cells = [(cell.text, cell.length, cell.depth, cell.trial, cell.task) for cell in row.suite]
+        assert cells == list(product(("one", "other"), [500], DEPTHS, range(1), TASKS))
+        calls = [(call.text, call.length, call.trial, call.call) for call in row.tool_calls]
+        assert calls == list(product(("one", "other"), [1100], range(1), range(CALLS)))
+        assert not any(call.valid or call.exact for call in row.tool_calls)  # random weights
+        assert (row.gsm8k, row.gsm8k_error) == (0, 0)
+        assert row.kl_beyond_16k is None
         assert row.tasks is None
     assert sum(shares) == pytest.approx(1, abs=0.02)
 
@@ -61,7 +68,16 @@ def test_the_suite_and_gsm8k_are_measured_for_every_recipe(small):
 def test_only_what_is_asked_for_is_measured(small):
     model, tokenizer, tokens = small
     (row,) = evaluate(model, tokenizer, [], tokens[:64], 64).rows
-    assert (row.suite, row.gsm8k, row.tasks) == (None, None, None)
+    assert (row.suite, row.tool_calls, row.gsm8k, row.tasks) == (None, None, None, None)
+
+
+def test_positions_far_back_are_reported_apart(small, monkeypatch):
+    monkeypatch.setattr("kvfold.evaluate.run.LONG", 40)
+    model, tokenizer, tokens = small
+    reference, row = evaluate(model, tokenizer, [parse("int2:centre=false")], tokens[:64], 64).rows
+    assert reference.kl_beyond_16k == reference.kl_tail_beyond_16k == 0
+    assert 0 < row.kl_beyond_16k <= row.kl_tail_beyond_16k <= row.kl_tail
+    assert reference.perplexity_beyond_16k != reference.perplexity
 
 
 def test_hybrids_are_measured_layer_by_packed_layer(embedded):
@@ -100,4 +116,14 @@ def test_scored_passages_begin_with_bos(small, monkeypatch):
 def test_haystacks_that_the_text_cannot_fill_are_refused_early(small):
     model, tokenizer, tokens = small
     with pytest.raises(ValueError, match="haystacks of 4096 tokens"):
-        evaluate(model, tokenizer, [], tokens, 64, lengths=[4096], advance=lambda _: pytest.fail("too late"))
+        evaluate(
+            model,
+            tokenizer,
+            [],
+            tokens[:600],
+            64,
+            haystacks=Haystacks({"": tokens}, [4096]),
+            advance=lambda _: pytest.fail("too late"),
+        )
+    with pytest.raises(ValueError, match="haystacks of 700 tokens"):
+        evaluate(model, tokenizer, [], tokens[:600], 64, haystacks=Haystacks({"": tokens}, tool_calls=[700]))

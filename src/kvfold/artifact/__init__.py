@@ -1,7 +1,19 @@
 """Artifacts: what calibration found for one model, as a folder with kvfold.json and tensors.safetensors."""
 
 from kvfold.artifact.artifact import TEXT, Artifact, push
+from kvfold.artifact.check_results import CheckResult, Measure
 from kvfold.artifact.fingerprint import Fingerprint, digest_model
 from kvfold.artifact.metadata import SCHEMA, Metadata, Provenance
 
-__all__ = ["SCHEMA", "TEXT", "Artifact", "Fingerprint", "Metadata", "Provenance", "digest_model", "push"]
+__all__ = [
+    "SCHEMA",
+    "TEXT",
+    "Artifact",
+    "CheckResult",
+    "Fingerprint",
+    "Measure",
+    "Metadata",
+    "Provenance",
+    "digest_model",
+    "push",
+]

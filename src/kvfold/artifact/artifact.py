@@ -13,6 +13,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from kvfold import hub
+from kvfold.artifact.check_results import CheckResult
 from kvfold.artifact.fit_tensors import check_fit
 from kvfold.artifact.metadata import SCHEMA, Metadata, Shard, read
 from kvfold.files import write_whole
@@ -87,6 +88,24 @@ class Artifact:
         fit = {name: tensor[row] for (of, _, name), tensor in own.items() if of == recipe.fitted_as}
         return {"key_mean": self.tensors["key_mean"][row], "value_mean": self.tensors["value_mean"][row], **fit}
 
+    def fit_sha256(self, recipe: Recipe) -> str:
+        """A hash of all that the recipe takes from the artifact: the means, and its own tensors."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.tensors.items()):
+            if name in ("key_mean", "value_mean") or name.rpartition("/")[0] == recipe.fitted_as:
+                digest.update(save({name: tensor.contiguous()}))
+        return digest.hexdigest()
+
+    def check_result(self, recipe: Recipe) -> CheckResult | None:
+        """What `kvfold check` found, unless means or fits have changed since."""
+        result = self.metadata.checks.get(str(recipe))
+        return result if result is not None and result.fit_sha256 == self.fit_sha256(recipe) else None
+
+    def with_check(self, recipe: Recipe, result: CheckResult) -> "Artifact":
+        """With the result of a check. It replaces the recipe's previous one."""
+        checks = {**self.metadata.checks, str(recipe): result}
+        return Artifact(self.metadata.model_copy(update={"checks": checks}), self.tensors)
+
     def shard(self, rank: int, ranks: int) -> "Artifact":
         """The part of one rank: an equal share of the KV heads, in order. Recipes with centroids are left out if there
         is more than one rank."""
@@ -103,8 +122,8 @@ class Artifact:
             for name, tensor in self.tensors.items()
             if name.rpartition("/")[0] not in joint
         }
-        shard = Shard(rank=rank, ranks=ranks)
-        return Artifact(self.metadata.model_copy(update={"shard": shard, "recipes": recipes}), tensors)
+        changed = {"shard": Shard(rank=rank, ranks=ranks), "recipes": recipes, "checks": {}}
+        return Artifact(self.metadata.model_copy(update=changed), tensors)
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -4,10 +4,10 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, StringConstraints, model_validator
 from safetensors import safe_open
 from torch import Tensor
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 DIGESTED = 256  # numbers per parameter that are hashed
 PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # not quantized
 
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Digests = Mapping[str, str]  # the `_digest` of parameters, by name
 
 

@@ -2,17 +2,16 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
-from pydantic import NonNegativeInt, PositiveInt, StringConstraints, ValidationError, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
-from kvfold.artifact.fingerprint import Fingerprint, Strict
+from kvfold.artifact.check_results import CheckResult
+from kvfold.artifact.fingerprint import Fingerprint, Sha256, Strict
 from kvfold.recipes import parse
 from kvfold.rope import Rope
 
 SCHEMA = 4
-
-Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 
 class Provenance(Strict):
@@ -38,11 +37,14 @@ class Metadata(Strict):
     calibration: Provenance
     recipes: tuple[str, ...]  # recipes with fits, as `Recipe.fitted_as` names them
     shard: Shard | None = None
+    checks: dict[str, CheckResult] = Field(default_factory=dict)  # by recipe, with all its options
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if any(parse(name).fitted_as != name for name in self.recipes) or len(set(self.recipes)) < len(self.recipes):
             raise ValueError(f"recipes: {', '.join(self.recipes)} are not as calibration names them, each once")
+        if others := [name for name in self.checks if str(parse(name)) != name]:
+            raise ValueError(f"checks: {others[0]} is not as recipes are written")
         if self.rope.head_dim != self.model.key_dim:
             raise ValueError(f"rope.head_dim is {self.rope.head_dim}, and model.key_dim {self.model.key_dim}")
         if self.shard and (self.shard.rank >= self.shard.ranks or self.model.kv_heads % self.shard.ranks):

@@ -53,7 +53,10 @@ def calibrate(
         tensors |= {f"{name}/{tensor}": fit for tensor, fit in fit_layers(recipe, statistics).items()}
         progress(0.3 / len(learning))
     names = dict.fromkeys((*(into.metadata.recipes if into else ()), *learning))
-    metadata = Metadata(model=fingerprint, rope=statistics.rope, calibration=provenance, recipes=tuple(names))
+    checks = into.metadata.checks if into else {}
+    metadata = Metadata(
+        model=fingerprint, rope=statistics.rope, calibration=provenance, recipes=tuple(names), checks=checks
+    )
     return Artifact(metadata, tensors)
 
 

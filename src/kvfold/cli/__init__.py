@@ -11,6 +11,7 @@ from kvfold.cli.bench_kernels import kernels
 from kvfold.cli.bench_serving import serving
 from kvfold.cli.bench_step import step
 from kvfold.cli.command_calibrate import calibrate
+from kvfold.cli.command_check import check
 from kvfold.cli.command_demo import demo
 from kvfold.cli.command_eval import eval_
 from kvfold.cli.command_fold import fold
@@ -43,7 +44,7 @@ def main() -> None:
 def root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
     """kvfold makes the KV cache of a language model 3.8 to 7 times smaller.
 
-    Try: `kvfold recipes`, `kvfold plan Qwen3-8B --memory 80GiB`, `kvfold eval embedded -r int4 -r saw-int4`.
+    Try: `kvfold recipes`, `kvfold plan Qwen3-8B --memory 80GiB`, `kvfold eval embedded -r fold4 -r fold2`.
     """
     if version:
         out.print(__version__)
@@ -58,6 +59,7 @@ app.command()(fold)
 app.command()(inspect)
 app.command()(push)
 app.command("eval")(eval_)
+app.command()(check)
 app.command()(generate)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
 app.command()(demo)

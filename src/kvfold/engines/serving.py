@@ -56,7 +56,7 @@ class Config:
         if unknown := given.keys() - {"recipe", "artifact"}:
             raise ValueError(f"kvfold is configured by recipe and artifact, not by {', '.join(sorted(unknown))}")
         if not given.get("recipe"):
-            raise ValueError("kvfold needs a recipe, such as saw-int4")
+            raise ValueError("kvfold needs a recipe, such as fold4")
         return cls(parse(given["recipe"]), given.get("artifact"))
 
 
@@ -73,6 +73,7 @@ class Plan:
     raw_dtype: torch.dtype  # the 16-bit type
     device: torch.device
     layers: range | None = None  # of this rank, packed or not; None: all
+    checked: str = "not checked"  # what the report says of `kvfold check`
 
     @classmethod
     def make(
@@ -99,6 +100,7 @@ class Plan:
                 f"{recipe} needs an artifact of the model: run `kvfold calibrate MODEL --recipe {recipe.fitted_as} "
                 "--out DIR`" + ("" if recipe.learns else ", or use centre=false")
             )
+        checked = _checked(config, artifact)
         parts = min(ranks, geometry.kv_heads)
         if artifact is not None and parts > 1:
             artifact = artifact.shard(rank * parts // ranks, parts)
@@ -111,7 +113,7 @@ class Plan:
         if layers is not None:
             codecs = {number: pair for number, pair in codecs.items() if number in layers}
         heads = geometry.kv_heads // parts, geometry.q_heads // max(ranks, geometry.kv_heads)
-        plan = cls(recipe, geometry, *heads, codecs, page_size, raw_dtype, torch.device(device), layers)
+        plan = cls(recipe, geometry, *heads, codecs, page_size, raw_dtype, torch.device(device), layers, checked)
         for ops in plan.ops.values() if plan.device.type == "cuda" else ():
             if ops.store.implementation == "torch":  # PyTorch's operators wait for the device
                 raise ValueError(f"{recipe} cannot be served on a GPU: {ops.store.reason}")
@@ -185,6 +187,7 @@ class Plan:
         tokens = pages * self.page_size if tokens is None else tokens
         lines = [
             f"kvfold {__version__}: {self.recipe}",
+            self.checked,
             f"layers: {self._layers()}",
             f"bytes per token: {self.token_bytes:,.0f}, against {self.raw_token_bytes:,} in 16 bits: "
             f"{self.raw_token_bytes / self.token_bytes:.2f} times smaller",
@@ -199,6 +202,14 @@ class Plan:
             different = dict.fromkeys(f"{choice.implementation} ({choice.reason})" for choice in choices)
             lines.append(f"{op}: {'; '.join(different)}")
         return "\n  ".join(lines)
+
+
+def _checked(config: Config, artifact: Artifact | None) -> str:
+    """What `kvfold check` found of the recipe, or how to find it."""
+    if artifact is not None and (result := artifact.check_result(config.recipe)):
+        return str(result)
+    where = f" --artifact {config.artifact}" if config.artifact else ""
+    return f"not checked: run `kvfold check MODEL --recipe {config.recipe}{where}`"
 
 
 class Layer:

@@ -3,7 +3,7 @@
 import math
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from html import escape
 from importlib.resources import files
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 REFERENCE = "bf16"
 ALL_TEXTS = "all texts"
+TERMINAL, NAME = 80, 16  # characters: of a terminal, and at least of a recipe's name in it
 
 
 @dataclass(frozen=True)
@@ -119,24 +120,42 @@ class Report:
 
 def table(report: Report) -> Group:
     caption = (
-        "\nBits are those allocated for each number in the cache. "
+        "Bits are those allocated for each number in the cache. "
         f"Noise floor: KL {_kl(report.noise_floor)} of the plain model against the 16-bit cache. "
         "Below it, differences mean nothing.\n"
         f"{report.model} · {report.text} · context {report.context:,} · {report.tokens:,} tokens"
     )
-    tables: list[RenderableType] = [_rich_table(report, COLUMNS, [_cells(row, report) for row in report.ordered])]
-    if more := _more_columns(report):  # a second table: all columns in one would be too wide for a terminal
-        cells = [[_name(row, report), *_more_cells(row)] for row in report.ordered]
-        tables += [Text(), _rich_table(report, [COLUMNS[0], *more], cells)]
+    tables: list[RenderableType] = []
+    named = [_name(row, report) for row in report.ordered]
+    for columns, cells in (
+        (COLUMNS, [_cells(row, report) for row in report.ordered]),
+        (_more_columns(report), [_more_cells(row) for row in report.ordered]),
+    ):
+        for part in _parts(columns, cells):
+            rows = [(name, *row[part]) for name, row in zip(named, cells, strict=True)]
+            tables += [_rich_table(report, columns[part], rows), Text()]
     if report.summaries(report.reference):
-        tables += [Text(), _summary_table(report)]
+        tables += [_summary_table(report), Text()]
     return Group(*tables, Text(caption, style="table.caption"))
 
 
-def _rich_table(report: Report, columns: list[str], rows: list[list[str]]) -> Table:
+def _parts(columns: list[str], rows: list[list[str]]) -> Iterator[slice]:
+    """Columns that fit beside the names of recipes in a terminal of 80 characters. The others make a further table."""
+    begin, width = 0, NAME
+    for i, column in enumerate(columns):
+        own = 1 + max(map(len, (*column.splitlines(), *(row[i] for row in rows))))
+        if width + own > TERMINAL and i > begin:
+            yield slice(begin, i)
+            begin, width = i, NAME
+        width += own
+    yield slice(begin, len(columns))
+
+
+def _rich_table(report: Report, columns: list[str], rows: list[tuple[str, ...]]) -> Table:
+    """A row begins with the name of a recipe."""
     result = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
-    result.add_column(columns[0], vertical="bottom", overflow="fold", min_width=16)
-    for column in columns[1:]:
+    result.add_column("recipe", vertical="bottom", overflow="fold", min_width=NAME)
+    for column in columns:
         result.add_column(column, vertical="bottom", justify="right", no_wrap=True)
     for row, (name, *cells) in zip(report.ordered, rows, strict=True):
         result.add_row(Text(_wrap(name)), *cells, style="bold" if row is report.reference else None)
@@ -145,7 +164,7 @@ def _rich_table(report: Report, columns: list[str], rows: list[list[str]]) -> Ta
 
 def _summary_table(report: Report) -> Table:
     result = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
-    result.add_column("recipe", overflow="fold", min_width=16)
+    result.add_column("recipe", overflow="fold", min_width=NAME)
     for column in SUMMARY_COLUMNS:
         result.add_column(column, justify="right", no_wrap=True)
     for row in report.ordered:
@@ -218,16 +237,13 @@ def _write(text: str, path: Path) -> None:
 # Numbers as people read them.
 
 LAYER_NUMBERS = ("softmax_kl", "top10", "logit_mae")
-COLUMNS = [
-    "recipe", "bits\nat 2k", "bits\nat 128k", "perplexity", "increase", "KL", "KL\n99.9 %", "top-1", "copy", "needle"
-]  # fmt: skip
+COLUMNS = ["bits\nat 2k", "bits\nat 128k", "perplexity", "increase", "KL", "KL\n99.9 %", "top-1"]
 BEYOND_COLUMNS = ["perplexity\n> 16k", "KL\n> 16k", "KL 99.9 %\n> 16k"]
 SUMMARY_COLUMNS = ["measure", "tokens", "share", "95 %", f"against {REFERENCE}, points"]
 
 
 def _cells(row: Row, report: Report) -> list[str]:
     return [
-        _name(row, report),
         f"{row.bits_per_element_2k:.2f}",
         f"{row.bits_per_element_128k:.2f}",
         _perplexity(row.perplexity),
@@ -235,8 +251,6 @@ def _cells(row: Row, report: Report) -> list[str]:
         _kl(row.kl),
         _kl(row.kl_tail),
         f"{100 * row.top1:.1f} %",
-        _share(row.copy),
-        _share(row.needle),
     ]
 
 
@@ -245,12 +259,12 @@ def _name(row: Row, report: Report) -> str:
 
 
 def _more_columns(report: Report) -> list[str]:
-    """The columns of optional measurements. An optional one is made for all recipes or for none."""
+    """Copying, needles, and the columns of optional measurements, which are made for all recipes or for none."""
     measured = report.reference
     gsm8k = ["GSM8K"] if measured.gsm8k is not None else []
     layers = ["attention\nKL", "top-10\nkept", "logit\nerror"] if measured.layers else []
     beyond = BEYOND_COLUMNS if measured.kl_beyond_16k is not None else []
-    return [*beyond, *layers, *gsm8k, *(task.replace(" ", "\n") for task in measured.tasks or ())]
+    return ["copy", "needle", *beyond, *layers, *gsm8k, *(task.replace(" ", "\n") for task in measured.tasks or ())]
 
 
 def _more_cells(row: Row) -> list[str]:
@@ -261,7 +275,8 @@ def _more_cells(row: Row) -> list[str]:
         layers = [_kl(kl), _share(top), f"{error:.3g}"]
     if row.perplexity_beyond_16k is not None and row.kl_beyond_16k is not None and row.kl_tail_beyond_16k is not None:
         beyond = [_perplexity(row.perplexity_beyond_16k), _kl(row.kl_beyond_16k), _kl(row.kl_tail_beyond_16k)]
-    return [*beyond, *layers, *gsm8k, *(f"{score:.3f}" for score in (row.tasks or {}).values())]
+    found = [_share(row.copy), _share(row.needle)]
+    return [*found, *beyond, *layers, *gsm8k, *(f"{score:.3f}" for score in (row.tasks or {}).values())]
 
 
 def _summary_cells(summary: Summary) -> list[str]:
@@ -484,9 +499,9 @@ def _filled(template: str, **places: str) -> str:
 def _results(report: Report) -> str:
     rows = []
     for row in report.ordered:
-        name, *cells = [*_cells(row, report), *_more_cells(row)]
-        rows.append((name, [f"<td>{escape(cell)}</td>" for cell in cells]))
-    return _html_table([*COLUMNS, *_more_columns(report)], rows)
+        cells = [*_cells(row, report), *_more_cells(row)]
+        rows.append((_name(row, report), [f"<td>{escape(cell)}</td>" for cell in cells]))
+    return _html_table(["recipe", *COLUMNS, *_more_columns(report)], rows)
 
 
 def _needle(report: Report) -> str:

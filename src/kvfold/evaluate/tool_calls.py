@@ -10,9 +10,9 @@ The model has to write the call again, as JSON, from the record. A call is valid
 the right tool, the arguments of that tool and their types. It is exact if all arguments are right too. The context is
 read once. Then all requests are answered as one batch, by greedy decoding.
 
-Other prompts were tried on SmolLM2-135M with a 16-bit cache at 2,048 tokens. It wrote 40 % of the calls or fewer where
-records were sentences or bare facts, where tools or several solved requests stood at the end, and where argument names
-were the same in all tools: then it took the facts of the nearest record.
+Other prompts were tried on SmolLM2-135M with a 16-bit cache at 2,048 tokens, with 12 or 18 calls each. This one gave 17
+exact calls of 18. Records that were sentences or arguments alone gave 0 to 42 %, argument names that all tools share 22
+to 33 %, tools and three solved requests at the end 8 of 12: the model took the facts of the nearest record.
 """
 
 import json
@@ -40,7 +40,7 @@ TOOLS = {  # and what they act on, which gives the names of their arguments
     "repair_engine": "engine",
     "water_garden": "garden",
 }
-CALLS = len(TOOLS) - 1  # requests of a haystack; one tool is shown
+CALLS = 6  # requests of a haystack
 CITIES = ("Lisbon", "Paris", "Tokyo", "Berlin", "Boston", "Madrid", "Cairo", "Dublin", "Oslo", "Vienna", "Rome")
 AGAIN = "\n\nRequests that stand above come again. Write the same calls.\n\n"
 
@@ -113,7 +113,7 @@ def hide_records(
 ) -> tuple[Tensor, list[Record]]:
     """All that is read before a request, `length` tokens, and the records that are asked for, by depth."""
     rng = seeded(text, length, trial)
-    facts = zip(rng.sample(list(TOOLS), len(TOOLS)), rng.sample(CITIES, len(TOOLS)), strict=True)
+    facts = zip(rng.sample(list(TOOLS), 1 + CALLS), rng.sample(CITIES, 1 + CALLS), strict=True)
     shown, *asked = (Record(tool, city, rng.randrange(10_000, 100_000)) for tool, city in facts)
     begin, end = encode(tokenizer, signatures()), encode(tokenizer, AGAIN + shown.written.lstrip() + "\n")
     hidden = [(i / (CALLS - 1), encode(tokenizer, record.written)) for i, record in enumerate(asked)]
