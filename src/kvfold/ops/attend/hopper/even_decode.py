@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from kvfold.format.layout import PageLayout
 from kvfold.ops.attend.hopper.decode_tiles import (
     UNSEEN,
+    exp2,
     in_columns,
     joined,
     log2,
@@ -25,7 +26,6 @@ from kvfold.ops.attend.hopper.decode_tiles import (
     own_tiles,
     release_by,
     seen_tokens,
-    softmax,
     store_weights,
     wait_by,
     wait_for_stored,
@@ -48,7 +48,6 @@ from kvfold.ops.attend.hopper.integer_decode import (
     UNIT,
     IntegerWords,
     _codes_alone,
-    _copy,
     _page,
     _read_values,
     _values,
@@ -56,7 +55,15 @@ from kvfold.ops.attend.hopper.integer_decode import (
     ctas,
     meta_stages,
 )
-from kvfold.ops.attend.hopper.integer_layouts import around_bits, flat, key_layout, registers, repeated, with_bits
+from kvfold.ops.attend.hopper.integer_layouts import (
+    around_bits,
+    copy_layout,
+    flat,
+    key_layout,
+    registers,
+    repeated,
+    with_bits,
+)
 from kvfold.ops.store.quantize_tiles import ROUNDER
 
 # Of a scale: what a byte at the place of a float32 lacks, and what brings weights into the middle of float16's range.
@@ -70,6 +77,7 @@ class EvenSide(NamedTuple):
     """The keys or the values of a page as 32-bit words."""
 
     segments: int
+    words: int  # of codes per token
     each: tuple[IntegerWords, ...]
 
 
@@ -78,20 +86,21 @@ def even_sides(layout: PageLayout) -> tuple[EvenSide, EvenSide]:
     for side, slot in enumerate((layout.key, layout.value)):
         places = zip(slot.segments, layout.places(side), strict=True)
         words = [IntegerWords(seg.bits, 1, at.code_stride // 4, at.codes // 4, at.meta // 4) for seg, at in places]
-        sides.append(EvenSide(len(words), tuple(words)))
+        sides.append(EvenSide(len(words), slot.code_bytes // 4, tuple(words)))
     return sides[0], sides[1]
 
 
 def room(key: EvenSide, value: EvenSide) -> int:
     """How many CTAs an SM takes."""
-    return ctas(_words(key) + _words(value) + scale_rows(key.segments + value.segments) // 4)
+    words = key.words + value.words + scale_rows(key.segments + value.segments) // 4
+    return ctas(tiles_at_once(words) * words)
 
 
-def _words(side: EvenSide) -> int:
-    return sum(segment.per_token for segment in side.each)
-
-
-words_of = gluon.constexpr_function(_words)
+@gluon.constexpr_function
+def tiles_at_once(words):
+    """Two, if as many CTAs fit with two: what is done once per loop then counts half. `words`: per token, in shared
+    memory."""
+    return 2 if ctas(2 * words) == ctas(words) else 1
 
 
 @gluon.constexpr_function
@@ -156,19 +165,22 @@ def decode(
     begin, end, first, last, newest = own_tiles(split, splits, sink, recent, gl.load(lengths + sequence))
     pool += head.to(gl.int64) * PAGE_WORDS
 
+    end = gl.minimum(end, last * 64 + 64)  # the loop may go past the last tile
+
+    WORDS: gl.constexpr = KEY.words + VALUE.words + ROWS // 4
+    TILES: gl.constexpr = tiles_at_once(WORDS)
     keys, values = (), ()
     for i in gl.static_range(len(KEY.each)):
-        keys += (_allocate(KEY.each[i].per_token, shared_words(KEY.each[i].per_token)),)
+        keys += (_allocate(TILES, KEY.each[i].per_token, shared_words(KEY.each[i].per_token)),)
     for i in gl.static_range(len(VALUE.each)):
-        values += (_allocate(VALUE.each[i].per_token, gl.SwizzledSharedLayout(4, 1, 8, [1, 0])),)
+        values += (_allocate(TILES, VALUE.each[i].per_token, gl.SwizzledSharedLayout(4, 1, 8, [1, 0])),)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    SCALES: gl.constexpr = meta_stages(ROWS // 4, words_of(KEY) + words_of(VALUE))
-    scales = gl.allocate_shared_memory(gl.int32, [SCALES, 8, ROWS, 2], FLAT)
+    PADDED: gl.constexpr = meta_stages(TILES * (ROWS // 4), TILES * (WORDS - ROWS // 4))
+    scales = gl.allocate_shared_memory(gl.int32, [TILES * PADDED, 8, ROWS, 2], FLAT)
     shared = (keys, values, scales)
-    for i in gl.static_range(STAGES - 1):
-        pages = _pages(table, first + i, table_pages, kv_heads, KEY, VALUE, PAGE)
-        _copy_tile(shared, i, pool, pages, first + i, last, newest, KEY, VALUE, PAGE, PAGE_WORDS, OVERLAP)
-    pages = _pages(table, first + (STAGES - 1), table_pages, kv_heads, KEY, VALUE, PAGE)
+    pages = _pages(table, first, table_pages, kv_heads, KEY, VALUE, TILES, PAGE)
+    _copy_tiles(shared, 0, pool, pages, first, last, newest, KEY, VALUE, PAGE, PAGE_WORDS, OVERLAP)
+    pages = _pages(table, first + TILES, table_pages, kv_heads, KEY, VALUE, TILES, PAGE)
 
     wait_by(OVERLAP, "start")
     release_by(OVERLAP, "start")
@@ -183,37 +195,43 @@ def decode(
     q += sequence.to(gl.int64) * q_stride + head * (RATIO * DIMS)
     queries = ()
     for i in gl.static_range(len(KEY.each)):
-        queries += (_queries(q + start_of(KEY, i), scale, of(KEY, i), DIMS, RATIO, HEADS, MMA),)
+        queries += (_queries(q + start_of(KEY, i), scale, table_pages >> 31, of(KEY, i), DIMS, RATIO, HEADS, MMA),)
 
     total = gl.zeros([8, HEADS], gl.float32, gl.SliceLayout(0, LOGITS))
     shifts, out = (), ()
     for i in gl.static_range(len(VALUE.each)):
         shifts += (gl.zeros([8, HEADS], gl.float32, gl.SliceLayout(0, LOGITS)),)
         out += (gl.zeros([dims_of(of(VALUE, i)), 8], gl.float32, MMA),)
-    for tile in range(first, last + 1):
-        async_copy.wait_group(STAGES - 2)
-        stage = (tile - first) % STAGES
-        free = (stage + (STAGES - 1)) % STAGES
-        _copy_tile(shared, free, pool, pages, tile + (STAGES - 1), last, newest, KEY, VALUE, PAGE, PAGE_WORDS, OVERLAP)
-        pages = _pages(table, tile + STAGES, table_pages, kv_heads, KEY, VALUE, PAGE)
-        factors = _read_scales(scales.index(stage), ROWS, LOGITS)
-        logits = gl.zeros([8, 8, HEADS], gl.float32, LOGITS)
-        for i in gl.static_range(len(KEY.each)):
-            k = _read_keys(keys[i].index(stage), of(KEY, i))
-            logits = _add_logits(logits, k, factors[i], queries[i], of(KEY, i), HEADS, MMA)
-        if (tile * 64 < begin) | (tile * 64 + 64 > end):
-            logits = gl.where(seen_tokens(tile, begin, end, LOGITS), logits, UNSEEN)
-        weight, fade, highest, total = softmax(logits, highest, total)
-        weighted = ()
-        for i in gl.static_range(len(VALUE.each)):
-            weighted += (weight * _flushed(factors[KEY.segments + i], VALUE_SCALE),)
-        operands = _operands(weighted, VALUE, HEADS, MMA)
-        new_shifts, new_out = (), ()
-        for i in gl.static_range(len(VALUE.each)):
-            new_shifts += (shifts[i] * fade[None, :] + gl.sum(weighted[i], 0),)
-            v = _values(_read_values(values[i].index(stage), of(VALUE, i)), of(VALUE, i), dims_of(of(VALUE, i)), MMA)
-            new_out += (mma_v2(v, operands[i], _faded(out[i], fade, i, HEADS, MMA)),)
-        shifts, out = new_shifts, new_out
+    for tile in range(first, last + 1, TILES):
+        async_copy.wait_group(0)
+        stage = (tile - first) % (2 * TILES)
+        _copy_tiles(
+            shared, TILES - stage, pool, pages, tile + TILES, last, newest, KEY, VALUE, PAGE, PAGE_WORDS, OVERLAP
+        )
+        pages = _pages(table, tile + 2 * TILES, table_pages, kv_heads, KEY, VALUE, TILES, PAGE)
+        logits, factors = (), ()
+        for j in gl.static_range(TILES):
+            factors += (_read_scales(scales.index(stage + j), ROWS, LOGITS),)
+            sums = gl.zeros([8, 8, HEADS], gl.float32, LOGITS)
+            for i in gl.static_range(len(KEY.each)):
+                k = _read_keys(keys[i].index(stage + j), of(KEY, i))
+                sums = _add_logits(sums, k, factors[j][i], queries[i], of(KEY, i), HEADS, MMA)
+            logits += (sums,)
+        if (tile * 64 < begin) | (tile * 64 + 64 * TILES > end):
+            logits = _masked(logits, tile, begin, end, LOGITS)
+        weight, fade, highest, total = _softmax(logits, highest, total)
+        shifts, out = _faded(shifts, out, fade, HEADS, MMA)
+        for j in gl.static_range(TILES):
+            weighted = ()
+            for i in gl.static_range(len(VALUE.each)):
+                weighted += (weight[j] * _flushed(factors[j][KEY.segments + i], VALUE_SCALE),)
+            operands = _operands(weighted, VALUE, HEADS, MMA)
+            new_shifts, new_out = (), ()
+            for i in gl.static_range(len(VALUE.each)):
+                new_shifts += (shifts[i] + gl.sum(weighted[i], 0),)
+                v = _read_values(values[i].index(stage + j), of(VALUE, i))
+                new_out += (mma_v2(_values(v, of(VALUE, i), dims_of(of(VALUE, i)), MMA), operands[i], out[i]),)
+            shifts, out = new_shifts, new_out
 
     wait_by(OVERLAP, "end")
     release_by(OVERLAP, "end")
@@ -225,9 +243,33 @@ def decode(
 
 
 @gluon.jit
-def _allocate(WORDS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Shared memory for WORDS words per token."""
-    return gl.allocate_shared_memory(gl.int32, [STAGES, 8, 8 * WORDS], LAYOUT)
+def _allocate(TILES: gl.constexpr, WORDS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Shared memory for tiles with WORDS words per token: those that are read, and those that are copied."""
+    return gl.allocate_shared_memory(gl.int32, [STAGES * TILES, 8, 8 * WORDS], LAYOUT)
+
+
+@gluon.jit
+def _masked(logits, tile, begin, end, LOGITS: gl.constexpr):
+    masked = ()
+    for j in gl.static_range(len(logits)):
+        masked += (gl.where(seen_tokens(tile + j, begin, end, LOGITS), logits[j], UNSEEN),)
+    return masked
+
+
+@gluon.jit
+def _softmax(logits, highest, total):
+    """`softmax` of several tiles together."""
+    peaks = gl.max(logits[0], 0)
+    for j in gl.static_range(1, len(logits)):
+        peaks = gl.maximum(peaks, gl.max(logits[j], 0))
+    now = gl.maximum(highest, gl.max(peaks, 0))
+    fade = exp2(highest - now)
+    weights = ()
+    total = total * fade[None, :]
+    for j in gl.static_range(len(logits)):
+        weights += (exp2(logits[j] - now[None, :][None, :, :]),)
+        total += gl.sum(weights[j], 0)
+    return weights, fade, now, total
 
 
 # --- the two products
@@ -252,7 +294,7 @@ def _add_logits(logits, k, factor, query, SEGMENT: gl.constexpr, HEADS: gl.const
 
 
 @gluon.jit
-def _queries(q, scale, SEGMENT: gl.constexpr, DIMS: gl.constexpr, RATIO: gl.constexpr, HEADS: gl.constexpr,
+def _queries(q, scale, zero, SEGMENT: gl.constexpr, DIMS: gl.constexpr, RATIO: gl.constexpr, HEADS: gl.constexpr,
              MMA: gl.constexpr):  # fmt: skip
     """For a segment of keys: the second operand of its logits, what sums begin with, and the unit per head."""
     COUNT: gl.constexpr = dims_of(SEGMENT)
@@ -283,7 +325,10 @@ def _queries(q, scale, SEGMENT: gl.constexpr, DIMS: gl.constexpr, RATIO: gl.cons
     begin = gl.convert_layout(gl.where(column % 2 == 0, 0, begin), gl.SliceLayout(0, MMA))
     narrow = gl.where((column % 2)[None, :] == 0, (fixed + 128) >> 8, fixed).to(gl.int8)
     unit = gl.convert_layout(gl.max(gl.reshape(unit, [HEADS, 2]), 1) * (scale * KEY_SCALE), HEAD)
-    return narrow, gl.zeros([64, 2 * HEADS], gl.int32, MMA) + begin[None, :], unit
+    row = gl.arange(0, 16, gl.SliceLayout(1, MMA))
+    rows = begin[None, :] + (row // 8 * zero)[:, None]
+    rows = gl.reshape(gl.permute(joined((rows, rows, rows, rows)), [2, 3, 0, 1]), [64, 2 * HEADS])
+    return narrow, gl.convert_layout(rows, MMA, assert_trivial=True), unit
 
 
 @gluon.jit
@@ -303,12 +348,21 @@ def _operands(weighted, VALUE: gl.constexpr, HEADS: gl.constexpr, MMA: gl.conste
 
 
 @gluon.jit
-def _faded(out, fade, SEGMENT: gl.constexpr, HEADS: gl.constexpr, MMA: gl.constexpr):
-    """Outputs of a segment so far [coordinate, column], times the `fade` of their head."""
+def _faded(shifts, out, fade, HEADS: gl.constexpr, MMA: gl.constexpr):
+    """Sums and outputs [coordinate, column] of all segments so far, times the `fade` of their head."""
+    new_shifts, new_out = (), ()
+    for i in gl.static_range(len(out)):
+        new_shifts += (shifts[i] * fade[None, :],)
+        new_out += (_faded_segment(out[i], fade, i, HEADS, MMA),)
+    return new_shifts, new_out
+
+
+@gluon.jit
+def _faded_segment(out, fade, NUMBER: gl.constexpr, HEADS: gl.constexpr, MMA: gl.constexpr):
     if HEADS == 4:
         first, second = gl.split(gl.reshape(out, [out.shape[0], HEADS, 2]))
         by = gl.convert_layout(fade, gl.SliceLayout(0, first.type.layout), assert_trivial=True)[None, :]
-        if SEGMENT == 0:
+        if NUMBER == 0:
             first = first * by
         else:
             second = second * by
@@ -383,52 +437,83 @@ def _flushed(factor, SCALE: gl.constexpr):
 
 
 @gluon.jit
-def _pages(table, tile, table_pages, kv_heads, KEY: gl.constexpr, VALUE: gl.constexpr, PAGE: gl.constexpr):
-    """Where in the pool a tile's pages are, in rows of KV head 0: for keys, values and scales."""
-    pages = ()
-    for i in gl.static_range(len(KEY.each)):
-        pages += (_page(table, tile, table_pages, kv_heads, KEY.each[i].per_token, PAGE),)
-    for i in gl.static_range(len(VALUE.each)):
-        pages += (_page(table, tile, table_pages, kv_heads, VALUE.each[i].per_token, PAGE),)
-    if PAGE % 64 == 0:
-        page = gl.load(table + gl.minimum(tile * 64 // PAGE, table_pages - 1))
-    else:
-        LAYOUT: gl.constexpr = copied_scales(scale_rows(KEY.segments + VALUE.segments))
-        run = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
-        page = gl.load(table + gl.minimum((tile * 64 + run * 8) // PAGE, table_pages - 1))
-    return pages + (page.to(gl.int32) * kv_heads,)
+def _pages(table, tile, table_pages, kv_heads, KEY: gl.constexpr, VALUE: gl.constexpr, TILES: gl.constexpr,
+           PAGE: gl.constexpr):  # fmt: skip
+    """Where in the pool the pages of tiles are, in rows of KV head 0: per tile, for keys, values and scales."""
+    SEGMENTS: gl.constexpr = KEY.segments + VALUE.segments
+    tiles = ()
+    for j in gl.static_range(TILES):
+        pages = ()
+        for i in gl.static_range(len(KEY.each)):
+            pages += (_page(table, tile + j, table_pages, kv_heads, KEY.each[i].per_token, PAGE),)
+        for i in gl.static_range(len(VALUE.each)):
+            pages += (_page(table, tile + j, table_pages, kv_heads, VALUE.each[i].per_token, PAGE),)
+        tiles += (pages + (_scale_page(table, tile + j, table_pages, kv_heads, SEGMENTS, PAGE),),)
+    return tiles
 
 
 @gluon.jit
-def _copy_tile(shared, stage, pool, pages, tile, last, newest, KEY: gl.constexpr, VALUE: gl.constexpr,
-               PAGE: gl.constexpr, PAGE_WORDS: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
-    """Prefetch a tile as one group of copies. Past the last tile, the group is empty."""
-    keys, values, scales = shared
-    if tile <= last:
-        wait_for_stored(tile, newest, OVERLAP)
-        for i in gl.static_range(len(KEY.each)):
-            at, page = pool + KEY.each[i].codes, pages[i]
-            _copy(keys[i].index(stage), at, page, tile, KEY.each[i].per_token, PAGE, PAGE_WORDS)
-        for i in gl.static_range(len(VALUE.each)):
-            at, page = pool + VALUE.each[i].codes, pages[KEY.segments + i]
-            _copy(values[i].index(stage), at, page, tile, VALUE.each[i].per_token, PAGE, PAGE_WORDS)
-        page = pages[KEY.segments + VALUE.segments]
-        SEGMENTS: gl.constexpr = KEY.segments + VALUE.segments
-        _copy_scales(scales.index(stage), pool + KEY.each[0].meta, page, tile, SEGMENTS, PAGE, PAGE_WORDS)
+def _scale_page(table, tile, table_pages, kv_heads, SEGMENTS: gl.constexpr, PAGE: gl.constexpr):
+    """`_page` in the layout of scales."""
+    if PAGE % 64 == 0:
+        page = gl.load(table + gl.minimum(tile * 64 // PAGE, table_pages - 1))
+    else:
+        run = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, copied_scales(scale_rows(SEGMENTS)))))
+        page = gl.load(table + gl.minimum((tile * 64 + run * 8) // PAGE, table_pages - 1))
+    return page.to(gl.int32) * kv_heads
+
+
+@gluon.jit
+def _copy_tiles(shared, stage, pool, pages, tile, last, newest, KEY: gl.constexpr, VALUE: gl.constexpr,
+                PAGE: gl.constexpr, PAGE_WORDS: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
+    """Prefetch tiles as one group of copies. Nothing is copied past the last tile."""
+    for j in gl.static_range(len(pages)):
+        if tile + j <= last:
+            wait_for_stored(tile + j, newest, OVERLAP)
+            _copy_tile(shared, stage + j, pool, pages[j], tile + j, KEY, VALUE, PAGE, PAGE_WORDS)
     async_copy.commit_group()
 
 
 @gluon.jit
-def _copy_scales(to, pool, page, tile, SEGMENTS: gl.constexpr, PAGE: gl.constexpr, PAGE_WORDS: gl.constexpr):
+def _copy_tile(shared, stage, pool, pages, tile, KEY: gl.constexpr, VALUE: gl.constexpr, PAGE: gl.constexpr,
+               PAGE_WORDS: gl.constexpr):  # fmt: skip
+    keys, values, scales = shared
+    for i in gl.static_range(len(KEY.each)):
+        _copy(keys[i].index(stage), pool, pages[i], tile, of(KEY, i), PAGE, PAGE_WORDS)
+    for i in gl.static_range(len(VALUE.each)):
+        _copy(values[i].index(stage), pool, pages[KEY.segments + i], tile, of(VALUE, i), PAGE, PAGE_WORDS)
+    SEGMENTS: gl.constexpr = KEY.segments + VALUE.segments
+    _copy_scales(scales.index(stage), pool, pages[SEGMENTS], tile, KEY.each[0].meta, SEGMENTS, PAGE, PAGE_WORDS)
+
+
+@gluon.jit
+def _copy(to, pool, page, tile, SEGMENT: gl.constexpr, PAGE: gl.constexpr, PAGE_WORDS: gl.constexpr):
+    """Prefetch the words of a segment, [run, word of its tokens]."""
+    WORDS: gl.constexpr = SEGMENT.per_token
+    LAYOUT: gl.constexpr = copy_layout(WORDS, PAGE)
+    run = gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
+    word = gl.arange(0, 8 * WORDS, gl.SliceLayout(0, LAYOUT)) + SEGMENT.codes
+    if PAGE % 64 == 0:  # what all tiles share comes first
+        at = page.to(gl.int64) * PAGE_WORDS + gl.multiple_of(tile * 64 % PAGE, 64) * WORDS
+        pointers = pool + ((run * (8 * WORDS))[:, None] + word[None, :]) + at
+    else:
+        at = page.to(gl.int64) * PAGE_WORDS + (tile * 64 + run * 8) % PAGE * WORDS
+        pointers = pool + gl.multiple_of(at, 4)[:, None] + word[None, :]
+    async_load(to, pointers)
+
+
+@gluon.jit
+def _copy_scales(to, pool, page, tile, META: gl.constexpr, SEGMENTS: gl.constexpr, PAGE: gl.constexpr,
+                 PAGE_WORDS: gl.constexpr):  # fmt: skip
     """Prefetch the scales of a tile, [run, segment, word]. In a page, the arrays of all segments follow each other."""
     LAYOUT: gl.constexpr = copied_scales(scale_rows(SEGMENTS))
     run = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
     row = gl.arange(0, scale_rows(SEGMENTS), gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
     word = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
-    within = (row * (PAGE // 4))[None, :, None] + word[None, None, :]
+    within = (META + row * (PAGE // 4))[None, :, None] + word[None, None, :]
     if PAGE % 64 == 0:
-        start = pool + page.to(gl.int64) * PAGE_WORDS + gl.multiple_of(tile * 64 % PAGE, 64) // 4
-        pointers = start + ((run * 2)[:, None, None] + within)
+        at = page.to(gl.int64) * PAGE_WORDS + gl.multiple_of(tile * 64 % PAGE, 64) // 4
+        pointers = pool + ((run * 2)[:, None, None] + within) + at
     else:
         at = page.to(gl.int64) * PAGE_WORDS + (tile * 64 + run * 8) % PAGE // 4
         pointers = pool + gl.multiple_of(at, 2)[:, None, None] + within
