@@ -61,9 +61,9 @@ class Program:
         self.steps: list[tuple[str, str, list[str]]] = []  # predicate, name, operands
         self.labels: dict[str, int] = {}
         for line in re.split(r"[;\n]", body):
-            text = re.sub(r"^\{\s*(?=\.reg)|\}$", "", line.strip()).strip() if line.count("{") != line.count("}") else (
-                line.strip()
-            )  # fmt: skip
+            text = line.strip()
+            if text.count("{") != text.count("}"):  # a block of inline assembly begins or ends
+                text = text.strip("{} ")
             if match := re.fullmatch(r"(\$\w+):", text):
                 self.labels[match[1]] = len(self.steps)
             elif text and not text.startswith((".", "{")):
@@ -186,7 +186,8 @@ class _Warp:
 
     def _fma(self, suffixes: list[str], x: str, y: str, z: str) -> np.ndarray:
         a, b, c = (_flushed(each, suffixes).astype(np.float64) for each in self._all(suffixes, (x, y, z)))
-        return (a * b + c).astype(np.float32)
+        with np.errstate(over="ignore"):
+            return (a * b + c).astype(np.float32)
 
     def _div(self, suffixes: list[str], x: str, y: str) -> np.ndarray:
         if suffixes[-1] == "f32":
@@ -379,7 +380,7 @@ def _listed(results: Any) -> list[np.ndarray]:
 
 def _bits(x: Any) -> Any:
     dtype = np.dtype(x.dtype if isinstance(x, np.ndarray) else x)
-    return np.dtype(bool) if dtype == bool else np.dtype(f"u{dtype.itemsize}")
+    return dtype if dtype.kind == "b" else np.dtype(f"u{dtype.itemsize}")
 
 
 def _flushed(x: np.ndarray, suffixes: list[str]) -> np.ndarray:

@@ -16,6 +16,7 @@ from kvfold.ops.attend.hopper import even_decode as even
 from kvfold.ops.attend.hopper import integer_decode as integers
 from kvfold.ops.attend.hopper import level_lookup as levels
 from kvfold.ops.attend.hopper.decode_tiles import TILE
+from kvfold.ops.attend.hopper.even_pages import even_sides
 from kvfold.ops.attend.parts import LOG2_E, Sinks, empty, learned_sinks, merge, sms
 from kvfold.ops.decode_prologue import prologue
 from kvfold.ops.pages import LayerPages, Logits
@@ -228,7 +229,7 @@ def _kernel(layout: PageLayout) -> Kernel:
         looked_up = codebooks.key_words(key, at[0], at[2]), codebooks.value_words(value, at[1], at[3])
         return Kernel(codebooks.decode, *looked_up, False, warps, registers)
     if _has_even(layout):
-        sides = even.even_sides(layout)
+        sides = even_sides(layout)
         return Kernel(even.decode, *sides, False, even.room(*sides), None)
     both = integers.integer_words(key, at[0], at[2]), integers.integer_words(value, at[1], at[3])
     return Kernel(integers.decode, *both, True, integers.room(*both), None)

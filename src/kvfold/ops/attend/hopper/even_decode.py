@@ -9,13 +9,10 @@ different widths, each in an array of its own.
   subnormal, and so flushed to zero, if its exponent is 0. A lane reads the scales of its run at once, for all segments.
 """
 
-from typing import NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from kvfold.format.layout import PageLayout
 from kvfold.ops.attend.hopper.decode_tiles import (
     UNSEEN,
     exp2,
@@ -28,66 +25,48 @@ from kvfold.ops.attend.hopper.decode_tiles import (
     seen_tokens,
     store_weights,
     wait_by,
-    wait_for_stored,
     weights_operand,
 )
 from kvfold.ops.attend.hopper.even_layouts import (
     codes_per_lane,
-    copied_scales,
     key_coordinate,
     key_middle,
-    scale_layout,
     shared_words,
     sharing,
     sharing_layout,
-    unpack_scales,
     unpack_shared_bytes,
+)
+from kvfold.ops.attend.hopper.even_pages import (
+    EvenSide,
+    copy_tiles,
+    dims_of,
+    of,
+    read_keys,
+    read_scales,
+    scale_rows,
+    start_of,
+    tile_pages,
 )
 from kvfold.ops.attend.hopper.integer_decode import (
     STAGES,
     UNIT,
-    IntegerWords,
-    _codes_alone,
-    _page,
-    _read_values,
-    _values,
-    async_load,
+    codes_alone,
     ctas,
     meta_stages,
+    read_values,
+    value_operand,
 )
-from kvfold.ops.attend.hopper.integer_layouts import (
-    around_bits,
-    copy_layout,
-    flat,
-    key_layout,
-    registers,
-    repeated,
-    with_bits,
-)
+from kvfold.ops.attend.hopper.integer_layouts import around_bits, registers, repeated, with_bits
 from kvfold.ops.store.quantize_tiles import ROUNDER
 
-# Of a scale: what a byte at the place of a float32 lacks, and what brings weights into the middle of float16's range.
-KEY_SCALE = gl.constexpr(2.0**119)
-VALUE_SCALE = gl.constexpr(2.0**126)
-BACK = gl.constexpr(2.0**-7)  # KEY_SCALE / VALUE_SCALE
+# A byte at the place of a float32 is 2^119 times too small. So units of queries are 2^64 times too large, which is far
+# from overflow, and softmax multiplies logits by the rest. Weights are 2^122 times too large; times a scale, they lie
+# in the middle of float16's range.
+QUERY = gl.constexpr(2.0**64)
+LOGIT = gl.constexpr(2.0**55)
+WEIGHT = gl.constexpr(122)
+BACK = gl.constexpr(2.0**-3)
 EXACT = gl.constexpr(2.0**22 - 2.0**12)  # products up to this are the low bits of ROUNDER + product
-
-
-class EvenSide(NamedTuple):
-    """The keys or the values of a page as 32-bit words."""
-
-    segments: int
-    words: int  # of codes per token
-    each: tuple[IntegerWords, ...]
-
-
-def even_sides(layout: PageLayout) -> tuple[EvenSide, EvenSide]:
-    sides = []
-    for side, slot in enumerate((layout.key, layout.value)):
-        places = zip(slot.segments, layout.places(side), strict=True)
-        words = [IntegerWords(seg.bits, 1, at.code_stride // 4, at.codes // 4, at.meta // 4) for seg, at in places]
-        sides.append(EvenSide(len(words), slot.code_bytes // 4, tuple(words)))
-    return sides[0], sides[1]
 
 
 def room(key: EvenSide, value: EvenSide) -> int:
@@ -101,29 +80,6 @@ def tiles_at_once(words):
     """Two, if as many CTAs fit with two: what is done once per loop then counts half. `words`: per token, in shared
     memory."""
     return 2 if ctas(2 * words) == ctas(words) else 1
-
-
-@gluon.constexpr_function
-def scale_rows(segments):
-    """How many scales per token shared memory has: those of all segments, up to 4 or 8."""
-    return 4 if segments <= 4 else 8
-
-
-@gluon.constexpr_function
-def of(side, number):
-    """A segment of a side."""
-    return side.each[number]
-
-
-@gluon.constexpr_function
-def dims_of(segment):
-    return 32 * segment.per_token // segment.bits
-
-
-@gluon.constexpr_function
-def start_of(side, number):
-    """The first coordinate of a segment."""
-    return sum(32 * segment.per_token // segment.bits for segment in side.each[:number])
 
 
 @gluon.jit(
@@ -151,8 +107,8 @@ def decode(
     PAGE_WORDS: gl.constexpr,
     RATIO: gl.constexpr,  # query heads per KV head
     HEADS: gl.constexpr,  # RATIO, up to 4 or 8
-    COLUMNS: gl.constexpr,
-    ORDER: gl.constexpr,
+    COLUMNS: gl.constexpr,  # not used: there are always 8
+    ORDER: gl.constexpr,  # 1: queries come rotated
     OVERLAP: gl.constexpr,
 ):
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
@@ -163,9 +119,8 @@ def decode(
     splits, kv_heads, sequences = gl.num_programs(0), gl.num_programs(1), gl.num_programs(2)
     table += sequence.to(gl.int64) * table_stride
     begin, end, first, last, newest = own_tiles(split, splits, sink, recent, gl.load(lengths + sequence))
-    pool += head.to(gl.int64) * PAGE_WORDS
-
     end = gl.minimum(end, last * 64 + 64)  # the loop may go past the last tile
+    pool += head.to(gl.int64) * PAGE_WORDS
 
     WORDS: gl.constexpr = KEY.words + VALUE.words + ROWS // 4
     TILES: gl.constexpr = tiles_at_once(WORDS)
@@ -178,9 +133,9 @@ def decode(
     PADDED: gl.constexpr = meta_stages(TILES * (ROWS // 4), TILES * (WORDS - ROWS // 4))
     scales = gl.allocate_shared_memory(gl.int32, [TILES * PADDED, 8, ROWS, 2], FLAT)
     shared = (keys, values, scales)
-    pages = _pages(table, first, table_pages, kv_heads, KEY, VALUE, TILES, PAGE)
-    _copy_tiles(shared, 0, pool, pages, first, last, newest, KEY, VALUE, PAGE, PAGE_WORDS, OVERLAP)
-    pages = _pages(table, first + TILES, table_pages, kv_heads, KEY, VALUE, TILES, PAGE)
+    pages = tile_pages(table, first, table_pages, kv_heads, KEY, VALUE, TILES, PAGE)
+    copy_tiles(shared, 0, pool, pages, first, last, newest, KEY, VALUE, PAGE, PAGE_WORDS, OVERLAP)
+    pages = tile_pages(table, first + TILES, table_pages, kv_heads, KEY, VALUE, TILES, PAGE)
 
     wait_by(OVERLAP, "start")
     release_by(OVERLAP, "start")
@@ -205,16 +160,16 @@ def decode(
     for tile in range(first, last + 1, TILES):
         async_copy.wait_group(0)
         stage = (tile - first) % (2 * TILES)
-        _copy_tiles(
+        copy_tiles(
             shared, TILES - stage, pool, pages, tile + TILES, last, newest, KEY, VALUE, PAGE, PAGE_WORDS, OVERLAP
         )
-        pages = _pages(table, tile + 2 * TILES, table_pages, kv_heads, KEY, VALUE, TILES, PAGE)
+        pages = tile_pages(table, tile + 2 * TILES, table_pages, kv_heads, KEY, VALUE, TILES, PAGE)
         logits, factors = (), ()
         for j in gl.static_range(TILES):
-            factors += (_read_scales(scales.index(stage + j), ROWS, LOGITS),)
+            factors += (read_scales(scales.index(stage + j), ROWS, LOGITS),)
             sums = gl.zeros([8, 8, HEADS], gl.float32, LOGITS)
             for i in gl.static_range(len(KEY.each)):
-                k = _read_keys(keys[i].index(stage + j), of(KEY, i))
+                k = read_keys(keys[i].index(stage + j), of(KEY, i))
                 sums = _add_logits(sums, k, factors[j][i], queries[i], of(KEY, i), HEADS, MMA)
             logits += (sums,)
         if (tile * 64 < begin) | (tile * 64 + 64 * TILES > end):
@@ -224,13 +179,13 @@ def decode(
         for j in gl.static_range(TILES):
             weighted = ()
             for i in gl.static_range(len(VALUE.each)):
-                weighted += (weight[j] * _flushed(factors[j][KEY.segments + i], VALUE_SCALE),)
+                weighted += (_flushed_product(weight[j], factors[j][KEY.segments + i]),)
             operands = _operands(weighted, VALUE, HEADS, MMA)
             new_shifts, new_out = (), ()
             for i in gl.static_range(len(VALUE.each)):
                 new_shifts += (shifts[i] + gl.sum(weighted[i], 0),)
-                v = _read_values(values[i].index(stage + j), of(VALUE, i))
-                new_out += (mma_v2(_values(v, of(VALUE, i), dims_of(of(VALUE, i)), MMA), operands[i], out[i]),)
+                v = read_values(values[i].index(stage + j), of(VALUE, i))
+                new_out += (mma_v2(value_operand(v, of(VALUE, i), dims_of(of(VALUE, i)), MMA), operands[i], out[i]),)
             shifts, out = new_shifts, new_out
 
     wait_by(OVERLAP, "end")
@@ -258,17 +213,18 @@ def _masked(logits, tile, begin, end, LOGITS: gl.constexpr):
 
 @gluon.jit
 def _softmax(logits, highest, total):
-    """`softmax` of several tiles together."""
+    """`softmax` of several tiles together. Logits are LOGIT times too small, weights 2^WEIGHT times too large."""
     peaks = gl.max(logits[0], 0)
     for j in gl.static_range(1, len(logits)):
         peaks = gl.maximum(peaks, gl.max(logits[j], 0))
-    now = gl.maximum(highest, gl.max(peaks, 0))
+    now = gl.maximum(highest, gl.max(peaks, 0) * LOGIT)
     fade = exp2(highest - now)
+    one = (now - WEIGHT)[None, :][None, :, :]
     weights = ()
     total = total * fade[None, :]
     for j in gl.static_range(len(logits)):
-        weights += (exp2(logits[j] - now[None, :][None, :, :]),)
-        total += gl.sum(weights[j], 0)
+        weights += (exp2(logits[j] * LOGIT - one),)
+        total += gl.sum(weights[j], 0) * 2.0**-WEIGHT
     return weights, fade, now, total
 
 
@@ -296,7 +252,10 @@ def _add_logits(logits, k, factor, query, SEGMENT: gl.constexpr, HEADS: gl.const
 @gluon.jit
 def _queries(q, scale, zero, SEGMENT: gl.constexpr, DIMS: gl.constexpr, RATIO: gl.constexpr, HEADS: gl.constexpr,
              MMA: gl.constexpr):  # fmt: skip
-    """For a segment of keys: the second operand of its logits, what sums begin with, and the unit per head."""
+    """For a segment of keys: the second operand of its logits, what sums begin with, and the unit per head.
+
+    `zero` is 0, but the compiler does not know.
+    """
     COUNT: gl.constexpr = dims_of(SEGMENT)
     OPERAND: gl.constexpr = gl.DotOperandLayout(1, MMA, 4)
     HEAD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, logits_layout(HEADS)))
@@ -324,7 +283,9 @@ def _queries(q, scale, zero, SEGMENT: gl.constexpr, DIMS: gl.constexpr, RATIO: g
         begin = begin.to(gl.int32)
     begin = gl.convert_layout(gl.where(column % 2 == 0, 0, begin), gl.SliceLayout(0, MMA))
     narrow = gl.where((column % 2)[None, :] == 0, (fixed + 128) >> 8, fixed).to(gl.int8)
-    unit = gl.convert_layout(gl.max(gl.reshape(unit, [HEADS, 2]), 1) * (scale * KEY_SCALE), HEAD)
+    unit = gl.convert_layout(gl.max(gl.reshape(unit, [HEADS, 2]), 1) * (scale * QUERY), HEAD)
+    # MMA adds to four neighbouring registers. They stay in place if two of them differ from the others, by `zero`, and
+    # all tiles of 16 tokens share them; else each MMA would copy them.
     row = gl.arange(0, 16, gl.SliceLayout(1, MMA))
     rows = begin[None, :] + (row // 8 * zero)[:, None]
     rows = gl.reshape(gl.permute(joined((rows, rows, rows, rows)), [2, 3, 0, 1]), [64, 2 * HEADS])
@@ -377,7 +338,7 @@ def _store_segment(part, out, total, shift, unit, NUMBER: gl.constexpr, SEGMENT:
                    RATIO: gl.constexpr, HEADS: gl.constexpr):  # fmt: skip
     """Store outputs [coordinate, column] of a segment as means over this CTA's tokens, float32[RATIO, DIMS]."""
     SIZE: gl.constexpr = dims_of(SEGMENT)
-    out = _codes_alone(out, SEGMENT, SIZE, 8)
+    out = codes_alone(out, SEGMENT, SIZE, 8)
     if HEADS == 4:
         first, second = gl.split(gl.reshape(out, [SIZE, HEADS, 2]))
         out = first if NUMBER == 0 else second
@@ -390,7 +351,7 @@ def _store_segment(part, out, total, shift, unit, NUMBER: gl.constexpr, SEGMENT:
     head = gl.arange(0, HEADS, gl.SliceLayout(0, LAYOUT))
     if HEADS == 8:
         head = head // 2 + head % 2 * 4
-    # the code that `_values` puts at this index; from the low bits up: half of a row, row, code of the byte, byte
+    # the code that `value_operand` puts at this index; from the low bits up: half of a row, row, code of the byte, byte
     LINES: gl.constexpr = SEGMENT.per_token // 4
     CODES: gl.constexpr = 8 // SEGMENT.bits
     code, half = (index >> 3) // LINES % CODES, (index >> 3) % LINES * 8 + (index & 7)
@@ -426,124 +387,8 @@ def _keys(k, SEGMENT: gl.constexpr, MMA: gl.constexpr):
 
 
 @gluon.jit
-def _flushed(factor, SCALE: gl.constexpr):
-    """factor·SCALE, 0 if the factor is subnormal."""
+def _flushed_product(weight, factor):
+    """weight·factor, 0 if the factor is subnormal."""
     return gl.inline_asm_elementwise(
-        "mul.rn.ftz.f32 $0, $1, $2;", "=f,f,f", [factor, SCALE], dtype=gl.float32, is_pure=True, pack=1
+        "mul.rn.ftz.f32 $0, $1, $2;", "=f,f,f", [weight, factor], dtype=gl.float32, is_pure=True, pack=1
     )
-
-
-# --- from pages to shared memory, and from there to lanes
-
-
-@gluon.jit
-def _pages(table, tile, table_pages, kv_heads, KEY: gl.constexpr, VALUE: gl.constexpr, TILES: gl.constexpr,
-           PAGE: gl.constexpr):  # fmt: skip
-    """Where in the pool the pages of tiles are, in rows of KV head 0: per tile, for keys, values and scales."""
-    SEGMENTS: gl.constexpr = KEY.segments + VALUE.segments
-    tiles = ()
-    for j in gl.static_range(TILES):
-        pages = ()
-        for i in gl.static_range(len(KEY.each)):
-            pages += (_page(table, tile + j, table_pages, kv_heads, KEY.each[i].per_token, PAGE),)
-        for i in gl.static_range(len(VALUE.each)):
-            pages += (_page(table, tile + j, table_pages, kv_heads, VALUE.each[i].per_token, PAGE),)
-        tiles += (pages + (_scale_page(table, tile + j, table_pages, kv_heads, SEGMENTS, PAGE),),)
-    return tiles
-
-
-@gluon.jit
-def _scale_page(table, tile, table_pages, kv_heads, SEGMENTS: gl.constexpr, PAGE: gl.constexpr):
-    """`_page` in the layout of scales."""
-    if PAGE % 64 == 0:
-        page = gl.load(table + gl.minimum(tile * 64 // PAGE, table_pages - 1))
-    else:
-        run = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, copied_scales(scale_rows(SEGMENTS)))))
-        page = gl.load(table + gl.minimum((tile * 64 + run * 8) // PAGE, table_pages - 1))
-    return page.to(gl.int32) * kv_heads
-
-
-@gluon.jit
-def _copy_tiles(shared, stage, pool, pages, tile, last, newest, KEY: gl.constexpr, VALUE: gl.constexpr,
-                PAGE: gl.constexpr, PAGE_WORDS: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
-    """Prefetch tiles as one group of copies. Nothing is copied past the last tile."""
-    for j in gl.static_range(len(pages)):
-        if tile + j <= last:
-            wait_for_stored(tile + j, newest, OVERLAP)
-            _copy_tile(shared, stage + j, pool, pages[j], tile + j, KEY, VALUE, PAGE, PAGE_WORDS)
-    async_copy.commit_group()
-
-
-@gluon.jit
-def _copy_tile(shared, stage, pool, pages, tile, KEY: gl.constexpr, VALUE: gl.constexpr, PAGE: gl.constexpr,
-               PAGE_WORDS: gl.constexpr):  # fmt: skip
-    keys, values, scales = shared
-    for i in gl.static_range(len(KEY.each)):
-        _copy(keys[i].index(stage), pool, pages[i], tile, of(KEY, i), PAGE, PAGE_WORDS)
-    for i in gl.static_range(len(VALUE.each)):
-        _copy(values[i].index(stage), pool, pages[KEY.segments + i], tile, of(VALUE, i), PAGE, PAGE_WORDS)
-    SEGMENTS: gl.constexpr = KEY.segments + VALUE.segments
-    _copy_scales(scales.index(stage), pool, pages[SEGMENTS], tile, KEY.each[0].meta, SEGMENTS, PAGE, PAGE_WORDS)
-
-
-@gluon.jit
-def _copy(to, pool, page, tile, SEGMENT: gl.constexpr, PAGE: gl.constexpr, PAGE_WORDS: gl.constexpr):
-    """Prefetch the words of a segment, [run, word of its tokens]."""
-    WORDS: gl.constexpr = SEGMENT.per_token
-    LAYOUT: gl.constexpr = copy_layout(WORDS, PAGE)
-    run = gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
-    word = gl.arange(0, 8 * WORDS, gl.SliceLayout(0, LAYOUT)) + SEGMENT.codes
-    if PAGE % 64 == 0:  # what all tiles share comes first
-        at = page.to(gl.int64) * PAGE_WORDS + gl.multiple_of(tile * 64 % PAGE, 64) * WORDS
-        pointers = pool + ((run * (8 * WORDS))[:, None] + word[None, :]) + at
-    else:
-        at = page.to(gl.int64) * PAGE_WORDS + (tile * 64 + run * 8) % PAGE * WORDS
-        pointers = pool + gl.multiple_of(at, 4)[:, None] + word[None, :]
-    async_load(to, pointers)
-
-
-@gluon.jit
-def _copy_scales(to, pool, page, tile, META: gl.constexpr, SEGMENTS: gl.constexpr, PAGE: gl.constexpr,
-                 PAGE_WORDS: gl.constexpr):  # fmt: skip
-    """Prefetch the scales of a tile, [run, segment, word]. In a page, the arrays of all segments follow each other."""
-    LAYOUT: gl.constexpr = copied_scales(scale_rows(SEGMENTS))
-    run = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
-    row = gl.arange(0, scale_rows(SEGMENTS), gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
-    word = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
-    within = (META + row * (PAGE // 4))[None, :, None] + word[None, None, :]
-    if PAGE % 64 == 0:
-        at = page.to(gl.int64) * PAGE_WORDS + gl.multiple_of(tile * 64 % PAGE, 64) // 4
-        pointers = pool + ((run * 2)[:, None, None] + within) + at
-    else:
-        at = page.to(gl.int64) * PAGE_WORDS + (tile * 64 + run * 8) % PAGE // 4
-        pointers = pool + gl.multiple_of(at, 2)[:, None, None] + within
-    async_load(to, pointers, mask=(row < SEGMENTS)[None, :, None])
-
-
-@gluon.jit
-def _read_keys(shared, SEGMENT: gl.constexpr):
-    """The words of a segment of a tile's keys, [run, place, word]."""
-    LAYOUT: gl.constexpr = key_layout(SEGMENT.per_token, 1)
-    words = gl.reshape(shared.load(flat(LAYOUT)), [8, 8, SEGMENT.per_token])
-    return gl.convert_layout(words, LAYOUT, assert_trivial=True)
-
-
-@gluon.jit
-def _read_scales(shared, ROWS: gl.constexpr, LOGITS: gl.constexpr):
-    """The scales of a tile per segment, [place, run, 1], 2^119 times too small."""
-    return _scales(shared.load(scale_layout(ROWS)), ROWS, LOGITS)
-
-
-@gluon.jit
-def _scales(words, ROWS: gl.constexpr, LOGITS: gl.constexpr):
-    """Words [run, segment, word] -> scales per segment."""
-    if ROWS > 1:
-        first, second = gl.split(gl.permute(gl.reshape(words, [8, 2, ROWS // 2, 2]), [0, 2, 3, 1]))
-        return _scales(first, ROWS // 2, LOGITS) + _scales(second, ROWS // 2, LOGITS)
-    else:
-        bytes = gl.inline_asm_elementwise(
-            unpack_scales(), "=f,=f,=f,=f,r", [gl.reshape(words, [8, 2])], dtype=repeated(gl.float32, 4), is_pure=True,
-            pack=1,
-        )  # fmt: skip
-        scales = gl.reshape(gl.permute(joined(bytes), [1, 3, 2, 0]), [8, 8])  # [word, high bit, low bit, run]
-        return (gl.convert_layout(scales, gl.SliceLayout(2, LOGITS), assert_trivial=True)[:, :, None],)
