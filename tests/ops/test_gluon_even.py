@@ -122,13 +122,14 @@ def test_every_code_of_a_key_has_an_index(dims: int, bits: int) -> None:
         assert found == 4 * word + byte + code * 4 * words  # as packing.py orders codes
 
 
-@pytest.mark.parametrize("case", CASES[::2], ids=str)
-def test_two_tiles_are_read_at_once_where_they_fit(case: Case) -> None:
-    key, value = even_sides(case.layout)
-    rows = 4 if key.segments + value.segments <= 4 else 8
-    tile = TILE * (case.layout.key.code_bytes + case.layout.value.code_bytes + rows)
-    at_once = even_decode.tiles_at_once(tile // TILE // 4)
-    assert even_decode.room(key, value) * (2 * at_once * tile + 1024) <= SHARED
+@pytest.mark.parametrize(("bits", "heads", "tiles"), [(2, 4, 2), (2, 8, 1), (3, 4, 1), (4, 4, 1)])
+def test_two_tiles_are_read_at_once_where_as_many_ctas_fit(bits: int, heads: int, tiles: int) -> None:
+    layout = Case(bits, heads, 64).layout
+    key, value = even_sides(layout)
+    rows = 4 if key.segments + value.segments <= 4 else 8  # of scales
+    bytes_per_token = layout.key.code_bytes + layout.value.code_bytes + rows
+    assert even_decode.tiles_at_once(bytes_per_token // 4, value.segments, heads) == tiles
+    assert even_decode.room(key, value) * (2 * tiles * TILE * bytes_per_token + 1024) <= SHARED
 
 
 @pytest.mark.parametrize(

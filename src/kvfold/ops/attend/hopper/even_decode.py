@@ -71,15 +71,15 @@ EXACT = gl.constexpr(2.0**22 - 2.0**12)  # products up to this are the low bits 
 
 def room(key: EvenSide, value: EvenSide) -> int:
     """How many CTAs an SM takes."""
-    words = key.words + value.words + scale_rows(key.segments + value.segments) // 4
-    return ctas(tiles_at_once(words) * words)
+    return ctas(key.words + value.words + scale_rows(key.segments + value.segments) // 4)
 
 
 @gluon.constexpr_function
-def tiles_at_once(words):
-    """Two, if as many CTAs fit with two: what is done once per loop then counts half. `words`: per token, in shared
-    memory."""
-    return 2 if ctas(2 * words) == ctas(words) else 1
+def tiles_at_once(words, value_segments, heads):
+    """How many tiles a CTA reads at once, with `words` words per token in shared memory: two, if as many CTAs fit then.
+    What it does once per loop then counts half. But with two segments of values, two tiles take longer; and with eight
+    heads they would take nearly all registers."""
+    return 2 if value_segments == 1 and heads == 4 and ctas(2 * words) == ctas(words) else 1
 
 
 @gluon.jit(
@@ -123,7 +123,7 @@ def decode(
     pool += head.to(gl.int64) * PAGE_WORDS
 
     WORDS: gl.constexpr = KEY.words + VALUE.words + ROWS // 4
-    TILES: gl.constexpr = tiles_at_once(WORDS)
+    TILES: gl.constexpr = tiles_at_once(WORDS, VALUE.segments, HEADS)
     keys, values = (), ()
     for i in gl.static_range(len(KEY.each)):
         keys += (_allocate(TILES, KEY.each[i].per_token, shared_words(KEY.each[i].per_token)),)
