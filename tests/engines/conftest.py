@@ -13,7 +13,7 @@ from kvfold.recipes import parse
 from kvfold.text import default_text, tokenize
 
 LAYERS, VOCABULARY = 2, 2048
-LEARNING = ("oscar-int2", "gtq-k3v3")
+LEARNING = ("oscar-int2", "gtq-k3v3", "fold2")
 
 
 @pytest.fixture(scope="session")

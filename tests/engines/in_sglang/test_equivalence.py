@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from kvfold.cli import app
 
 WINDOWS = "oscar-int2:sink=16,recent=40"
-RECIPES = ("saw-int4", "gtq-k3v3:sink=0", WINDOWS)
+RECIPES = ("saw-int4", "fold2:sink=0,recent=0", WINDOWS)
 CHUNK = 48  # tokens, three pages
 LONG = (3 * CHUNK + 6, 2 * CHUNK + 4, CHUNK + 5)
 SHORT = (46, 17, 31)

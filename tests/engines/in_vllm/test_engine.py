@@ -17,7 +17,8 @@ from kvfold.evaluate.logits import compare
 LENGTHS = (62, 31, 95, 1, 64, 30, 17, 100)  # of prompts; most fill their last block within a few tokens
 POISON = 9  # a token that is in no prompt
 WINDOWS = "oscar-int2:sink=16,recent=40"
-RECIPES = (None, "saw-int4", "int2", "gtq-k3v3:sink=0", WINDOWS)  # None: vLLM without kvfold
+FOLD = "fold2:sink=0,recent=0"
+RECIPES = (None, "saw-int4", FOLD, "gtq-k3v3:sink=0", WINDOWS)  # None: vLLM without kvfold
 
 
 @pytest.fixture(scope="module", params=RECIPES, ids=lambda recipe: recipe or "vllm")
@@ -49,7 +50,7 @@ def preempting(engine):
 
 def test_as_many_more_blocks_fit_as_tokens_are_smaller(engine):
     sixteen_bits = CACHE // (2 * 2 * 3 * 64 * 2 * BLOCK)  # keys and values, layers, KV heads, dims, bytes, tokens
-    least = {None: 0.45, "saw-int4": 3.5, "int2": 6.3, "gtq-k3v3:sink=0": 4.7, WINDOWS: 0.9}[engine.recipe]
+    least = {None: 0.45, "saw-int4": 3.5, FOLD: 6.3, "gtq-k3v3:sink=0": 4.7, WINDOWS: 0.9}[engine.recipe]
     assert engine.blocks >= least * sixteen_bits
 
 
