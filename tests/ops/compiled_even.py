@@ -87,7 +87,8 @@ def _compile(layout: PageLayout, ratio: int) -> Any:
         constexprs={(names.index(name),): x for name, x in constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in ("q", "outs", "weights", "pool")},
     )
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1, "launch_pdl": True})
+    options = {"num_warps": 1, "maxnreg": kernel.registers, "launch_pdl": True}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 if __name__ == "__main__":

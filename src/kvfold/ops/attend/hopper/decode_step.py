@@ -230,6 +230,7 @@ def _kernel(layout: PageLayout) -> Kernel:
         return Kernel(codebooks.decode, *looked_up, False, warps, registers)
     if _has_even(layout):
         sides = even_sides(layout)
-        return Kernel(even.decode, *sides, False, even.room(*sides), None)
+        # with a limit, even the highest, the compiler uses what it needs; else it stops at 168 and spills
+        return Kernel(even.decode, *sides, False, even.room(*sides), 255)
     both = integers.integer_words(key, at[0], at[2]), integers.integer_words(value, at[1], at[3])
     return Kernel(integers.decode, *both, True, integers.room(*both), None)

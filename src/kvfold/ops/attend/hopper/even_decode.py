@@ -164,29 +164,14 @@ def decode(
             shared, TILES - stage, pool, pages, tile + TILES, last, newest, KEY, VALUE, PAGE, PAGE_WORDS, OVERLAP
         )
         pages = tile_pages(table, tile + 2 * TILES, table_pages, kv_heads, KEY, VALUE, TILES, PAGE)
-        logits, factors = (), ()
-        for j in gl.static_range(TILES):
-            factors += (read_scales(scales.index(stage + j), ROWS, LOGITS),)
-            sums = gl.zeros([8, 8, HEADS], gl.float32, LOGITS)
-            for i in gl.static_range(len(KEY.each)):
-                k = read_keys(keys[i].index(stage + j), of(KEY, i))
-                sums = _add_logits(sums, k, factors[j][i], queries[i], of(KEY, i), HEADS, MMA)
-            logits += (sums,)
+        factors = _scales(scales, stage, TILES, ROWS, LOGITS)
+        logits = _logits(keys, stage, factors, queries, KEY, HEADS, MMA)
         if (tile * 64 < begin) | (tile * 64 + 64 * TILES > end):
             logits = _masked(logits, tile, begin, end, LOGITS)
         weight, fade, highest, total = _softmax(logits, highest, total)
         shifts, out = _faded(shifts, out, fade, HEADS, MMA)
         for j in gl.static_range(TILES):
-            weighted = ()
-            for i in gl.static_range(len(VALUE.each)):
-                weighted += (_flushed_product(weight[j], factors[j][KEY.segments + i]),)
-            operands = _operands(weighted, VALUE, HEADS, MMA)
-            new_shifts, new_out = (), ()
-            for i in gl.static_range(len(VALUE.each)):
-                new_shifts += (shifts[i] + gl.sum(weighted[i], 0),)
-                v = read_values(values[i].index(stage + j), of(VALUE, i))
-                new_out += (mma_v2(value_operand(v, of(VALUE, i), dims_of(of(VALUE, i)), MMA), operands[i], out[i]),)
-            shifts, out = new_shifts, new_out
+            shifts, out = _add_values(shifts, out, weight[j], factors[j], values, stage + j, KEY, VALUE, HEADS, MMA)
 
     wait_by(OVERLAP, "end")
     release_by(OVERLAP, "end")
@@ -201,6 +186,15 @@ def decode(
 def _allocate(TILES: gl.constexpr, WORDS: gl.constexpr, LAYOUT: gl.constexpr):
     """Shared memory for tiles with WORDS words per token: those that are read, and those that are copied."""
     return gl.allocate_shared_memory(gl.int32, [STAGES * TILES, 8, 8 * WORDS], LAYOUT)
+
+
+@gluon.jit
+def _scales(scales, stage, TILES: gl.constexpr, ROWS: gl.constexpr, LOGITS: gl.constexpr):
+    """The scales of tiles: per tile, those of all segments."""
+    tiles = ()
+    for j in gl.static_range(TILES):
+        tiles += (read_scales(scales.index(stage + j), ROWS, LOGITS),)
+    return tiles
 
 
 @gluon.jit
@@ -232,8 +226,21 @@ def _softmax(logits, highest, total):
 
 
 @gluon.jit
+def _logits(keys, stage, factors, queries, KEY: gl.constexpr, HEADS: gl.constexpr, MMA: gl.constexpr):
+    """Logits [place in a run, run, head] per tile, LOGIT times too small."""
+    tiles = ()
+    for j in gl.static_range(len(factors)):
+        logits = gl.zeros([8, 8, HEADS], gl.float32, logits_layout(HEADS))
+        for i in gl.static_range(len(queries)):
+            k = read_keys(keys[i].index(stage + j), of(KEY, i))
+            logits = _add_logits(logits, k, factors[j][i], queries[i], of(KEY, i), HEADS, MMA)
+        tiles += (logits,)
+    return tiles
+
+
+@gluon.jit
 def _add_logits(logits, k, factor, query, SEGMENT: gl.constexpr, HEADS: gl.constexpr, MMA: gl.constexpr):
-    """Logits [place in a run, run, head] of a tile, with those of a segment."""
+    """The logits of a tile, with what a segment adds."""
     operand, begin, unit = query
     products = mma_v2(_keys(k, SEGMENT, MMA), operand, begin)
     high, low = gl.split(gl.reshape(products, [8, 8, HEADS, 2]))
@@ -290,6 +297,21 @@ def _queries(q, scale, zero, SEGMENT: gl.constexpr, DIMS: gl.constexpr, RATIO: g
     rows = begin[None, :] + (row // 8 * zero)[:, None]
     rows = gl.reshape(gl.permute(joined((rows, rows, rows, rows)), [2, 3, 0, 1]), [64, 2 * HEADS])
     return narrow, gl.convert_layout(rows, MMA, assert_trivial=True), unit
+
+
+@gluon.jit
+def _add_values(shifts, out, weight, factors, values, stage, KEY: gl.constexpr, VALUE: gl.constexpr,
+                HEADS: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
+    """Sums of weights and outputs [coordinate, column] of all segments, with those of a tile."""
+    weighted, new_shifts, new_out = (), (), ()
+    for i in gl.static_range(len(out)):
+        weighted += (_flushed_product(weight, factors[KEY.segments + i]),)
+    operands = _operands(weighted, VALUE, HEADS, MMA)
+    for i in gl.static_range(len(out)):
+        v = value_operand(read_values(values[i].index(stage), of(VALUE, i)), of(VALUE, i), dims_of(of(VALUE, i)), MMA)
+        new_shifts += (shifts[i] + gl.sum(weighted[i], 0),)
+        new_out += (mma_v2(v, operands[i], out[i]),)
+    return new_shifts, new_out
 
 
 @gluon.jit
