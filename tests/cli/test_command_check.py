@@ -15,7 +15,10 @@ from typer.testing import CliRunner, Result
 
 import kvfold
 from kvfold.artifact import Artifact
+from kvfold.artifact.check_results import MAX_KL, MAX_LOSS, MAX_TAIL
 from kvfold.cli import app
+from kvfold.evaluate.check import CALL_TRIALS
+from kvfold.evaluate.tool_calls import CALLS
 from kvfold.models import load_model
 from kvfold.recipes import parse
 from kvfold.text import tokenize
@@ -180,3 +183,11 @@ def test_short_texts_are_refused(checked, served, error_of, tmp_path):
     (tmp_path / "short.txt").write_text(text()[:500])
     line = error_of("check", checked[0], "-r", "int8", "--haystack", tmp_path / "short.txt")
     assert line.endswith("no text has 2,048 tokens: name a longer one with --haystack FILE")
+
+
+def test_the_readme_states_what_is_allowed():
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    for option in (f"--max-kl {MAX_KL:g}", f"--max-tail {MAX_TAIL:g}", f"--max-loss {100 * MAX_LOSS:g}` points"):
+        assert option in readme
+    calls = 2 * CALL_TRIALS * CALLS  # of both default texts
+    assert 1 / calls <= MAX_LOSS < 2 / calls
