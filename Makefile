@@ -51,7 +51,7 @@ $(SGLANG_INSTALLED): pyproject.toml $(SGLANG_TESTS)/requirements.txt $(SGLANG_TE
 	touch $@
 
 serve: $(VLLM_INSTALLED) ## Serve the embedded model with a packed cache through vLLM (options: SERVE_ARGS=)
-	$(VLLM_BIN)/kvfold serve embedded --recipe saw-int4 $(SERVE_ARGS)
+	$(VLLM_BIN)/kvfold serve embedded $(SERVE_ARGS)
 
 demo: install ## Show what packed caches gain and cost on the embedded model (options: DEMO_ARGS=)
 	$(BIN)/kvfold demo $(DEMO_ARGS)

@@ -11,18 +11,19 @@ from functools import cached_property
 import numpy as np
 import pytest
 import torch
+from even_codecs import even_codecs
 from random_layers import fitted
 
 from kvfold.fitted import Fitted
 from kvfold.format.codec import Codec
-from kvfold.format.layout import PageLayout, affine_slot, codebook_slot, even_slot
+from kvfold.format.layout import PageLayout, affine_slot, codebook_slot
 from kvfold.format.packing import unpack
 from kvfold.format.windows import Windows
 from kvfold.geometry import Geometry
 from kvfold.paged import PagedCache
 from kvfold.quantizers import lloyd_max
 from kvfold.recipes import parse
-from kvfold.transforms import Hadamard, Matrix, PermutedHadamard, Transform
+from kvfold.transforms import Hadamard, Matrix, Transform
 
 knobs = pytest.importorskip("triton").knobs
 if not torch.cuda.is_available() and not knobs.runtime.interpret:
@@ -224,22 +225,6 @@ def check_slots(slot, expected, got) -> None:
         assert (steps[same] > 0).sum() <= 1e-3 * steps.numel()
 
 
-def spaced_evenly(
-    key: Sequence[tuple[int, int]], value: Sequence[tuple[int, int]], units=(0.5, 2.0), centred=True, **options
-) -> Plain:
-    """Keys and values in segments of (dims, bits) with evenly spaced levels, rotated inside segments."""
-    heads, dims = options.get("kv_heads", 2), sum(n for n, _ in key)
-    generator = torch.Generator().manual_seed(dims)
-    order = torch.stack([torch.randperm(dims, generator=generator) for _ in range(heads)])
-    means = torch.randn(2, heads, dims, generator=generator) if centred else (None, None)
-    rotations = PermutedHadamard(order, tuple(n for n, _ in key)), Hadamard(value[0][0])
-    both = [
-        Codec(even_slot(widths), Transform(mean, rotation), options.get("dtype", torch.bfloat16), unit=unit)
-        for widths, mean, rotation, unit in zip((key, value), means, rotations, units, strict=True)
-    ]
-    return Plain((both[0], both[1]), **options)
-
-
 def run(case: Case | Plain, steps=((5, 3), (0, 2)), view=lambda x: x) -> Twins:
     twins = Twins(case, len(steps[0]))
     for counts in steps:
@@ -281,6 +266,7 @@ ROTATED = [
     Case("gtq-k3v3", 128),
     Case("gtq-k2v4:sink=3,recent=5", 64, torch.float16),
     Case("gtq-k3v3:recent=2", 192),
+    Case("fold3:recent=5", 96),
     Case("saw-int4:values=true,sink=3", 192, value_dims=128),
     Case("tq-k3v4:recent=5", 64, torch.float16, value_dims=192),
 ]
@@ -298,7 +284,7 @@ TURNED = [
     Case("oscar-int2:sink=2,recent=3", 128),
     Case("oscar-int2:per_head=true,recent=5", 64, torch.float16, page_size=16),
     Case("oscar-int2:recent=4", 64, centred=False),
-    Case("gtq-k3v3:recent=2", 128),
+    Case("fold3:recent=2", 128),
 ]
 
 
@@ -333,15 +319,16 @@ def test_every_width_is_packed_as_defined(bits):
     run(plain(codebook, rotation=Hadamard(8)), [[6, 2]])
 
 
+HALF = torch.float16
 EVEN = [
-    spaced_evenly([(32, 4), (64, 2), (32, 1)], [(128, 2)]),
-    spaced_evenly([(64, 4), (32, 2), (32, 1)], [(64, 4), (64, 2)], dtype=torch.float16, page_size=3),
-    spaced_evenly([(32, 8), (32, 4), (64, 2)], [(128, 4)], windows=Windows(2, 3), page_size=16),
-    spaced_evenly([(16, 4), (32, 2), (16, 1)], [(64, 2)], windows=Windows(0, 4), centred=False),
+    Plain(even_codecs([(32, 4), (64, 2), (32, 1)], [(128, 2)])),
+    Plain(even_codecs([(64, 4), (32, 2), (32, 1)], [(64, 4), (64, 2)], dtype=HALF), HALF, page_size=3),
+    Plain(even_codecs([(32, 8), (32, 4), (64, 2)], [(128, 4)]), windows=Windows(2, 3), page_size=16),
+    Plain(even_codecs([(16, 4), (32, 2), (16, 1)], [(64, 2)], centred=False), windows=Windows(0, 4)),
 ]
 
 
-@pytest.mark.parametrize("case", EVEN, ids=range(4))
+@pytest.mark.parametrize("case", EVEN, ids=range(len(EVEN)))
 def test_evenly_spaced_levels(case):
     run(case)
 

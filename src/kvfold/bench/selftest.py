@@ -136,6 +136,15 @@ CASES = (
     Case("oscar-int2:sink=0,recent=0", 64, 1, 16),
     Case("quarot-int2", 128, 5, 64, PROMPT, kv_heads=8),
     Case("hessian-int4:recent=33", 64, 2, 64),
+    # evenly spaced levels
+    Case("fold2", 128, 4, 64, LONG),
+    Case("fold2:sink=0,recent=0", 64, 1, 16),
+    Case("fold2:sink=3,recent=1", 128, 6, 16),
+    Case("fold3", 128, 8, 64, LONG),
+    Case("fold3:sink=4,recent=40", 64, 2, 16),
+    Case("fold3:sink=5,recent=0", 128, 7, 64, dtype="float16"),
+    Case("fold4:recent=20", 256, 3, 64),
+    Case("fold4", 128, 5, 16, PROMPT, kv_heads=8),
     # codebooks
     Case("tq-k4v4", 128, 1, 64),
     Case("tq-k2v2:sink=4,recent=40", 64, 4, 16),

@@ -44,7 +44,7 @@ def main() -> None:
 def root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
     """kvfold makes the KV cache of a language model 3.8 to 7 times smaller.
 
-    Try: `kvfold recipes`, `kvfold plan Qwen3-8B --memory 80GiB`, `kvfold eval embedded -r int4 -r saw-int4`.
+    Try: `kvfold recipes`, `kvfold plan Qwen3-8B --memory 80GiB`, `kvfold eval embedded -r fold4 -r fold2`.
     """
     if version:
         out.print(__version__)

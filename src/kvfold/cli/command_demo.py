@@ -12,14 +12,14 @@ from kvfold.cli.output import out, progress
 from kvfold.recipes import parse
 from kvfold.text import DOCUMENTATION, read_text, tokenize
 
-DEMO_RECIPES = ("int4", "saw-int4", "saw-int4:sink=4", "int2", "int2:sink=16,recent=64")
+DEMO_RECIPES = ("fold4", "fold3", "fold2", "int2")  # the last one shows what 2 bits cost otherwise
 
 
 def demo(
     html: Annotated[Path, typer.Option(help="Where to write the report.")] = Path("kvfold-report.html"),
     tokens: Annotated[int, typer.Option(help="Tokens to score.", min=1024)] = 2048,
 ) -> None:
-    """See what a 4-bit KV cache gains and costs on a real language model, without a GPU, in a few minutes.
+    """See what a KV cache of 4, 3 and 2 bits gains and costs on a real language model, without a GPU, in a few minutes.
 
     Example: `kvfold demo --html report.html`
     """

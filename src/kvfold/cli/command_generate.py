@@ -11,7 +11,7 @@ from kvfold.cli.options import ArtifactFolder, Model
 from kvfold.cli.output import err
 from kvfold.fitted import Fitted
 from kvfold.recipe import Recipe
-from kvfold.recipes import parse
+from kvfold.recipes import DEFAULT, parse
 
 
 def generate(
@@ -19,9 +19,7 @@ def generate(
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to answer or continue.")],
     recipe: Annotated[
         str | None,
-        typer.Option(
-            "--recipe", "-r", help="A recipe, e.g. `saw-int4:sink=4`. Default: the artifact's first, or saw-int4."
-        ),
+        typer.Option("--recipe", "-r", help="A recipe, e.g. `fold2`. Default: the artifact's first, or fold4."),
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate, at most.", min=1)] = 256,
     raw: Annotated[
@@ -31,11 +29,11 @@ def generate(
 ) -> None:
     """Generate text from a packed cache.
 
-    Example: `kvfold generate embedded -r saw-int4 -p "Why is the sky blue?"`
+    Example: `kvfold generate embedded -r fold2 -p "Why is the sky blue?"`
     """
     names = [recipe] if recipe else None
     means = find_artifact(artifact, model, names)
-    parsed = choose_recipes(names, means, "saw-int4")[0]
+    parsed = choose_recipes(names, means, DEFAULT)[0]
     check(model, [parsed])
     stream_answer(*load(model), parsed, prompt, max_tokens, raw, means)
 

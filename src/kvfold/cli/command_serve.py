@@ -11,13 +11,15 @@ from kvfold import hub
 from kvfold.cli.inputs import calibrated_folder, carried_folder, check, check_passed
 from kvfold.cli.options import ArtifactFolder, Model
 from kvfold.models import EMBEDDED, embedded_folder
-from kvfold.recipes import parse
+from kvfold.recipes import DEFAULT, parse
 
 
 def serve(
     context: typer.Context,
     model: Model,
-    recipe: Annotated[str, typer.Option("--recipe", "-r", help="A recipe with options, e.g. `saw-int4:sink=4`.")],
+    recipe: Annotated[
+        str, typer.Option("--recipe", "-r", help="A recipe with options, e.g. `fold2` or `saw-int4:sink=4`.")
+    ] = DEFAULT,
     artifact: ArtifactFolder = None,
     require_check: Annotated[
         bool, typer.Option("--require-check", help="Refuse a recipe that has not passed `kvfold check`.")
@@ -28,7 +30,7 @@ def serve(
 
     Without an artifact, a recipe that needs one is calibrated first, once per model.
 
-    Example: `kvfold serve embedded -r saw-int4 --port 8000 --max-model-len 4096`, or
+    Example: `kvfold serve embedded`, or `kvfold serve Qwen/Qwen3-8B -r fold2 --port 8000 --max-model-len 32768`, or
     `kvfold check embedded -r fold4`, then `kvfold serve embedded -r fold4 --require-check`
     """
     from kvfold.engines.serving import Config

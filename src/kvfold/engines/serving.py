@@ -56,7 +56,7 @@ class Config:
         if unknown := given.keys() - {"recipe", "artifact"}:
             raise ValueError(f"kvfold is configured by recipe and artifact, not by {', '.join(sorted(unknown))}")
         if not given.get("recipe"):
-            raise ValueError("kvfold needs a recipe, such as saw-int4")
+            raise ValueError("kvfold needs a recipe, such as fold4")
         return cls(parse(given["recipe"]), given.get("artifact"))
 
 

@@ -10,9 +10,9 @@ The model has to write the call again, as JSON, from the record. A call is valid
 the right tool, the arguments of that tool and their types. It is exact if all arguments are right too. The context is
 read once. Then all requests are answered as one batch, by greedy decoding.
 
-Other prompts were tried on SmolLM2-135M with a 16-bit cache at 2,048 tokens. It wrote 40 % of the calls or fewer where
-records were sentences or bare facts, where tools or several solved requests stood at the end, and where argument names
-were the same in all tools: then it took the facts of the nearest record.
+Other prompts were tried on SmolLM2-135M with a 16-bit cache at 2,048 tokens, with 12 or 18 calls each. This one gave 17
+exact calls of 18. Records that were sentences or arguments alone gave 0 to 42 %, argument names that all tools share 22
+to 33 %, tools and three solved requests at the end 8 of 12: the model took the facts of the nearest record.
 """
 
 import json

@@ -117,7 +117,8 @@ def _numbers(layout: PageLayout, side: int, head: int = 0) -> Side:
         width = max((32 if count > 1 else 16) // count, sizes.power_of_two(run))
         columns.append((segment.stored // 8, count, run, width))
     start, dims, _, *others = zip(*rows, strict=True)
-    return Side(start, dims, *zip(*columns, strict=True), *others, head_dim=(layout.key, layout.value)[side].dims)
+    head_dim = (layout.key, layout.value)[side].dims
+    return Side._make((start, dims, *zip(*columns, strict=True), *others, head_dim))
 
 
 @triton.jit

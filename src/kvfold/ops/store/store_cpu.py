@@ -119,7 +119,13 @@ def _even(x, bits, unit, codes):
         return even.UNSTORABLE
     word, drop = np.int64(scale.view(np.int32)), even.DROPPED
     nearest = ((word + (1 << drop - 1) - 1 + (word >> drop & 1)) >> drop) - even.LEAST
-    return 0 if nearest < 1 << even.MANTISSA else min(nearest, even.UNSTORABLE)
+    stored = 0 if nearest < 1 << even.MANTISSA else min(nearest, even.UNSTORABLE)
+    if bits >= even.FINE:
+        rounded = i4((stored + even.LEAST) << drop).view(np.float32) if stored else f4(0)
+        step = max(rounded * f4(unit), TINY)
+        for j in range(len(x)):
+            codes[j] = u1(i4(min(max(x[j] / step + middle, f4(0)), levels) + INTEGERS - INTEGERS))
+    return stored
 
 
 @njit(**EXACT)

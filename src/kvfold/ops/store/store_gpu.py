@@ -35,6 +35,7 @@ from kvfold.quantizers import lloyd_max
 from kvfold.transforms import Transform
 
 NARROWEST = 16  # columns, the fewest that MMA takes
+QUAD = tl.constexpr(4)  # threads that share a row of an MMA's result; a thread has pairs of columns, QUAD pairs apart
 
 
 class _Tile(NamedTuple):
@@ -152,13 +153,13 @@ def _launch(
     )
     key, KEY = _prepared(pages.key, transforms[0], tiles.key_side(pages.layout), k)
     value, VALUE = _prepared(pages.value, transforms[1], tiles.value_side(pages.layout), v)
-    ranks, units = (_clip_rank(pages.key), _clip_rank(pages.value)), (pages.key.unit, pages.value.unit)
+    ranks, per_unit = (_clip_rank(pages.key), _clip_rank(pages.value)), (1 / pages.key.unit, 1 / pages.value.unit)
     if tokens * kv_heads < MANY_VECTORS:
         tile = FEW if max(len(key.matrices), len(value.matrices)) < 2 else FEW_TERMS
     else:
         tile = MANY if max(k.shape[-1], v.shape[-1]) <= 128 else MANY_LONG
     _store[ceil_div(tokens, tile.tokens), kv_heads, 2](
-        _source(k, new[0]), key, KEY, _source(v, new[1]), value, VALUE, *ranks, *units, step.locations, memory,
+        _source(k, new[0]), key, KEY, _source(v, new[1]), value, VALUE, *ranks, *per_unit, step.locations, memory,
         tokens, pages.shadows.dtype == torch.bfloat16, pages.layout.page_size, pages.layout.page_bytes, tile.tokens,
         tile.rows, overlap, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **overlap.launch,
     )  # fmt: skip
@@ -185,13 +186,14 @@ def _prepare(
     """For the keys or the values of a layer, in this dtype."""
     rotated = transform.rotation is not None
     parts, runs = side.parts, side.run
-    least = NARROWEST if rotated else 1
-    widths = tuple(max(least // count, power_of_two(run)) for count, run in zip(parts, runs, strict=True))
+    widths = tuple(
+        max(NARROWEST // count, QUAD.value, power_of_two(run)) if rotated else power_of_two(run)
+        for count, run in zip(parts, runs, strict=True)
+    )
     order = [  # the coordinate of every column, -1: none
-        start + part * run + column if column < coded(stored, run, part) else -1
+        start + part * run + place if place < coded(stored, run, part) else -1
         for start, stored, count, run, width in zip(side.start, side.dims, parts, runs, widths, strict=True)
-        for part in range(count)
-        for column in range(width)
+        for part, place in _split_columns(range(count), width, rotated)
     ]
     first = accumulate((count * width for count, width in zip(parts, widths, strict=True)), initial=0)
     terms, factors, shift = terms_and_shift(transform, side.head_dim, dtype, device)
@@ -203,11 +205,22 @@ def _prepare(
     return Operands(matrices, head_stride(matrices), factors, shift), _Packing(side, widths, *numbers)
 
 
+def _split_columns(parts: range, width: int, rotated: bool) -> list[tuple[int, int]]:
+    """The part of every column, and the column's place in the part, as `_split` splits them."""
+    if len(parts) == 1:
+        return [(parts[0], place) for place in range(width)]
+    middle = len(parts) // 2
+    first, second = (_split_columns(half, width, rotated) for half in (parts[:middle], parts[middle:]))
+    if rotated and len(first) == QUAD.value:
+        return [column for pair in zip(first, second, strict=True) for column in pair]
+    return first + second
+
+
 @triton.jit(do_not_specialize=["key_rank", "value_rank", "tokens"], do_not_specialize_on_alignment=["locations"])
 def _store(
-    k, key, KEY: tl.constexpr, v, value, VALUE: tl.constexpr, key_rank, value_rank, key_unit, value_unit, locations,
-    memory, tokens, BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, TOKENS: tl.constexpr,
-    ROWS: tl.constexpr, OVERLAP: tl.constexpr,
+    k, key, KEY: tl.constexpr, v, value, VALUE: tl.constexpr, key_rank, value_rank, key_per_unit, value_per_unit,
+    locations, memory, tokens, BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     OF_KEYS: tl.constexpr = PAGE_SIZE * KEY.side.head_dim  # numbers of a shadow page
     SHADOW: tl.constexpr = OF_KEYS + PAGE_SIZE * VALUE.side.head_dim
@@ -215,20 +228,20 @@ def _store(
     release(OVERLAP, "start")
     if tl.program_id(2) == 0:
         _store_side(
-            k, key, key_rank, key_unit, locations, memory, tokens, KEY, 0, SHADOW, BFLOAT, PAGE_SIZE, PAGE_BYTES,
+            k, key, key_rank, key_per_unit, locations, memory, tokens, KEY, 0, SHADOW, BFLOAT, PAGE_SIZE, PAGE_BYTES,
             TOKENS, ROWS,
         )  # fmt: skip
     else:
         _store_side(
-            v, value, value_rank, value_unit, locations, memory, tokens, VALUE, OF_KEYS, SHADOW, BFLOAT, PAGE_SIZE,
-            PAGE_BYTES, TOKENS, ROWS,
+            v, value, value_rank, value_per_unit, locations, memory, tokens, VALUE, OF_KEYS, SHADOW, BFLOAT,
+            PAGE_SIZE, PAGE_BYTES, TOKENS, ROWS,
         )  # fmt: skip
     wait(OVERLAP, "end")
 
 
 @triton.jit
 def _store_side(
-    source, operands, rank, unit, locations, memory, tokens, PACKING: tl.constexpr, FIRST: tl.constexpr,
+    source, operands, rank, per_unit, locations, memory, tokens, PACKING: tl.constexpr, FIRST: tl.constexpr,
     SHADOW: tl.constexpr, BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -261,7 +274,7 @@ def _store_side(
             clipped += (clamped(ys[i], limit),)
     packed = ()  # per segment: codes or numbers, soundness, metadata
     for i in tl.static_range(SEGMENTS):
-        packed += (quantized(clipped[i], memory.levels, memory.boundaries, unit, PACKING, i),)
+        packed += (quantized(clipped[i], memory.levels, memory.boundaries, per_unit, PACKING, i),)
         sound = sound & packed[i][1]
     tl.store(memory.faults + location, 1, mask=stored & ~sound)
 
@@ -326,10 +339,15 @@ def _rotated(vectors, operands, exists, head, PACKING: tl.constexpr, ROWS: tl.co
         row = first + tl.arange(0, ROWS)
         mask = exists[:, None] & (row < PACKING.side.head_dim)[None, :]
         x = tl.load(vectors[:, None] + row[None, :], mask=mask, other=0.0)
-        more = ()
-        for i in tl.static_range(len(PACKING.side.parts)):
-            more += (_plus_product(sums[i], x, operands, head, row, PACKING, i),)
-        sums = more
+        for term in tl.static_range(len(operands.matrices)):
+            matrices = ()  # load all at once
+            for i in tl.static_range(len(PACKING.side.parts)):
+                entry = head * operands.head + row[:, None] * PACKING.columns + _columns(PACKING, i)[None, :]
+                matrices += (tl.load(operands.matrices[term] + entry),)
+            more = ()
+            for i in tl.static_range(len(PACKING.side.parts)):
+                more += (tl.dot(x.to(matrices[i].dtype), matrices[i], sums[i]),)
+            sums = more
     ys = ()
     for i in tl.static_range(len(PACKING.side.parts)):
         if operands.shift is None:
@@ -340,26 +358,19 @@ def _rotated(vectors, operands, exists, head, PACKING: tl.constexpr, ROWS: tl.co
 
 
 @triton.jit
-def _plus_product(y, x, operands, head, row, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
-    """Add the product of x with these rows of the matrices, in the columns of a segment."""
-    entry = head * operands.head + row[:, None] * PACKING.columns + _columns(PACKING, SEGMENT)[None, :]
-    for term in tl.static_range(len(operands.matrices)):
-        matrix = tl.load(operands.matrices[term] + entry)
-        y = tl.dot(x.to(matrix.dtype), matrix, y)
-    return y
-
-
-@triton.jit
 def _columns(PACKING: tl.constexpr, SEGMENT: tl.constexpr):
     return PACKING.column[SEGMENT] + tl.arange(0, PACKING.side.parts[SEGMENT] * PACKING.width[SEGMENT])
 
 
 @triton.jit
 def _split(y, PARTS: tl.constexpr):
-    """Split columns into PARTS runs. A thread mostly holds a column of every run, so nothing moves between threads."""
+    """Split columns into PARTS parts. A thread mostly has a column of every part, so nothing moves between threads."""
     ys = (y,)
     if PARTS > 1:
-        first, second = tl.split(tl.permute(tl.reshape(y, [y.shape[0], 2, y.shape[1] // 2]), [0, 2, 1]))
+        if y.shape[1] == 2 * QUAD:  # neighbouring columns are in one thread
+            first, second = tl.split(tl.reshape(y, [y.shape[0], QUAD, 2]))
+        else:
+            first, second = tl.split(tl.permute(tl.reshape(y, [y.shape[0], 2, y.shape[1] // 2]), [0, 2, 1]))
         ys = _split(first, PARTS // 2) + _split(second, PARTS // 2)
     return ys
 
