@@ -65,7 +65,9 @@ def check(
 
     parsed, words = parse(recipe), haystack_texts(haystack or ())
     check_files(json_file)
-    check_fits(model, [parsed])
+    there = artifact or carried_folder(model, [recipe])
+    if there is None:  # otherwise the layouts of a recipe may be in the artifact
+        check_fits(model, [parsed])
     geometry = Geometry.from_config(load_config(model))
     if context and geometry.max_context and context > geometry.max_context:
         raise ValueError(f"the model takes {geometry.max_context:,} tokens at most: give a --context up to that")
@@ -77,7 +79,7 @@ def check(
     long = {name: tokens for name, tokens in texts.items() if len(tokens) >= context}
     if not long:
         raise ValueError(f"no text has {context:,} tokens: name a longer one with --haystack FILE")
-    folder = Path(artifact or carried_folder(model, [recipe]) or calibrated_folder(model, parsed, lambda _: loaded))
+    folder = Path(there or calibrated_folder(model, parsed, lambda _: loaded))
     limits = Limits(max_kl, max_tail, max_loss / 100)
     with claimed(folder):
         fits = kvfold.Artifact.load(folder)
