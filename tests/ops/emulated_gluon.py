@@ -28,7 +28,7 @@ class Decode:
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
         def launch(
             q: Tensor, outs: Tensor, weights: Tensor, pool: Tensor, table: Tensor, lengths: Tensor, scale: float,
-            sink: int, recent: int, *strides: int, RATIO: int, ORDER: int, **options: Any,
+            sink: int, recent: int, *strides: int, RATIO: int, ORDER: int, unit: float = 1.0, **options: Any,
         ) -> None:  # fmt: skip
             splits, _, sequences = grid
             outs.fill_(math.nan)  # of splits without tokens nothing is read but the weight
@@ -44,7 +44,7 @@ class Decode:
                     for head in range(q.shape[1] if len(part) else 0):
                         logits = scale * (k[part, head // RATIO] @ turned[sequence, head])  # of powers of two
                         shares = torch.softmax(logits * math.log(2), dim=0)
-                        outs[split, sequence, head] = (shares @ v[part, head // RATIO]).float()
+                        outs[split, sequence, head] = unit * (shares @ v[part, head // RATIO]).float()
                         weights[split, sequence, head] = torch.logsumexp(logits * math.log(2), dim=0) / math.log(2)
 
         return launch
@@ -52,8 +52,8 @@ class Decode:
     def _read(self, pool: Tensor, pages: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         size, memory = self.layout.page_size, pool.view(torch.uint8)
         sides = []
-        for slot, views in ((self.layout.key, self.layout.key_views), (self.layout.value, self.layout.value_views)):
-            codes, meta = (array[pages[tokens // size], :, tokens % size].unsqueeze(-2) for array in views(memory))
+        for slot, views in zip((self.layout.key, self.layout.value), self.layout.views(memory, False), strict=True):
+            codes, meta = views.read(pages[tokens // size], tokens % size)
             sides.append(Codec(slot).dequantize(codes, meta).squeeze(-2).double())
         return sides[0], sides[1]
 

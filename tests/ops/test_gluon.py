@@ -50,7 +50,7 @@ def test_integers_and_codebooks_are_decoded_on_hopper(recipe, dims, ratio):
     recipe = recipe.format(half=dims // 2)
     choice = choose(layout(recipe, dims), ratio, GPU, HOPPER).decode
     assert choice.implementation == "gluon"
-    assert choice.reason == "affine integers or codebooks on Hopper or later"
+    assert choice.reason == "integers, evenly spaced levels or codebooks on Hopper"
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def _hopper(layout: PageLayout, ratio: int, cap: bool, store: Choice, portable: 
         warn(f"the portable kernel decodes, several times slower than the one for Hopper: {reason}", stacklevel=3)
         return Choice("triton", reason, portable)
     both = gluon.store_and_attend if store.implementation == "triton" else None
-    return Choice("gluon", "affine integers or codebooks on Hopper or later", gluon.attend, both, gluon.read)
+    return Choice("gluon", "integers, evenly spaced levels or codebooks on Hopper", gluon.attend, both, gluon.read)
 
 
 def _cpu(layout: PageLayout) -> Ops:

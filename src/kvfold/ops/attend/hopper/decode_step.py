@@ -1,4 +1,4 @@
-"""Decode on Hopper: the launches of a step, around a Gluon kernel for integers or one for codebooks.
+"""Decode on Hopper: the launches of a step, around a Gluon kernel for integers, evenly spaced levels or codebooks.
 
 docs/structure.md says which kernels of a step overlap.
 """
@@ -12,9 +12,11 @@ from torch import Tensor
 from kvfold.format.layout import PageLayout, SlotLayout
 from kvfold.ops.attend import window_kernel
 from kvfold.ops.attend.hopper import codebook_decode as codebooks
+from kvfold.ops.attend.hopper import even_decode as even
 from kvfold.ops.attend.hopper import integer_decode as integers
 from kvfold.ops.attend.hopper import level_lookup as levels
 from kvfold.ops.attend.hopper.decode_tiles import TILE
+from kvfold.ops.attend.hopper.even_pages import even_sides
 from kvfold.ops.attend.parts import LOG2_E, Sinks, empty, learned_sinks, merge, sms
 from kvfold.ops.decode_prologue import prologue
 from kvfold.ops.pages import LayerPages, Logits
@@ -28,8 +30,8 @@ MAX_SPLITS = 256
 
 
 def unsupported(layout: PageLayout, ratio: int) -> str | None:
-    """Why neither kernel reads pages of this layout, with `ratio` query heads per KV head; None: one does."""
-    check = _no_codebooks if _has_codebooks(layout) else _no_integers
+    """Why no kernel reads pages of this layout, with `ratio` query heads per KV head; None: one does."""
+    check = _no_codebooks if _has_codebooks(layout) else _no_even if _has_even(layout) else _no_integers
     for side, slot in (("keys", layout.key), ("values", layout.value)):
         if reason := check(slot, side):
             return f"{side} {reason}"
@@ -42,6 +44,24 @@ def unsupported(layout: PageLayout, ratio: int) -> str | None:
 
 def _has_codebooks(layout: PageLayout) -> bool:
     return any(segment.rule == "codebook" for slot in (layout.key, layout.value) for segment in slot.segments)
+
+
+def _has_even(layout: PageLayout) -> bool:
+    return layout.key.even or layout.value.even
+
+
+def _no_even(slot: SlotLayout, side: str) -> str | None:
+    """Why the kernel for evenly spaced levels does not read these slots."""
+    if not slot.even:
+        return "are not evenly spaced levels, as both sides must be"
+    for segment in slot.segments:
+        if segment.dims not in (32, 64, 128, 256):
+            return f"have a segment of {segment.dims} coordinates, not 32, 64, 128 or 256"
+        if side == "values" and (segment.bits == 1 or segment.code_bytes % 16):
+            return f"have {segment.dims} codes of {segment.bits} bits, which do not fill rows of 16 bytes"
+    if len(slot.segments) > (6 if side == "keys" else 2):
+        return f"have {len(slot.segments)} segments, not at most {6 if side == 'keys' else 2}"
+    return None
 
 
 def _no_integers(slot: SlotLayout, side: str) -> str | None:
@@ -156,7 +176,7 @@ def _attend(
         pages.pool.view(torch.int32),
         step.table,
         step.lengths,
-        logits.scale * LOG2_E.value,
+        logits.scale * LOG2_E.value * pages.key.unit,
         pages.windows.sink,
         pages.windows.recent,
         q.stride(0),
@@ -174,6 +194,7 @@ def _attend(
         OVERLAP=overlap,
         num_warps=1,
         maxnreg=kernel.registers,
+        **({"unit": pages.value.unit} if layout.value.even else {}),
         **overlap.launch,
     )
     if kv is not None:
@@ -207,5 +228,8 @@ def _kernel(layout: PageLayout) -> Kernel:
         warps, registers = (12, 168) if key.dims <= 128 else (8, None)
         looked_up = codebooks.key_words(key, at[0], at[2]), codebooks.value_words(value, at[1], at[3])
         return Kernel(codebooks.decode, *looked_up, False, warps, registers)
+    if _has_even(layout):
+        sides = even_sides(layout)
+        return Kernel(even.decode, *sides, False, even.room(*sides), None)
     both = integers.integer_words(key, at[0], at[2]), integers.integer_words(value, at[1], at[3])
     return Kernel(integers.decode, *both, True, integers.room(*both), None)

@@ -71,16 +71,16 @@ def softmax(logits, highest, total):
 @gluon.jit
 def weights_operand(first, second, VALUE: gl.constexpr, HEADS: gl.constexpr, COLUMNS: gl.constexpr, MMA: gl.constexpr):
     """Weights [place, run, head], per segment of values -> the second operand of outputs, [token, column]."""
-    narrow = first.to(gl.float16)
     if COLUMNS == 2 * HEADS:
-        other = second.to(gl.float16) if VALUE.segments == 2 else gl.zeros_like(narrow)
-        narrow = gl.reshape(gl.join(narrow, other), [8, 8, COLUMNS])
+        other = second if VALUE.segments == 2 else gl.zeros_like(first)
+        weights = gl.reshape(gl.join(first, other), [8, 8, COLUMNS])
     else:
-        narrow = gl.reshape(gl.permute(gl.reshape(narrow, [8, 8, 2, 4]), [0, 1, 3, 2]), [8, 8, 8])
-    narrow = gl.convert_layout(narrow, weights_layout(COLUMNS), assert_trivial=True)
+        weights = gl.reshape(gl.permute(gl.reshape(first, [8, 8, 2, 4]), [0, 1, 3, 2]), [8, 8, 8])
+    weights = gl.convert_layout(weights, weights_layout(COLUMNS), assert_trivial=True)
     turned = gl.inline_asm_elementwise(
-        "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [narrow], dtype=gl.float16, is_pure=True, pack=2
-    )
+        "{ .reg .b32 pair; cvt.rn.f16x2.f32 pair, $2, $1; movmatrix.sync.aligned.m8n8.trans.b16 $0, pair; }",
+        "=r,f,f", [weights], dtype=gl.float16, is_pure=True, pack=2,
+    )  # fmt: skip
     if COLUMNS == 8:
         turned = gl.permute(turned, [0, 2, 1])
     else:

@@ -210,7 +210,7 @@ def decode(
         if VALUE.segments == 2:
             shift1 = shift1 * fade[None, :] + gl.sum(weight * offset1, 0)
         scaled = weights_operand(weight * scale0, weight * scale1, VALUE, HEADS, COLUMNS, MMA)
-        v = _values(_read_values(values.index(stage), VALUE), VALUE, DIMS, MMA)
+        v = value_operand(read_values(values.index(stage), VALUE), VALUE, DIMS, MMA)
         out = mma_v2(v, scaled, faded(out, fade, VALUE, DIMS, HEADS, COLUMNS, MMA))
 
     wait_by(OVERLAP, "end")
@@ -315,7 +315,7 @@ def _fixed(x, place, low):
 def _store_part(part, out, total, shift0, shift1, VALUE: gl.constexpr, DIMS: gl.constexpr, RATIO: gl.constexpr,
                 HEADS: gl.constexpr, COLUMNS: gl.constexpr):  # fmt: skip
     """Store outputs [coordinate, column] as means over this CTA's tokens, float32[RATIO, DIMS]."""
-    out = _codes_alone(out, VALUE, DIMS, COLUMNS)
+    out = codes_alone(out, VALUE, DIMS, COLUMNS)
     if COLUMNS == 2 * HEADS:
         first, second = gl.split(gl.reshape(out, [DIMS, HEADS, 2]))
     else:
@@ -328,7 +328,7 @@ def _store_part(part, out, total, shift0, shift1, VALUE: gl.constexpr, DIMS: gl.
     head = gl.arange(0, HEADS, gl.SliceLayout(0, LAYOUT))
     if COLUMNS == HEADS:
         head = head // 2 + head % 2 * 4
-    # the code that `_values` puts at this index; from the low bits up: half of a row, row, code of the byte, byte
+    # the code that `value_operand` puts at this index; from the low bits up: half of a row, row, code of the byte, byte
     ROWS: gl.constexpr = VALUE.per_token // 4
     CODES: gl.constexpr = 8 // VALUE.bits
     BYTES: gl.constexpr = 4 * VALUE.per_token // VALUE.segments
@@ -346,8 +346,8 @@ def _store_part(part, out, total, shift0, shift1, VALUE: gl.constexpr, DIMS: gl.
 
 
 @gluon.jit
-def _codes_alone(out, VALUE: gl.constexpr, DIMS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Outputs of codes alone: where `_values` has the whole byte, subtract its lower codes."""
+def codes_alone(out, VALUE: gl.constexpr, DIMS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Outputs of codes alone: where `value_operand` has the whole byte, subtract its lower codes."""
     CODES: gl.constexpr = 8 // VALUE.bits
     if CODES > 1:
         LAYOUT: gl.constexpr = out.type.layout
@@ -390,7 +390,7 @@ def _keys(k, KEY: gl.constexpr, DIMS: gl.constexpr, MMA: gl.constexpr):
 
 
 @gluon.jit
-def _values(v, VALUE: gl.constexpr, DIMS: gl.constexpr, MMA: gl.constexpr):
+def value_operand(v, VALUE: gl.constexpr, DIMS: gl.constexpr, MMA: gl.constexpr):
     """Halves [run, place, row, half of the row] -> the first operand of outputs, float16[coordinate, token]."""
     OUT: gl.constexpr = 2 * (8 // VALUE.bits)
     codes = gl.inline_asm_elementwise(
@@ -429,15 +429,15 @@ def _scale(meta, LOGITS: gl.constexpr):
 def _pages(table, tile, table_pages, kv_heads, KEY: gl.constexpr, VALUE: gl.constexpr, PAGE: gl.constexpr):
     """Where in the pool a tile's pages are, in rows of KV head 0: for keys, key metadata, values, value metadata."""
     return (
-        _page(table, tile, table_pages, kv_heads, KEY.per_token, PAGE),
-        _page(table, tile, table_pages, kv_heads, KEY.segments, PAGE),
-        _page(table, tile, table_pages, kv_heads, VALUE.per_token, PAGE),
-        _page(table, tile, table_pages, kv_heads, VALUE.segments, PAGE),
+        page_row(table, tile, table_pages, kv_heads, KEY.per_token, PAGE),
+        page_row(table, tile, table_pages, kv_heads, KEY.segments, PAGE),
+        page_row(table, tile, table_pages, kv_heads, VALUE.per_token, PAGE),
+        page_row(table, tile, table_pages, kv_heads, VALUE.segments, PAGE),
     )
 
 
 @gluon.jit
-def _page(table, tile, table_pages, kv_heads, COUNT: gl.constexpr, PAGE: gl.constexpr):
+def page_row(table, tile, table_pages, kv_heads, COUNT: gl.constexpr, PAGE: gl.constexpr):
     """One row if a tile lies in one page, else one per run. Past the table's end, its last page stands in."""
     if PAGE % 64 == 0:
         page = gl.load(table + gl.minimum(tile * 64 // PAGE, table_pages - 1))
@@ -488,7 +488,7 @@ def _read_keys(shared, KEY: gl.constexpr):
 
 
 @gluon.jit
-def _read_values(shared, VALUE: gl.constexpr):
+def read_values(shared, VALUE: gl.constexpr):
     """The values of a tile in halves of words, [run, place, row of 16 bytes, half of the row].
 
     They are read by `ldmatrix`, which puts the same half of two runs into one register of a lane.

@@ -1,0 +1,98 @@
+"""The Gluon kernel for evenly spaced levels, compiled for Hopper by a process of its own: with Triton's interpreter on,
+as it is in tests without a GPU, nothing can be compiled."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from kvfold.format.layout import PageLayout, even_slot
+from kvfold.ops.attend.hopper.decode_step import _kernel
+from kvfold.ops.pdl import Overlap
+
+KEYS = {
+    2: [(32, 4), (64, 2), (32, 1)],
+    3: [(64, 4), (32, 2), (32, 1)],
+    4: [(32, 8), (32, 4), (64, 2)],
+}
+VALUES = {2: [(128, 2)], 3: [(64, 4), (64, 2)], 4: [(128, 4)]}
+
+
+class Case(NamedTuple):
+    bits: int  # of KEYS and VALUES
+    ratio: int
+    page: int
+    sink: int = 0
+    recent: int = 0
+    doubled: bool = False  # twice the coordinates
+
+    @property
+    def layout(self) -> PageLayout:
+        by = 1 + self.doubled
+        key, value = (even_slot([(by * dims, bits) for dims, bits in side[self.bits]]) for side in (KEYS, VALUES))
+        return PageLayout(key, value, self.page)
+
+
+CASES = [
+    Case(2, 4, 64),
+    Case(2, 8, 16, sink=5, recent=20),
+    Case(3, 3, 64, recent=1),
+    Case(3, 7, 16),
+    Case(4, 1, 128, sink=70),
+    Case(2, 2, 32, recent=9, doubled=True),
+]
+
+
+class Compiled(NamedTuple):
+    ptx: str
+    cubin: Path
+    shared: int  # bytes of shared memory
+
+    @classmethod
+    def load(cls, folder: Path, number: int) -> "Compiled":
+        shared = json.loads((folder / f"{number}.json").read_text())
+        return cls((folder / f"{number}.ptx").read_text(), folder / f"{number}.cubin", shared)
+
+
+def compile_all(folder: Path) -> list[Compiled]:
+    """The kernels of all CASES."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    subprocess.run([sys.executable, "-W", "ignore", __file__, str(folder)], check=True, env=environment)
+    return [Compiled.load(folder, number) for number in range(len(CASES))]
+
+
+def _compile(layout: PageLayout, ratio: int) -> Any:
+    """The kernel for an H200, as `decode_step` would launch it."""
+    kernel, heads = _kernel(layout), 4 if ratio <= 4 else 8
+    constants = {
+        "KEY": kernel.key, "VALUE": kernel.value, "DIMS": layout.key.dims, "PAGE": layout.page_size,
+        "PAGE_WORDS": layout.page_bytes // 4, "RATIO": ratio, "HEADS": heads, "COLUMNS": 8, "ORDER": 1,
+        "OVERLAP": Overlap("start", "end"),
+    }  # fmt: skip
+    types = {"q": "*fp32", "outs": "*fp32", "weights": "*fp32", "pool": "*i32", "table": "*i64", "lengths": "*i32"}
+    names = kernel.decode.arg_names
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "fp32" if name in ("scale", "unit") else "i32")
+        for name in names
+    }
+    source = GluonASTSource(
+        fn=kernel.decode,
+        signature=signature,
+        constexprs={(names.index(name),): x for name, x in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in ("q", "outs", "weights", "pool")},
+    )
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1, "launch_pdl": True})
+
+
+if __name__ == "__main__":
+    for number, case in enumerate(CASES):
+        kernel, path = _compile(case.layout, case.ratio), Path(sys.argv[1]) / str(number)
+        path.with_suffix(".ptx").write_text(kernel.asm["ptx"])
+        path.with_suffix(".cubin").write_bytes(kernel.asm["cubin"])
+        path.with_suffix(".json").write_text(json.dumps(kernel.metadata.shared))

@@ -1,0 +1,151 @@
+"""The Gluon kernel for evenly spaced levels: compiled for Hopper, and its PTX run by NumPy (see emulated_ptx.py)."""
+
+import math
+import re
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import triton
+from compiled_even import CASES, KEYS, Case, Compiled, compile_all
+from emulated_ptx import Memory, Program
+from torch import Tensor
+
+from kvfold.format.codec import Codec
+from kvfold.format.layout import PageLayout, affine_slot, even_slot
+from kvfold.ops.attend.hopper import even_decode, even_layouts
+from kvfold.ops.attend.hopper.decode_step import _kernel, unsupported
+from kvfold.ops.attend.hopper.decode_tiles import TILE
+from kvfold.ops.attend.hopper.even_pages import even_sides
+from kvfold.ops.attend.hopper.integer_decode import SHARED
+
+REGISTERS = 65536  # of an SM
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[Compiled]:
+    return compile_all(tmp_path_factory.mktemp("even"))
+
+
+class Layer(NamedTuple):
+    """Random pages of two sequences with two KV heads."""
+
+    layout: PageLayout
+    pool: Tensor
+    table: Tensor
+    lengths: tuple[int, ...]
+    units: tuple[float, float]
+
+    @classmethod
+    def random(cls, layout: PageLayout, lengths: tuple[int, ...]) -> "Layer":
+        """Any bytes may lie in a page. Most scales are moderate, one of eight is 0, for all 16 bytes of 0."""
+        generator, per_sequence = torch.Generator().manual_seed(0), -(-max(lengths) // layout.page_size)
+        pages = 1 + len(lengths) * per_sequence
+        pool = torch.randint(0, 256, (pages, 2, layout.page_bytes), dtype=torch.uint8, generator=generator)
+        scales = pool[..., layout.places(0)[0].meta :]
+        scales.copy_(torch.randint(60, 120, scales.shape, generator=generator))
+        scales[torch.rand(scales.shape, generator=generator) < 1 / 8] %= 16
+        table = torch.randperm(pages, generator=generator)[1:].view(len(lengths), per_sequence).contiguous()
+        return cls(layout, pool, table, lengths, (4.0, 0.25))
+
+    def read(self, sequence: int, tokens: Tensor) -> list[Tensor]:
+        """Keys and values of tokens, float64[tokens, kv_heads, d]."""
+        page, offset = self.table[sequence, tokens // self.layout.page_size], tokens % self.layout.page_size
+        slots = zip((self.layout.key, self.layout.value), self.layout.views(self.pool, False), self.units, strict=True)
+        return [Codec(slot, unit=unit).dequantize(*views.read(page, offset))[:, :, 0].double()
+                for slot, views, unit in slots]  # fmt: skip
+
+
+def expected(layer: Layer, q: Tensor, scale: float, sink: int, recent: int) -> tuple[Tensor, Tensor]:
+    """Attention of queries [sequences, q_heads, d] over packed tokens: outputs, and the log2 of sums of weights."""
+    outs, sums = torch.zeros(q.shape, dtype=torch.float64), torch.zeros(q.shape[:2], dtype=torch.float64)
+    for sequence, length in enumerate(layer.lengths):
+        k, v = layer.read(sequence, torch.arange(sink, length - recent))
+        for head in range(q.shape[1]):
+            kv_head = head // (q.shape[1] // k.shape[1])
+            logits = scale * (k[:, kv_head] @ q[sequence, head].double())
+            outs[sequence, head] = torch.softmax(logits, dim=0) @ v[:, kv_head]
+            sums[sequence, head] = torch.logsumexp(logits, dim=0) / math.log(2)
+    return outs, sums
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=map(str, CASES))
+def test_the_kernel_computes_attention_over_packed_tokens(number: int, kernels: list[Compiled]) -> None:
+    case, kernel, lengths, splits = CASES[number], kernels[number], (210, 92), 2
+    layout, layer = case.layout, Layer.random(case.layout, lengths)
+    q = torch.randn(len(lengths), 2 * case.ratio, layout.key.dims, generator=torch.Generator().manual_seed(1))
+    scale = q.shape[-1] ** -0.5
+    outs, weights = np.full((splits, *q.shape), np.nan, np.float32), np.full((splits, *q.shape[:2]), np.nan, np.float32)
+    memory = Memory()
+    arrays = (q.numpy(), outs, weights, layer.pool.numpy(), layer.table.numpy(), np.array(lengths, np.int32))
+    pointers = [memory.add(array) for array in arrays]
+    numbers = case.sink, case.recent, q[0].numel(), *[layer.table.shape[1]] * 2
+    arguments = *pointers, scale * math.log2(math.e) * layer.units[0], *numbers, layer.units[1]
+    Program(kernel.ptx).launch((splits, 2, len(lengths)), memory, kernel.shared, *arguments)
+
+    exact, sums = expected(layer, q, scale, case.sink, case.recent)
+    share = torch.softmax(torch.from_numpy(weights).double() * math.log(2), dim=0)
+    merged = (torch.from_numpy(outs).double().nan_to_num() * share.unsqueeze(-1)).sum(dim=0)
+    found = torch.logsumexp(torch.from_numpy(weights).double() * math.log(2), dim=0) / math.log(2)
+    logits = q.norm(dim=-1).max() * scale * max(layer.read(s, torch.arange(90))[0].norm(dim=-1).max() for s in range(2))
+    assert (found - sums).abs().max() < 2**-14 * logits  # queries are rounded to 16 bits
+    assert (merged - exact).norm() < 2**-11 * exact.norm()  # and weights to 11
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=map(str, CASES))
+def test_as_many_ctas_fit_on_an_sm_as_are_launched(number: int, kernels: list[Compiled]) -> None:
+    """And nothing is spilled."""
+    kernel, warps = kernels[number], _kernel(CASES[number].layout).warps
+    dump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    command = [dump, "--dump-resource-usage", kernel.cubin]
+    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    used = {name: int(re.findall(rf"{name}:(\d+)", usage)[-1]) for name in ("REG", "STACK", "LOCAL")}
+    assert used["STACK"] == used["LOCAL"] == 0
+    assert 32 * warps * used["REG"] <= REGISTERS
+    taken = kernel.shared + 1024
+    assert warps * taken <= SHARED < (warps + 1) * taken
+
+
+@pytest.mark.parametrize(("dims", "bits"), [(32, 1), (64, 1), (128, 1), (32, 2), (64, 2), (128, 2), (32, 4), (64, 8)])
+def test_every_code_of_a_key_has_an_index(dims: int, bits: int) -> None:
+    words = dims * bits // 32
+    lanes, codes = even_layouts.sharing(words), even_layouts.codes_per_lane(bits, words)
+    for index in range(dims):
+        byte, lane, rest = index & 3, index >> 2 & 3, index >> 4
+        own = max(1, words // 4)
+        word, code = lane // lanes * own + rest % own, lane % lanes * codes + rest // own
+        at = [bit for bit in range(dims.bit_length() - 1) if index >> bit & 1]
+        found = sum(even_layouts.key_coordinate(bit, bits, words) for bit in at)
+        assert found == 4 * word + byte + code * 4 * words  # as packing.py orders codes
+
+
+@pytest.mark.parametrize(("bits", "heads", "tiles"), [(2, 4, 2), (2, 8, 1), (3, 4, 1), (4, 4, 1)])
+def test_two_tiles_are_read_at_once_where_as_many_ctas_fit(bits: int, heads: int, tiles: int) -> None:
+    layout = Case(bits, heads, 64).layout
+    key, value = even_sides(layout)
+    rows = 4 if key.segments + value.segments <= 4 else 8  # of scales
+    bytes_per_token = layout.key.code_bytes + layout.value.code_bytes + rows
+    assert even_decode.tiles_at_once(bytes_per_token // 4, value.segments, heads) == tiles
+    assert even_decode.room(key, value) * (2 * tiles * TILE * bytes_per_token + 1024) <= SHARED
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        (KEYS[2], [(96, 2), (32, 4)], "values have a segment of 96 coordinates, not 32, 64, 128 or 256"),
+        (KEYS[2], [(64, 4), (32, 4), (32, 4)], "values have 3 segments, not at most 2"),
+        (KEYS[2], [(64, 1), (64, 2)], "values have 64 codes of 1 bits, which do not fill rows of 16 bytes"),
+        (KEYS[2], [(96, 4), (32, 2)], "values have a segment of 96 coordinates, not 32, 64, 128 or 256"),
+        ([(16, 4), (32, 2), (16, 1)], [(64, 2)], "keys have a segment of 16 coordinates, not 32, 64, 128 or 256"),
+        ([(32, 1)] * 8, [(256, 2)], "keys have 8 segments, not at most 6"),
+    ],
+)
+def test_what_else_is_read_by_triton_and_why(
+    key: list[tuple[int, int]], value: list[tuple[int, int]], reason: str
+) -> None:
+    assert unsupported(PageLayout(even_slot(key), even_slot(value), 16), 4) == reason
+    mixed = PageLayout(even_slot(KEYS[2]), affine_slot(128, 2), 16)
+    assert unsupported(mixed, 4) == "values are not evenly spaced levels, as both sides must be"
