@@ -15,7 +15,10 @@ from typer.testing import CliRunner, Result
 
 import kvfold
 from kvfold.artifact import Artifact
+from kvfold.artifact.check_results import MAX_KL, MAX_LOSS, MAX_TAIL
 from kvfold.cli import app
+from kvfold.evaluate.check import CALL_TRIALS
+from kvfold.evaluate.tool_calls import CALLS
 from kvfold.models import load_model
 from kvfold.recipes import parse
 from kvfold.text import tokenize
@@ -69,7 +72,7 @@ def test_a_recipe_that_loses_little_passes(checked):
     shown = plain(results["int8"].stdout)
     lines = [line for line in shown.splitlines() if line.strip().endswith("passed")]
     assert [next(name for name in reversed(MEASURES) if line.strip().startswith(name)) for line in lines] == MEASURES
-    assert re.search(r"^ *KL +0\.0000 +0\.00\d\d +0\.00\d\d +– +0\.0200 +passed", shown, re.MULTILINE)
+    assert re.search(r"^ *KL +0\.0000 +0\.00\d\d +0\.00\d\d +– +0\.0300 +passed", shown, re.MULTILINE)
     assert re.search(r"^ *needles .* 3\.0 +passed", shown, re.MULTILINE)
     assert "needles: 16 bits find too little here to tell what is lost" in shown, "weights are random"
     assert "1,536 tokens" in shown
@@ -80,8 +83,8 @@ def test_a_recipe_that_loses_little_passes(checked):
 def test_a_recipe_that_loses_more_fails(checked):
     _, results = checked
     assert results["int2"].exit_code == 1
-    assert re.fullmatch(r"int2 failed: KL is 0\.\d{4}, and 0\.02 is allowed.*", str(results["int2"].exception))
-    assert re.search(r"^ *KL .* 0\.0200 +FAILED", plain(results["int2"].stdout), re.MULTILINE)
+    assert re.fullmatch(r"int2 failed: KL is 0\.\d{4}, and 0\.03 is allowed.*", str(results["int2"].exception))
+    assert re.search(r"^ *KL .* 0\.0300 +FAILED", plain(results["int2"].stdout), re.MULTILINE)
 
 
 def test_the_result_is_kept_in_the_artifact(checked, words: Path):
@@ -125,7 +128,7 @@ def test_serve_can_require_it(checked, served, error_of):
     ((_, _, config, flags),) = served
     assert (config.artifact, flags) == (str(folder(model)), ["--port", "9000"])
     line = error_of("serve", model, "-r", "int2", "--require-check")
-    assert re.search(r"int2 failed its check on 20\d\d-\d\d-\d\d: KL is 0\.\d+, and 0\.02 is allowed", line)
+    assert re.search(r"int2 failed its check on 20\d\d-\d\d-\d\d: KL is 0\.\d+, and 0\.03 is allowed", line)
     assert f"allow more in `kvfold check {model} --recipe int2`" in line
     line = error_of("serve", model, "-r", "int8:sink=4", "--require-check")
     assert line.endswith(f"int8:sink=4 was not checked on this model: run `kvfold check {model} --recipe int8:sink=4`")
@@ -180,3 +183,11 @@ def test_short_texts_are_refused(checked, served, error_of, tmp_path):
     (tmp_path / "short.txt").write_text(text()[:500])
     line = error_of("check", checked[0], "-r", "int8", "--haystack", tmp_path / "short.txt")
     assert line.endswith("no text has 2,048 tokens: name a longer one with --haystack FILE")
+
+
+def test_the_readme_states_what_is_allowed():
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    for option in (f"--max-kl {MAX_KL:g}", f"--max-tail {MAX_TAIL:g}", f"--max-loss {100 * MAX_LOSS:g}` points"):
+        assert option in readme
+    calls = 2 * CALL_TRIALS * CALLS  # of both default texts
+    assert 1 / calls <= MAX_LOSS < 2 / calls

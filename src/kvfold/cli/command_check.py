@@ -15,13 +15,15 @@ from kvfold.cli.output import check_table, out, progress, write_json
 from kvfold.files import claimed
 from kvfold.geometry import Geometry
 from kvfold.models import load_config
-from kvfold.recipes import parse
+from kvfold.recipes import DEFAULT, parse
 from kvfold.text import haystack_texts, tokenize
 
 
 def check(
     model: Model,
-    recipe: Annotated[str, typer.Option("--recipe", "-r", help="A recipe with options, as it will be served.")],
+    recipe: Annotated[
+        str, typer.Option("--recipe", "-r", help="A recipe with options, as it will be served.")
+    ] = DEFAULT,
     artifact: ArtifactFolder = None,
     context: Annotated[
         int | None,
@@ -55,7 +57,7 @@ def check(
     The exit code is 1 if more is lost than allowed. The result is kept in the artifact: `kvfold inspect` and the
     engine's report at start show it, and `kvfold serve --require-check` wants it.
 
-    Example: `kvfold check embedded -r fold4`, or
+    Example: `kvfold check embedded`, or
     `kvfold check Qwen/Qwen3-8B -r fold2 --artifact fits --context 131072 --max-loss 5 --haystack novel.txt`
     """
     from kvfold.evaluate.check import Limits, default_context
@@ -63,7 +65,9 @@ def check(
 
     parsed, words = parse(recipe), haystack_texts(haystack or ())
     check_files(json_file)
-    check_fits(model, [parsed])
+    there = artifact or carried_folder(model, [recipe])
+    if there is None:  # otherwise the layouts of a recipe may be in the artifact
+        check_fits(model, [parsed])
     geometry = Geometry.from_config(load_config(model))
     if context and geometry.max_context and context > geometry.max_context:
         raise ValueError(f"the model takes {geometry.max_context:,} tokens at most: give a --context up to that")
@@ -75,7 +79,7 @@ def check(
     long = {name: tokens for name, tokens in texts.items() if len(tokens) >= context}
     if not long:
         raise ValueError(f"no text has {context:,} tokens: name a longer one with --haystack FILE")
-    folder = Path(artifact or carried_folder(model, [recipe]) or calibrated_folder(model, parsed, lambda _: loaded))
+    folder = Path(there or calibrated_folder(model, parsed, lambda _: loaded))
     limits = Limits(max_kl, max_tail, max_loss / 100)
     with claimed(folder):
         fits = kvfold.Artifact.load(folder)

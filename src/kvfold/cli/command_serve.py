@@ -31,7 +31,7 @@ def serve(
     Without an artifact, a recipe that needs one is calibrated first, once per model.
 
     Example: `kvfold serve embedded`, or `kvfold serve Qwen/Qwen3-8B -r fold2 --port 8000 --max-model-len 32768`, or
-    `kvfold check embedded -r fold4`, then `kvfold serve embedded -r fold4 --require-check`
+    `kvfold check embedded`, then `kvfold serve embedded --require-check`
     """
     from kvfold.engines.serving import Config
 
