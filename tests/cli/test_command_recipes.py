@@ -53,7 +53,8 @@ def test_recipes_as_json(head_dim: int, metadata: float):
         assert row["bits_per_element_2k"] == row["bits_per_element_128k"] == expected
         assert row["key_slot_bytes"] == row["value_slot_bytes"] == expected * head_dim / 8
         assert row["needs"] == ("nothing" if row["recipe"] == "bf16" else "means")
-    learning = {"kmeans-int4", "kmeans-saw-int4", "hessian-int4", "oscar-int2", "gtq-k2v2", "gtq-k3v3", "gtq-k4v4"}
+    folds = {"fold4", "fold3", "fold2"}
+    learning = folds | {"kmeans-int4", "kmeans-saw-int4", "hessian-int4", "oscar-int2", "gtq-k2v2", "gtq-k3v3", "gtq-k4v4"}
     assert {row["recipe"] for row in rows if row["needs"] == "calibration"} == learning
     options = {row["recipe"]: set(row["options"]) for row in rows}
     assert options["bf16"] == set()
@@ -76,11 +77,12 @@ def test_recipes_that_do_not_fit_are_left_out_and_named(config_file):
     path = config_file(hidden_size=8 * 36)
     for arguments in (("recipes", "--head-dim", 36), ("plan", path, "--memory", "1GB")):
         rows = json.loads(run(*arguments, "--json", "-").stdout)
-        assert [row["recipe"] for row in rows] == [name for name in RECIPES if not name.startswith(("oscar", "gtq"))]
+        assert [row["recipe"] for row in rows] == [name for name in RECIPES if not name.startswith(("oscar", "gtq", "fold"))]
         shown = plain(run(*arguments).stdout)
         assert "oscar-int2 does not fit: group=18: 18 codes of 2 bits do not fill whole bytes\n" in shown
         assert "gtq-k2v2 does not fit: Block-GTQ takes heads of a multiple of 8 dims, not 36\n" in shown
-        assert shown.count("does not fit") == 4
+        assert "fold4 does not fit: heads of a multiple of 8 dims are needed, not 36\n" in shown
+        assert shown.count("does not fit") == 7
 
 
 def test_recipes_into_a_file_shows_the_table_too(tmp_path: Path):
@@ -195,7 +197,7 @@ def test_plan_as_a_table(tmp_path: Path):
     for text in ("36 layers", "32 query and 8 KV heads of 128", "39,168", "3.76×", "2,193,100", "53", "40,960"):
         assert text in shown
     assert max(map(len, shown.splitlines())) <= 80
-    assert json.loads((tmp_path / "plan.json").read_text())[2]["requests"] == 53
+    assert json.loads((tmp_path / "plan.json").read_text())[list(RECIPES).index("int4")]["requests"] == 53
 
 
 @pytest.mark.parametrize(
@@ -229,7 +231,8 @@ def test_plan_of_a_configuration_without_weights(config_file, small: Path):
     path = config_file(max_position_embeddings=4096)
     for model in (path, path.parent):
         rows = json.loads(run("plan", model, "--memory", "1GB", "--json", "-").stdout)
-        assert [row["bytes_per_token"] for row in rows[:3]] == [10 * 128 * bits / 8 for bits in (16, 8.5, 4.5)]
+        taken = {row["recipe"]: row["bytes_per_token"] for row in rows}
+        assert [taken[name] for name in ("bf16", "int8", "int4")] == [10 * 128 * bits / 8 for bits in (16, 8.5, 4.5)]
         assert {row["context"] for row in rows} == {4096}
     (row, *_) = json.loads(run("plan", small, "--memory", "1GB", "--json", "-").stdout)
     assert row["bytes_per_token"] == 2 * LAYERS * KV_HEADS * HEAD_DIM * 2
