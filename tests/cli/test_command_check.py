@@ -76,6 +76,7 @@ def test_a_recipe_that_loses_little_passes(checked):
     assert re.search(r"^ *needles .* 3\.0 +passed", shown, re.MULTILINE)
     assert "needles: 16 bits find too little here to tell what is lost" in shown, "weights are random"
     assert "1,536 tokens" in shown
+    assert "-0.0" not in shown
     assert "Kept in " in shown
     assert max(len(line) for line in shown.splitlines() if not line.startswith("Kept")) <= 80
 

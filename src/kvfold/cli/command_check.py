@@ -41,7 +41,7 @@ def check(
         float, typer.Option(help="The points of needles, and of tool calls, that may be lost.", min=0, max=100)
     ] = 100 * MAX_LOSS,
     trials: Annotated[
-        int, typer.Option(help="Times as many haystacks. More narrow the intervals and take longer.", min=1)
+        int, typer.Option(help="Read this many times as many haystacks, for narrower intervals.", min=1)
     ] = 1,
     haystack: Annotated[
         list[Path] | None,

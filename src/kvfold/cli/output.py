@@ -46,7 +46,7 @@ def new_table(title: str, *columns: str) -> Table:
 def check_table(title: str, result: "CheckResult") -> Table:
     """The measures of a check, each with what is allowed. Shares are in percent, their losses in points."""
     title = f"{escape(title)} at {result.context:,} tokens, {result.date}"
-    table = new_table(title, "measure", "16 bits", "recipe", "loss", "95 % interval", "allowed", "")
+    table = new_table(title, "measure", "16 bits", "packed", "loss", "95 % interval", "allowed", "")
     for measure in result.measures:
         spell = "{:.4f}".format if measure.unit == "nats" else lambda share: f"{100 * share:.1f}"
         interval = (

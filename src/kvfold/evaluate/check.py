@@ -120,8 +120,8 @@ def _share(name: str, scores: list[list[tuple[Haystack, float]]], allowed: float
         unit="share",
         value=means[0],
         reference=means[1],
-        loss=-less.mean,
-        low=-less.high,
-        high=-less.low,
+        loss=0.0 - less.mean,  # and not -0.0
+        low=0.0 - less.high,
+        high=0.0 - less.low,
         allowed=allowed,
     )
