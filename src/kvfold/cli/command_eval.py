@@ -52,7 +52,7 @@ def eval_(
     asked = None if gsm8k is None else read_problems(gsm8k, problems)
     means, words = find_artifact(artifact, model, recipe), read_text(text, "evaluation")
     panel = choose_recipes(recipe, means)
-    check(model, panel, json_file, csv_file, html)
+    check(model, panel, json_file, csv_file, html, artifact=means)
     network, tokenizer = load(model)
     ids = tokenize(words, tokenizer, max([tokens, *(needle or ())]))
     if means is None and any(recipe.centre or recipe.learns for recipe in panel):
