@@ -8,11 +8,10 @@ import typer
 from rich.markup import escape
 
 import kvfold
-from kvfold.cli.inputs import bytes_in, check_files, load
+from kvfold.cli.inputs import bytes_in, check, load
 from kvfold.cli.options import ArtifactFolder, JsonFile, Model, TextFile
 from kvfold.cli.output import new_table, out, progress, write_json
 from kvfold.files import claimed
-from kvfold.fitted import Fitted
 from kvfold.geometry import Geometry
 from kvfold.models import load_config
 from kvfold.recipes import TUNED, parse
@@ -52,18 +51,19 @@ def tune(
     from kvfold.calibration.automatic import TOKENS as CALIBRATED
     from kvfold.tune.choices import EQUAL, with_choices
     from kvfold.tune.curves import passages
-    from kvfold.tune.plot import draw
     from kvfold.tune.tuner import Tuner
+
+    if png:
+        from kvfold.tune.plot import draw  # before the long work: matplotlib may be missing
 
     if sum(budget is not None for budget in (bits, memory, quality)) != 1:
         raise ValueError("say what may be spent, with one of --bits, --memory and --quality")
-    check_files(png, json_file)
-    words = read_text(text, "calibration")
+    if artifact and artifact != str(folder) and (folder / "kvfold.json").exists():
+        raise FileExistsError(f"{folder} holds another artifact than {artifact}: write to another folder")
+    equal, words = [parse(name) for name in EQUAL], read_text(text, "calibration")
+    fits = kvfold.Artifact.load(artifact) if artifact else None
+    check(model, equal, png, json_file, artifact=fits)
     geometry = Geometry.from_config(load_config(model))
-    equal = [parse(name) for name in EQUAL]
-    fits = None if artifact is None else kvfold.Artifact.load(artifact)
-    for recipe in equal:
-        Fitted.of(recipe, geometry, fits).check()
     budget = 0 if quality is not None else _budget(geometry, bits, memory, context, requests)
     with claimed(folder):
         there = kvfold.Artifact.load(folder) if (folder / "kvfold.json").exists() else None
@@ -91,8 +91,7 @@ def tune(
         with_choices(fits, geometry, chosen, ids[read:]).save(folder)
     if png:
         draw(points, best, png)
-    rows = [{**point._asdict(), "chosen": point is best} for point in (*points, best)]
-    if write_json(json_file, rows):
+    if write_json(json_file, [{**point.row(), "chosen": point is best} for point in (*points, best)]):
         return
     table = new_table(
         f"{model}, {len(ids) - read:,} tokens of text", "recipe", "bits", "bytes per token", "KL", "copying: KL"

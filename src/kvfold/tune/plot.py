@@ -6,15 +6,15 @@ from pathlib import Path
 from kvfold.recipes import TUNED
 from kvfold.tune.tuner import Point
 
+try:
+    from matplotlib.figure import Figure
+except ImportError:
+    raise ImportError("drawing needs matplotlib: pip install 'kvfold[report]'") from None
+
 
 def draw(points: Sequence[Point], chosen: Point, png: Path) -> None:
     """KL against bits, on text and on copies: the tuned recipe as a curve, the named recipes and what was chosen as
     points."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError("drawing needs matplotlib: pip install 'kvfold[report]'") from None
-
     figure = Figure(figsize=(10, 4), layout="constrained")
     tuned = sorted(point for point in (*points, chosen) if point.recipe == TUNED.name)
     for axes, name, title in zip(figure.subplots(1, 2), ("kl", "copy_kl"), ("text", "copied tokens"), strict=True):

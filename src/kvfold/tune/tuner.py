@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -32,6 +32,14 @@ class Point(NamedTuple):
     kl: float  # per token of text
     copy_kl: float  # per copied token
     choices: Choices
+
+    def row(self) -> dict[str, Any]:
+        """As a row, with the widths of quarters per layer."""
+        widths = {
+            f"{side} widths": [options[choice[i]].quarters for choice in self.choices]
+            for i, (side, options) in enumerate(OPTIONS.items())
+        }
+        return {name: value for name, value in self._asdict().items() if name != "choices"} | widths
 
 
 @dataclass(frozen=True)
