@@ -1,14 +1,19 @@
 """The quality panel: every recipe as published and as used here, on one model.
 
     kvfold calibrate MODEL --out fits --text calibration.txt $(python benchmarks/quality.py --flags)
-    python benchmarks/quality.py MODEL --artifact fits --text wiki.test.raw --context 2048 --tokens 8192 --out results
+    python benchmarks/quality.py MODEL --artifact fits --out results --text wiki.test.raw \\
+        --context 4096 32768 --tokens 24576 98304 --needle 4096 16384 32768 --tool-calls 16384 \\
+        --haystack novel.txt wiki.test.raw --gsm8k test.jsonl --problems 400 --recipes bf16 saw-int4 gtq-k3v3
+    python benchmarks/summary.py results
 
-writes results/quality.csv. --layers, --needle LENGTH … and --gsm8k FILE write layers.csv, needle.csv and gsm8k.csv.
-There is one row per measurement. It is written as soon as it is measured.
+writes results/quality.csv, needle.csv, tool-calls.csv, gsm8k.csv and, with --layers, layers.csv. The last line prints
+them as tables with intervals. Recipes run in the order given. All measurements of a recipe are made before those of the
+next one, and rows are written as soon as they are measured. So a run that is cut short leaves whole recipes.
 """
 
 import argparse
 import platform
+from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,16 +27,18 @@ from transformers import DynamicCache
 import kvfold
 from kvfold.artifact import TEXT, Artifact
 from kvfold.calibration.text_overlap import check_disjoint
-from kvfold.engines.transformers import PackedCache
 from kvfold.evaluate.gsm8k import gsm8k, read_problems
 from kvfold.evaluate.layer_attention import diagnose
-from kvfold.evaluate.logits import compare
-from kvfold.evaluate.needle import needle_suite
+from kvfold.evaluate.logits import LONG as FAR
+from kvfold.evaluate.logits import Scores, compare
+from kvfold.evaluate.needle import DEPTHS, TRIALS, needle_suite
+from kvfold.evaluate.tool_calls import TRIALS as TOOL_TRIALS
+from kvfold.evaluate.tool_calls import tool_calls
 from kvfold.files import append_rows
 from kvfold.fitted import Fitted
 from kvfold.models import load_model
 from kvfold.recipes import parse
-from kvfold.text import tokenize, with_openings
+from kvfold.text import haystack_texts, read_text, tokenize, with_openings
 
 # As published: without centring, with windows if the paper has them.
 PUBLISHED = [
@@ -102,100 +109,101 @@ LONG = [
     *(name for name in PUBLISHED if "per_head" not in name),
 ]
 NEW_TOKENS = 320  # the most tokens of an answer
-AT_ONCE = 8  # recipes per run of the 16-bit cache
+FILES = ("quality", "layers", "needle", "tool-calls", "gsm8k")
 
 
 def main() -> None:
     options = arguments()
-    names = options.recipes or {"all": [*PUBLISHED, *OURS, *ABLATIONS], "long": LONG}[options.panel]
+    panel = {"all": [*PUBLISHED, *OURS, *ABLATIONS], "long": LONG}[options.panel]
+    names = options.recipes or (panel if options.flags else ["bf16", *panel])
     if options.flags:
-        print(*(f"-r {name.replace('WHOLE', str(options.head_dim))}" for name in names))
+        print(*(f"-r {name.replace('WHOLE', str(options.head_dim))}" for name in names if name != "bf16"))
         return
     options.out.mkdir(parents=True, exist_ok=True)
-    if old := [file for file in options.out.glob("*.csv") if file.stem in ("quality", "layers", "needle", "gsm8k")]:
+    if old := [file for file in options.out.glob("*.csv") if file.stem in FILES]:
         print(f"rows are added to {', '.join(map(str, old))}")
-    problems = read_problems(options.gsm8k, options.problems) if options.gsm8k else None
-    model, tokenizer = load_model(options.model, options.dtype)
-    artifact = Artifact.load(options.artifact)
-    panel = [parse(name.replace("WHOLE", str(artifact.metadata.model.key_dim))) for name in names]
-    needed = max([options.tokens, options.context if options.layers else 0, *options.needle])
-    tokens = tokenize(options.text.read_text(encoding="utf-8"), tokenizer, needed)
-    check_disjoint(tokens, artifact.tensors[TEXT])
-    reference = kvfold.cache(model, "bf16")
-    caches = {"bf16": reference, **{str(recipe): kvfold.cache(model, recipe, artifact) for recipe in panel}}
-    common = facts(options, model, artifact)
+    run = Run(options, names)
     with Progress() as progress:
-        if options.tokens:
-            scored = with_openings(tokens[: options.tokens], options.context, tokenizer)
-            quality(model, scored, options.context, caches, artifact, options.out, common, progress)
+        for name in progress.track(run.caches, description="recipes"):
+            for file, rows in run.measure(name):
+                append_rows(options.out / f"{file}.csv", [{"recipe": name, **row, **run.common} for row in rows])
+
+
+class Run:
+    """What all recipes share: model, texts, caches."""
+
+    def __init__(self, options: argparse.Namespace, names: list[str]) -> None:
+        self.options = options
+        self.problems = read_problems(options.gsm8k, options.problems) if options.gsm8k else None
+        self.model, self.tokenizer = load_model(options.model, options.dtype)
+        self.artifact = Artifact.load(options.artifact)
+        whole = str(self.artifact.metadata.model.key_dim)
+        recipes = [parse(name.replace("WHOLE", whole)) for name in names]
+        self.caches = {str(recipe): kvfold.cache(self.model, recipe, self.artifact) for recipe in recipes}
+        self.reference = kvfold.cache(self.model, "bf16")
+        self.contexts = dict(zip(options.context, options.tokens, strict=True)) if options.tokens else {}
+        self.scored, self.haystacks = torch.empty(0, dtype=torch.int64), {}
+        if needed := max([*self.contexts.values(), max(options.context) if options.layers else 0]):
+            self.scored = tokenize(read_text(options.text, "evaluation"), self.tokenizer, needed)
+        if options.needle or options.tool_calls:
+            texts = haystack_texts(options.haystack)
+            self.haystacks = {name: tokenize(text, self.tokenizer, None) for name, text in texts.items()}
+        for read in (self.scored, *self.haystacks.values()):
+            check_disjoint(read, self.artifact.tensors[TEXT])
+        self.common = facts(options, self.model, self.artifact)
+
+    def measure(self, name: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+        """The rows of one recipe, by the file they belong to, as soon as they are measured."""
+        options, make = self.options, self.caches[name].empty
+        for context, tokens in self.contexts.items():
+            yield "quality", [self.quality(name, context, tokens)]
         if options.layers:
-            scored = with_openings(tokens[: options.context], options.context, tokenizer)
-            layers(model, scored, caches, artifact, options.out, common)
-        for name in progress.track(caches, description="needles, GSM8K") if options.needle or problems else ():
-            if options.needle:
-                found = needle_suite(
-                    model, tokenizer, caches[name].empty, tokens, options.needle, options.depths, options.trials
-                )
-                append_rows(options.out / "needle.csv", [{"recipe": name, **asdict(row), **common} for row in found])
-            if problems:
-                score = gsm8k(model, tokenizer, caches[name].empty, problems, options.problems, NEW_TOKENS)
-                row = {"recipe": name, "problems": score.problems, "exact_match": score.exact_match, **common}
-                append_rows(options.out / "gsm8k.csv", [row])
+            passage = with_openings(self.scored[: options.context[0]], options.context[0], self.tokenizer)
+            rows = diagnose(self.model, passage, {name: self.caches[name]}, self.artifact.metadata.rope)[name]
+            yield "layers", [{**asdict(row), "tokens": len(passage)} for row in rows]
+        for text, tokens in self.haystacks.items():
+            of = self.model, self.tokenizer, make, {text: tokens}
+            for length in options.needle:
+                trials = options.trials or TRIALS
+                yield "needle", [asdict(row) for row in needle_suite(*of, [length], options.depths, trials)]
+            for length in options.tool_calls:
+                yield "tool-calls", [asdict(row) for row in tool_calls(*of, [length], options.trials or TOOL_TRIALS)]
+        if self.problems:
+            score = gsm8k(self.model, self.tokenizer, make, self.problems, options.problems, NEW_TOKENS)
+            measured = {"exact_match": score.exact_match, "standard_error": round(score.standard_error, 4)}
+            yield "gsm8k", [{"problems": score.problems, **measured}]
+
+    def quality(self, name: str, context: int, tokens: int) -> dict[str, Any]:
+        """Perplexity and KL. The row of the 16-bit cache has the noise floor: KL of transformers' own cache."""
+        own = name == str(self.reference.recipe)
+        make = (lambda: DynamicCache(config=self.model.config)) if own else self.caches[name].empty
+        passages = with_openings(self.scored[:tokens], context, self.tokenizer)
+        expected, scores = compare(self.model, passages, context, self.reference.empty, {name: make})
+        score, recipe = expected if own else scores[name], self.caches[name].recipe
+        fitted = Fitted.of(recipe, self.reference.geometry, self.artifact if recipe.learns else None)
+        return {
+            "bits_per_element_2k": round(fitted.bits_per_element(2048), 4),
+            "bits_per_element_128k": round(fitted.bits_per_element(131072), 4),
+            **numbers(score, expected),
+            **{f"{key}_beyond_16k": number for key, number in numbers(score.beyond(FAR), expected.beyond(FAR)).items()},
+            "noise_floor": round(scores[name].kl, 7) if own else None,
+            "context": context,
+            "text": self.options.text.name,
+        }
 
 
-def quality(
-    model: Any,
-    tokens: torch.Tensor,
-    context: int,
-    caches: dict[str, PackedCache],
-    artifact: Artifact,
-    out: Path,
-    common: dict[str, Any],
-    progress: Progress,
-) -> None:
-    names = [name for name in caches if name != "bf16"]
-    task = progress.add_task("perplexity", total=len(names))
-    for start in range(0, len(names), AT_ONCE):
-        some = names[start : start + AT_ONCE]
-        makes: dict[str, Any] = {name: caches[name].empty for name in some}
-        if not start:
-            makes["transformers"] = lambda: DynamicCache(config=model.config)
-        own, scores = compare(model, tokens, context, caches["bf16"].empty, makes)
-        for name in ["bf16", *makes] if not start else some:
-            score = own if name == "bf16" else scores[name]
-            bits: dict[str, Any] = {"bits_per_element_2k": 16.0, "bits_per_element_128k": 16.0}
-            if name in caches:
-                recipe = caches[name].recipe
-                fitted = Fitted.of(recipe, caches[name].geometry, artifact if recipe.learns else None)
-                for at, length in (("2k", 2048), ("128k", 131072)):
-                    bits[f"bits_per_element_{at}"] = round(fitted.bits_per_element(length), 4)
-            row = {
-                "recipe": name,
-                **bits,
-                "perplexity": round(score.perplexity, 4),
-                "increase_percent": round(100 * (score.perplexity / own.perplexity - 1), 3),
-                "kl": round(score.kl, 6),
-                "top1": round(score.top1, 5),
-                "tokens": score.tokens,
-                "context": context,
-                **common,
-            }
-            append_rows(out / "quality.csv", [row])
-        progress.advance(task, len(some))
-
-
-def layers(
-    model: Any,
-    tokens: torch.Tensor,
-    caches: dict[str, PackedCache],
-    artifact: Artifact,
-    out: Path,
-    common: dict[str, Any],
-) -> None:
-    for name, rows in diagnose(model, tokens, caches, artifact.metadata.rope).items():
-        append_rows(
-            out / "layers.csv", [{"recipe": name, **asdict(row), "tokens": len(tokens), **common} for row in rows]
-        )
+def numbers(score: Scores | None, expected: Scores | None) -> dict[str, Any]:
+    """What is stated of some tokens. None: there are none."""
+    if score is None or expected is None:
+        return dict.fromkeys(("perplexity", "increase_percent", "kl", "kl_tail", "top1", "tokens"))
+    return {
+        "perplexity": round(score.perplexity, 4),
+        "increase_percent": round(100 * (score.perplexity / expected.perplexity - 1), 3),
+        "kl": round(score.kl, 6),
+        "kl_tail": round(score.kl_tail, 5),
+        "top1": round(score.top1, 5),
+        "tokens": score.tokens,
+    }
 
 
 def facts(options: argparse.Namespace, model: Any, artifact: Artifact) -> dict[str, Any]:
@@ -203,7 +211,6 @@ def facts(options: argparse.Namespace, model: Any, artifact: Artifact) -> dict[s
     cuda = model.device.type == "cuda"
     return {
         "model": options.name or options.model,
-        "text": options.text.name,
         "calibration": f"{options.calibrated_on} {artifact.metadata.calibration.tokens} tokens",
         "device": torch.cuda.get_device_name()
         if cuda
@@ -223,25 +230,42 @@ def arguments() -> argparse.Namespace:
         "--artifact", type=Path, default=Path("fits"), help="a folder of `kvfold calibrate`, with all of --flags"
     )
     parser.add_argument("--calibrated-on", default="", help="what the rows call its text")
-    parser.add_argument(
-        "--text", type=Path, default=Path("wiki.test.raw"), help="what is scored and what needles hide in"
-    )
-    parser.add_argument("--context", type=int, default=2048)
-    parser.add_argument("--tokens", type=int, default=0, help="tokens to score; 0: none")
+    parser.add_argument("--text", type=Path, default=Path("wiki.test.raw"), help="what is scored")
+    parser.add_argument("--context", type=int, nargs="+", default=[2048], help="tokens of a passage")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[], help="tokens to score, per context; default: none")
     parser.add_argument("--layers", action="store_true", help="diagnose the attention of every layer")
     parser.add_argument("--needle", type=int, nargs="*", default=[], help="lengths of the needle suite")
-    parser.add_argument("--depths", type=float, nargs="*", default=[0.0, 0.5, 1.0])
-    parser.add_argument("--trials", type=int, default=1)
+    parser.add_argument("--tool-calls", type=int, nargs="*", default=[], help="lengths of contexts before tool calls")
+    parser.add_argument(
+        "--haystack",
+        type=Path,
+        nargs="*",
+        default=[],
+        help="texts of both; default: documentation and source of Python",
+    )
+    parser.add_argument("--depths", type=float, nargs="*", default=DEPTHS)
+    parser.add_argument(
+        "--trials", type=int, help=f"haystacks per depth of needles ({TRIALS}) and of tool calls ({TOOL_TRIALS})"
+    )
     parser.add_argument("--gsm8k", type=Path, help="test.jsonl")
-    parser.add_argument("--problems", type=int, default=200)
+    parser.add_argument("--problems", type=int, default=400)
     parser.add_argument("--panel", choices=("all", "long"), default="all")
-    parser.add_argument("--recipes", nargs="*", help="these instead of a panel; WHOLE stands for the head dimension")
+    parser.add_argument(
+        "--recipes",
+        nargs="*",
+        help="these in this order, instead of bf16 and a panel; WHOLE stands for the head dimension",
+    )
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument(
         "--flags", action="store_true", help="print the recipes as flags of `kvfold calibrate`, and end"
     )
     parser.add_argument("--head-dim", type=int, default=64, help="of the model, for --flags")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if len(options.tokens) == 1:
+        options.tokens *= len(options.context)
+    if options.tokens and len(options.tokens) != len(options.context):
+        parser.error("--tokens takes one number, or one for each --context")
+    return options
 
 
 if __name__ == "__main__":

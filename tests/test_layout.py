@@ -10,6 +10,7 @@ from kvfold.format.layout import (
     affine_slot,
     channel_slot,
     codebook_slot,
+    even_slot,
     mixed_slot,
     raw_slot,
 )
@@ -57,6 +58,67 @@ def test_bytes_of_a_slot(bits, dims, group, code_bytes, slot_bytes):
     assert (slot.dims, slot.code_bytes, slot.slot_bytes) == (dims, code_bytes, slot_bytes)
     assert slot.meta_bytes == slot_bytes - code_bytes
     assert len(slot.segments) == (slot_bytes - code_bytes) // 4
+
+
+EVEN = {
+    "fold2": ([(32, 4), (64, 2), (32, 1)], [(128, 2)], 72),
+    "fold3": ([(64, 4), (32, 2), (32, 1)], [(64, 4), (64, 2)], 97),
+    "fold4": ([(32, 8), (32, 4), (64, 2)], [(128, 4)], 132),
+    "small": ([(8, 1), (16, 2), (8, 8)], [(8, 4), (24, 1)], 25),
+}
+
+
+@pytest.mark.parametrize(("key", "value", "token"), EVEN.values(), ids=EVEN)
+@pytest.mark.parametrize("page_size", [1, 3, 16, 64])
+def test_evenly_spaced_levels_have_arrays_of_their_own(key, value, token, page_size):
+    """Each begins at a multiple of 16 bytes, and none overlaps another; together they are as small as can be."""
+    layout = PageLayout(even_slot(key), even_slot(value), page_size)
+    assert layout.key.slot_bytes + layout.value.slot_bytes == token
+    places = [
+        (width, place)
+        for side, widths in enumerate((key, value))
+        for width, place in zip(widths, layout.places(side), strict=True)
+    ]
+    arrays = [(place.codes, dims * bits // 8, place.code_stride) for (dims, bits), place in places]
+    arrays += [(place.meta, 1, place.meta_stride) for _, place in places]
+    end = 0
+    for start, size, stride in arrays:
+        assert stride == size
+        assert start == -(-end // 16) * 16
+        end = start + page_size * size
+    assert layout.page_bytes == -(-end // 16) * 16
+
+
+def test_views_of_evenly_spaced_levels_are_where_their_places_are():
+    key, value, _ = EVEN["fold3"]
+    layout = PageLayout(even_slot(key), even_slot(value), 5)
+    pool = layout.allocate(3, 2).random_(generator=torch.Generator().manual_seed(1))
+    for side, views in enumerate(layout.views(pool, together=False)):
+        page, offset = torch.tensor([2, 0]), torch.tensor([4, 1])
+        codes, scales = views.read(page, offset)  # [tokens, kv_heads, 1, …]
+        for token, head in ((0, 0), (0, 1), (1, 1)):
+            row = pool[page[token], head].tolist()
+            expected: list[int] = []
+            for segment, place in zip((layout.key, layout.value)[side].segments, layout.places(side), strict=True):
+                first = place.codes + int(offset[token]) * place.code_stride
+                expected += row[first : first + segment.code_bytes]
+            assert codes[token, head, 0].tolist() == expected
+            metas = [place.meta + int(offset[token]) * place.meta_stride for place in layout.places(side)]
+            assert scales[token, head, 0].tolist() == [row[at] for at in metas]
+
+
+@pytest.mark.parametrize("bits", [0, 3, 5, 6, 7, 16])
+def test_other_widths_of_evenly_spaced_levels_are_refused(bits):
+    with pytest.raises(ValueError, match=f"have 1, 2, 4 or 8 bits, not {bits}"):
+        even_slot([(32, 4), (32, bits)])
+
+
+def test_evenly_spaced_levels_mix_with_no_other_rule():
+    segments = Segment(0, 32, 4, "even"), Segment(32, 64, 4)
+    with pytest.raises(ValueError, match="mix with no other rule"):
+        SlotLayout(segments)
+    with pytest.raises(ValueError, match="mix with no other rule"):
+        SlotLayout(segments[:1], centroid=True)
 
 
 @pytest.mark.parametrize("dims", [64, 80, 96, 128, 256])

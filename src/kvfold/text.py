@@ -1,6 +1,9 @@
-"""Text for calibration and evaluation: the user's file, or CPython's documentation, which every machine has."""
+"""Text for calibration and evaluation: the user's files, or what comes with every Python: documentation and source."""
 
 import re
+from collections.abc import Sequence
+from importlib.machinery import SourceFileLoader
+from importlib.util import find_spec
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import TYPE_CHECKING, Literal
@@ -11,6 +14,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Half = Literal["calibration", "evaluation"]
+
+DOCUMENTATION, SOURCE = "Python documentation", "Python source"
+# Modules of the standard library that every Python since 3.11 has as one file: 1.2 million characters.
+MODULES = (
+    "argparse", "ast", "configparser", "dataclasses", "difflib", "doctest", "enum", "fractions", "inspect",
+    "ipaddress", "mailbox", "pickle", "pickletools", "random", "shutil", "statistics", "subprocess", "tarfile",
+)  # fmt: skip
 
 
 def default_text(half: Half) -> str:
@@ -26,6 +36,28 @@ def default_text(half: Half) -> str:
         if new:
             texts.append("\n\n".join(new))
     return "\n\n".join(texts[0 if half == "calibration" else 1 :: 2])
+
+
+def source_text() -> str:
+    """Source code of the standard library."""
+    return "\n\n".join(_source(module) for module in MODULES)
+
+
+def _source(module: str) -> str:
+    spec = find_spec(module)
+    source = spec.loader.get_source(module) if spec and isinstance(spec.loader, SourceFileLoader) else None
+    if source is None:
+        raise FileNotFoundError(f"this Python has no source of its module {module}: name a text with --haystack FILE")
+    return source
+
+
+def haystack_texts(paths: Sequence[Path]) -> dict[str, str]:
+    """The user's files by name. Without a file, the two default texts: documentation and source code."""
+    if not paths:
+        return {DOCUMENTATION: default_text("evaluation"), SOURCE: source_text()}
+    if len({path.name for path in paths}) < len(paths):
+        raise ValueError("two texts of haystacks have the same file name: rename one")
+    return {path.name: read_text(path, "evaluation") for path in paths}
 
 
 def read_text(path: Path | None, half: Half) -> str:

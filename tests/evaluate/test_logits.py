@@ -3,6 +3,7 @@
 import math
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
@@ -35,7 +36,7 @@ def test_compare_sums_what_it_says(model):
     make = partial(kvfold.cache, model, "int2:centre=false")
     shares = []
     own, scores = compare(model, tokens, 700, partial(DynamicCache, config=model.config), {"int2": make}, shares.append)
-    nll, kl, agreed, count = [0.0, 0.0], 0.0, 0, 0
+    nll, kls, far, agreed, count = [0.0, 0.0], [], [], 0, 0
     for begin, end in ((0, 700), (700, 1400), (1400, 1500)):
         passage = tokens[begin:end]
         with torch.no_grad():
@@ -46,17 +47,37 @@ def test_compare_sums_what_it_says(model):
         p, q = (torch.log_softmax(x.double(), dim=-1) for x in logits)
         for i, log_probs in enumerate((p, q)):
             nll[i] -= log_probs[torch.arange(len(passage) - 1), passage[1:]].sum().item()
-        kl += (p.exp() * (p - q)).sum().item()
+        kls += (p.exp() * (p - q)).sum(dim=-1).tolist()
+        far += [position >= 600 for position in range(len(passage) - 1)]
         agreed += int((p.argmax(-1) == q.argmax(-1)).sum())
         count += len(passage) - 1
     assert own.tokens == scores["int2"].tokens == count
     assert own.perplexity == pytest.approx(math.exp(nll[0] / count), rel=1e-4)
     assert scores["int2"].perplexity == pytest.approx(math.exp(nll[1] / count), rel=1e-3)
-    assert scores["int2"].kl == pytest.approx(kl / count, rel=1e-2)
+    assert scores["int2"].kl == pytest.approx(np.mean(kls), rel=1e-2)
+    assert scores["int2"].kl_tail == pytest.approx(np.percentile(kls, 99.9), rel=1e-2)
+    beyond = scores["int2"].beyond(600)
+    assert beyond.tokens == sum(far) == 2 * 99
+    assert beyond.kl == pytest.approx(np.mean(np.array(kls)[far]), rel=1e-2)
+    assert beyond.kl_tail == pytest.approx(np.percentile(np.array(kls)[far], 99.9), rel=1e-2)
+    assert own.beyond(600).perplexity != own.perplexity
+    assert own.beyond(699) is None
     assert scores["int2"].kl > 0.01  # two bits are not lossless
     assert scores["int2"].top1 == pytest.approx(agreed / count, abs=2e-3)
-    assert (own.kl, own.top1) == (0, 1)
+    assert (own.kl, own.kl_tail, own.top1) == (0, 0, 1)
     assert sum(shares) == pytest.approx(1, abs=0.01)
+
+
+@pytest.mark.parametrize(("chunk", "part"), [(64, 7), (300, 300)])
+def test_chunks_change_no_score(model, monkeypatch, chunk: int, part: int):
+    tokens = torch.randint(0, 61, (200,), generator=torch.Generator().manual_seed(2))
+    reference, caches = partial(DynamicCache, config=model.config), {"": partial(kvfold.cache, model, "bf16")}
+    whole, _ = compare(model, tokens, 200, reference, caches)
+    monkeypatch.setattr("kvfold.evaluate.logits.CHUNK", chunk)
+    monkeypatch.setattr("kvfold.evaluate.logits.SLICE", part)
+    own, others = compare(model, tokens, 200, reference, caches)
+    np.testing.assert_allclose(own.nll, whole.nll, atol=1e-4)
+    assert own.positions.tolist() == others[""].positions.tolist() == list(range(199))
 
 
 def test_nothing_to_score(model):

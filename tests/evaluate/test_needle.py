@@ -4,6 +4,8 @@ import random
 import re
 from collections.abc import Callable
 from functools import partial
+from itertools import product
+from statistics import fmean
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +13,8 @@ import torch
 from torch import Tensor
 
 import kvfold
-from kvfold.evaluate.needle import PREFILL, TASKS, hide, needle_suite, needles
+from kvfold.evaluate.needle import TASKS, hide, needle_suite, needles
+from kvfold.evaluate.retrieval import PREFILL
 from kvfold.text import default_text, tokenize
 
 VOCABULARY = 256
@@ -64,9 +67,13 @@ class Reader:
 
 
 def scores(model: Reader, length: int = 3000, depths: tuple[float, ...] = (0.5,), trials: int = 2) -> dict:
-    rows = needle_suite(model, Characters(), Tape, TEXT, [length], depths, trials)
-    assert all((row.length, row.trials) == (length, trials) for row in rows)
-    return {(row.task, row.depth): row.score for row in rows}
+    rows = needle_suite(model, Characters(), Tape, {"tildes": TEXT}, [length], depths, trials)
+    assert {(row.text, row.length) for row in rows} == {("tildes", length)}
+    return {
+        (task, depth): fmean(row.score for row in rows if (row.task, row.depth) == (task, depth))
+        for task in TASKS
+        for depth in depths
+    }
 
 
 def test_who_reads_everything_finds_everything():
@@ -74,11 +81,13 @@ def test_who_reads_everything_finds_everything():
     made, shares = [], []
     make = lambda: made.append(Tape()) or made[-1]  # noqa: E731
     model = Reader()
-    rows = needle_suite(model, Characters(), make, TEXT, [2000, 5000], depths, 2, shares.append)
-    cells = [(row.task, row.length, row.depth) for row in rows]
-    assert cells == [(task, length, depth) for length in (2000, 5000) for depth in depths for task in TASKS]
+    texts = {"tildes": TEXT, "dashes": torch.full((20_000,), ord("-"))}
+    rows = needle_suite(model, Characters(), make, texts, [2000, 10_000], depths, 2, shares.append)
+    cells = [(row.text, row.length, row.depth, row.trial, row.task) for row in rows]
+    assert cells == list(product(texts, (2000, 10_000), depths, range(2), TASKS))
     assert {row.score for row in rows} == {1.0}
-    assert [len(tape.text) for tape in made] == [2000] * 6 + [5000] * 6  # one reading each, without the questions
+    once = [2000] * 6 + [10_000] * 6  # one reading each, without the questions
+    assert [len(tape.text) for tape in made] == once * 2
     assert max(model.read) == PREFILL
     assert sum(shares) == pytest.approx(1)
 
@@ -140,9 +149,28 @@ def test_needles_lie_at_their_depth(depth: float):
 def test_haystacks_begin_as_the_tokenizer_begins_a_text():
     tokens, hidden = hide(Characters(bos=7), TEXT, 4000, 0.0, trial=1)
     assert (len(tokens), tokens[0], (tokens == 7).sum()) == (4000, 7, 1)
-    plain, same = hide(Characters(), TEXT, 3999, 0.0, trial=1)
-    assert torch.equal(tokens[1:], plain)
+    plain, same = hide(Characters(), TEXT, 4000, 0.0, trial=1)
     assert hidden.keys() == same.keys()
+    assert (plain == TEXT[0]).sum() == (tokens == TEXT[0]).sum() + 1
+
+
+def test_haystacks_of_a_text_differ_in_needles_and_in_what_is_cut_out():
+    """Needles are letters and digits; the text is not, so what is left is the part that was cut out."""
+    text = torch.arange(20_000) % 64 + 128
+    haystacks = {
+        (depth, trial): hide(Characters(), text, 4000, depth, trial) for depth in (0.0, 0.5) for trial in (0, 1)
+    }
+    assert len({tuple(needle.values for needle in hidden) for _, hidden in haystacks.values()}) == 4
+    places = [tokens[tokens >= 128] for tokens, _ in haystacks.values()]
+    assert all((place[1:] - place[:-1]).remainder(64).eq(1).all() for place in places)
+    again, _ = hide(Characters(), text, 4000, 0.5, 1)
+    assert torch.equal(again, haystacks[0.5, 1][0])
+    numbered = torch.arange(20_000) + 1000
+    starts = {
+        int(hide(Characters(), numbered, 4000, depth, trial)[0][-1]) for depth in (0.0, 0.5) for trial in range(8)
+    }
+    assert len(starts) > 12
+    assert max(starts) - min(starts) > 8000
 
 
 @pytest.mark.parametrize("length", [600, 30_000])
@@ -155,6 +183,6 @@ def test_a_real_model_finds_the_single_needle_over_a_window(embedded):
     model, tokenizer = embedded
     text = tokenize(default_text("evaluation"), tokenizer, 1000)
     rows = needle_suite(
-        model, tokenizer, partial(kvfold.cache, model, "int8:centre=false,recent=16"), text, [600], [0.5], 1
+        model, tokenizer, partial(kvfold.cache, model, "int8:centre=false,recent=16"), {"": text}, [600], [0.75], 1
     )
     assert next(row.score for row in rows if row.task == "single") == 1

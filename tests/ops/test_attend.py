@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from even_codecs import even_codecs
 from random_layers import fitted
 from recorded_graphs import use_kernels
 from torch import Tensor
@@ -25,6 +26,7 @@ from kvfold.format.layout import (
     affine_slot,
     channel_slot,
     codebook_slot,
+    even_slot,
     mixed_slot,
     raw_slot,
 )
@@ -269,12 +271,29 @@ INT8_OF_64 = affine_slot(64, 8, 32)
         (channel_slot(64, 3), channel_slot(64, 1)),
         (channel_slot(64, 3, boosted=24), channel_slot(64, 4, boosted=64)),
         (affine_slot(64, 8), channel_slot(64, 1, boosted=8)),
+        (even_slot([(32, 4), (16, 8), (8, 1), (8, 2)]), even_slot([(32, 1), (32, 8)])),
+        (even_slot([(64, 2)]), affine_slot(64, 3)),
         (mixed_slot([affine_slot(64, 4), codebook_slot([(44, 3), (20, 8)])]), mixed_slot([raw_slot(64), INT8_OF_64])),
     ],
     ids=lambda slot: "+".join(f"{segment.dims}x{segment.bits}{segment.rule[0]}" for segment in slot.segments),
 )
 def test_layouts(key, value):
     world = World((Codec(key), Codec(value)), 2, sink=1)
+    world.fill(38, 0)
+    world.step(2, 1)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "units", "page_size"),
+    [
+        ([(32, 4), (64, 2), (32, 1)], [(128, 2)], (0.5, 2.0), 16),
+        ([(32, 4), (16, 2), (16, 1)], [(32, 4), (32, 2)], (2.0**-3, 2.0**4), 5),
+        ([(32, 8), (32, 4), (64, 2)], [(128, 4)], (2.0, 2.0**-5), 64),
+    ],
+)
+def test_evenly_spaced_levels(key, value, units, page_size):
+    key, value = (codec.to(DEVICE) for codec in even_codecs(key, value, units))
+    world = World((key, value), 2, sink=1, recent=2, page_size=page_size)
     world.fill(38, 0)
     world.step(2, 1)
 

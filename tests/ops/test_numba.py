@@ -14,7 +14,7 @@ if torch.cuda.is_available():
     pytest.skip("the tests of other kernels, which these share, are on the GPU", allow_module_level=True)
 
 from test_attend import LAYER, World, codecs
-from test_store import Case, Twins, plain
+from test_store import EVEN, Case, Twins, plain
 
 from kvfold.format.codec import Codec
 from kvfold.format.layout import (
@@ -84,6 +84,18 @@ def test_stored_bytes(recipe, dims, dtype):
     twins = Twins(Case(fitting(recipe, dims), dims=k, value_dims=v, dtype=dtype, kv_heads=3), 3)
     for counts in ([5, 1, 3], [1, 1, 1], [0, 2, 1], [1, 0, 1]):
         check_store(twins, counts)
+
+
+@pytest.mark.parametrize("case", EVEN, ids=range(len(EVEN)))
+def test_evenly_spaced_levels(case):
+    """Both ways."""
+    twins = Twins(case, 2)
+    check_store(twins, [5, 2])
+    check_store(twins, [0, 1])
+    windows = case.windows
+    world = World(case.codecs, 2, page_size=case.page_size, pages=60, sink=windows.sink, recent=windows.recent)
+    world.fill(75, 16)
+    check(world, 1, 1)
 
 
 @pytest.mark.usefixtures("_threads")

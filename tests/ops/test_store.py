@@ -11,6 +11,7 @@ from functools import cached_property
 import numpy as np
 import pytest
 import torch
+from even_codecs import even_codecs
 from random_layers import fitted
 
 from kvfold.fitted import Fitted
@@ -132,9 +133,10 @@ class Twins:
         their places as they were. Returns what the kernel is given."""
         for row in rows:
             page, shadow, offset = (int(place[row]) for place in self.expected.step.places)
-            for views in (self.expected.layouts[0].key_views, self.expected.layouts[0].value_views):
-                for array, before in zip(views(self.expected.pools[0]), views(self.pool), strict=True):
-                    array.view(torch.uint8)[page, :, offset] = before.view(torch.uint8)[page, :, offset]
+            for array, before in zip(
+                *(arrays(self.expected, p) for p in (self.expected.pools[0], self.pool)), strict=True
+            ):
+                array.view(torch.uint8)[page, offset] = before.view(torch.uint8)[page, offset]
             if shadow >= 0:
                 layout, bits = self.expected.layouts[0], torch.int16
                 now, before = (layout.shadow_sides(x.view(bits)) for x in (self.expected.shadows[0], self.shadows))
@@ -172,9 +174,14 @@ class Twins:
 def unsigned_zeros(layout: PageLayout, pool: torch.Tensor) -> torch.Tensor:
     """The least of zeros of both signs is either."""
     pool = pool.clone()
-    for _, meta in (layout.key_views(pool), layout.value_views(pool)):
+    for meta in (meta for views in layout.views(pool, together=False) for meta in views.meta):
         meta.masked_fill_(meta == 0, 0)
     return pool
+
+
+def arrays(cache: PagedCache, pool: torch.Tensor) -> list[torch.Tensor]:
+    """All arrays of a pool: [pages, page_size, kv_heads, 1, …]."""
+    return [array for _, *both in cache.layouts[0].views(pool, together=False) for part in both for array in part]
 
 
 def places(cache: PagedCache) -> tuple[torch.Tensor, torch.Tensor]:
@@ -194,17 +201,13 @@ def check_pools(
 ) -> None:
     """Every token has the expected slots, and all other bytes are as they were `before`."""
     layout, touched = expected.layouts[0], torch.zeros_like(pool)
-    for slot, views in ((layout.key, layout.key_views), (layout.value, layout.value_views)):
-        (page, place), (got_page, got_place) = places(expected), places(got)
-        arrays, got_arrays = views(pool), views(got_pool)
-        check_slots(
-            slot,
-            [array[page, :, place] for array in arrays],
-            [array[got_page.to(array.device), :, got_place.to(array.device)].cpu() for array in got_arrays],
-        )
-        codes, meta = views(touched)
-        codes[page, :, place] = 1
-        meta.view(torch.int16)[page, :, place] = 0x0101
+    page, place = places(expected)
+    got_at = [index.to(got_pool.device) for index in places(got)]
+    both = zip(*(layout.views(p, together=False) for p in (pool, got_pool)), strict=True)
+    for slot, (views, got_views) in zip((layout.key, layout.value), both, strict=True):
+        check_slots(slot, views.read(page, place), [x.cpu() for x in got_views.read(*got_at)])
+    for array in arrays(expected, touched):
+        array.view(torch.uint8)[page, place] = 1
     if before is not None:
         assert torch.equal(got_pool[touched == 0], before[touched == 0])
 
@@ -212,7 +215,8 @@ def check_pools(
 def check_slots(slot, expected, got) -> None:
     """Codes may be a step away where rounding decides, metadata the last bit."""
     for (segment, codes, meta), (_, got_codes, got_meta) in zip(slot.split(*expected), slot.split(*got), strict=True):
-        ulps = (meta.contiguous().view(torch.int16).int() - got_meta.contiguous().view(torch.int16).int()).abs()
+        kind = torch.uint8 if slot.even else torch.int16
+        ulps = (meta.contiguous().view(kind).int() - got_meta.contiguous().view(kind).int()).abs()
         assert ulps.max() <= 1
         same = (ulps == 0).all(dim=-1)
         assert (~same).sum() <= 1 + 0.01 * same.numel()
@@ -312,6 +316,20 @@ def test_every_width_is_packed_as_defined(bits):
     affine, codebook = affine_slot(48, bits, 24), codebook_slot([(20, bits), (13, 9 - bits), (7, 3)])
     run(plain(affine, mean=torch.randn(2, 48)), [[6, 2]])
     run(plain(codebook, rotation=Hadamard(8)), [[6, 2]])
+
+
+HALF = torch.float16
+EVEN = [
+    Plain(even_codecs([(32, 4), (64, 2), (32, 1)], [(128, 2)])),
+    Plain(even_codecs([(64, 4), (32, 2), (32, 1)], [(64, 4), (64, 2)], dtype=HALF), HALF, page_size=3),
+    Plain(even_codecs([(32, 8), (32, 4), (64, 2)], [(128, 4)]), windows=Windows(2, 3), page_size=16),
+    Plain(even_codecs([(16, 4), (32, 2), (16, 1)], [(64, 2)], centred=False), windows=Windows(0, 4)),
+]
+
+
+@pytest.mark.parametrize("case", EVEN, ids=range(len(EVEN)))
+def test_evenly_spaced_levels(case):
+    run(case)
 
 
 def test_keys_and_values_of_different_layouts():

@@ -16,6 +16,7 @@ from kvfold.format.layout import (
     affine_slot,
     channel_slot,
     codebook_slot,
+    even_slot,
     mixed_slot,
     raw_slot,
 )
@@ -95,6 +96,7 @@ SLOTS = [
     affine_slot(256, 6),
     codebook_slot([(20, 3), (4, 8), (40, 1)]),  # 20 and 4: padded codes
     codebook_slot([(8, 7), (56, 2)]),
+    even_slot([(32, 4), (16, 8), (8, 1), (8, 2)]),
     raw_slot(64),
     SlotLayout((Segment(0, 16, 4), Segment(16, 40, 6, "codebook"), Segment(40, 64, 16, "raw"))),
 ]
@@ -110,7 +112,7 @@ def test_unpacked_tokens_are_those_of_the_codec(slot, dtype):
     """Bit for bit, and nothing is written beside them."""
     if dtype == torch.bfloat16 and DEVICE == "cpu":
         pytest.skip("Triton's interpreter cuts bits off where a GPU rounds them")
-    world = World((Codec(slot), Codec(affine_slot(slot.dims, 4))), 2)
+    world = World((Codec(slot, unit=0.5), Codec(affine_slot(slot.dims, 4))), 2)
     pages, _ = world.fill(20, 60)
     workspace = torch.full((2 * 2 * 40 * slot.dims,), 7, dtype=dtype, device=DEVICE)
     k, v = dequantize(pages, 1, range(5, 42), workspace)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from even_codecs import even_codecs
 from test_attend import World, codecs
 from test_store import DEVICE, Case, Plain, Twins, places, plain, store_of
 from torch import Tensor
@@ -33,11 +34,12 @@ CASES = [
     Case("oscar-int2:sink=0,recent=0", 64, torch.float16),
     Case("tq-k3v2"),
     plain(SlotLayout((Segment(0, 16, 16, "raw"), Segment(16, 40, 2), Segment(40, 53, 3, "codebook")))),
+    Plain(even_codecs([(16, 4), (32, 2), (16, 1)], [(32, 8), (32, 2)]), windows=Windows(2, 3)),
 ]
 
 
 def name(case: Case | Plain) -> str:
-    return str(case) if isinstance(case, Case) else "segments of each kind"
+    return str(case) if isinstance(case, Case) else "+".join(each.rule for each in case.codecs[0].layout.segments)
 
 
 @dataclass(frozen=True)
@@ -93,10 +95,15 @@ class Poisoned:
         layout = cache.layouts[0]
         for place in self.places:
             page, offset = self.page_and_offset(place)
-            views, codec = (layout.key_views, layout.value_views)[place.side], self.case.codecs[place.side]
-            codes, meta = (array[page, place.head, offset] for array in views(cache.pools[0]))
-            assert (codec.dequantize(codes.cpu()[None, None], meta.cpu()[None, None]) == 0).all()
-            codes.copy_(views(self.twins.expected.pools[0])[0][page, place.head, offset])
+            views, expected = (
+                layout.views(pool, together=False)[place.side]
+                for pool in (cache.pools[0], self.twins.expected.pools[0])
+            )
+            read = views.read(*(torch.tensor([index], device=DEVICE) for index in (page, offset)))
+            decoded = self.case.codecs[place.side].dequantize(*(part.cpu() for part in read))
+            assert (decoded[0, place.head] == 0).all()
+            for codes, right in zip(views.codes, expected.codes, strict=True):
+                codes[page, offset, place.head] = right[page, offset, place.head].to(DEVICE)
 
 
 # --- store

@@ -10,7 +10,7 @@ from kvfold.cli.command_generate import stream_answer
 from kvfold.cli.inputs import calibrate_now, check, load
 from kvfold.cli.output import out, progress
 from kvfold.recipes import parse
-from kvfold.text import read_text, tokenize
+from kvfold.text import DOCUMENTATION, read_text, tokenize
 
 DEMO_RECIPES = ("int4", "saw-int4", "saw-int4:sink=4", "int2", "int2:sink=16,recent=64")
 
@@ -39,7 +39,7 @@ def demo(
             tokenize(words, tokenizer, tokens),
             1024,
             artifact=means,
-            names=("embedded", "Python documentation"),
+            names=("embedded", DOCUMENTATION),
             advance=advance,
         )
     out.print(table(report))

@@ -8,7 +8,7 @@ import typer
 from kvfold.cli.inputs import calibrate_now, check, choose_recipes, find_artifact, load
 from kvfold.cli.options import ArtifactFolder, CsvFile, JsonFile, Model, TextFile
 from kvfold.cli.output import out, progress, write_csv, write_json
-from kvfold.text import read_text, tokenize
+from kvfold.text import DOCUMENTATION, haystack_texts, read_text, tokenize
 
 
 def eval_(
@@ -31,6 +31,23 @@ def eval_(
         list[int] | None,
         typer.Option("--needle", help="Tokens of the haystacks of the needle suite, e.g. 4096; repeatable.", min=512),
     ] = None,
+    tool_calls: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--tool-calls", help="Tokens of context before tool calls in JSON, e.g. 4096; repeatable.", min=512
+        ),
+    ] = None,
+    haystack: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--haystack",
+            help="A UTF-8 text file for haystacks; repeatable. Default: Python's documentation and its source code.",
+        ),
+    ] = None,
+    trials: Annotated[
+        int | None,
+        typer.Option(help="Haystacks per text and length: of tool calls (5), and of each needle depth (3).", min=1),
+    ] = None,
     gsm8k: Annotated[
         Path | None, typer.Option("--gsm8k", help="A local GSM8K file (jsonl with question and answer).")
     ] = None,
@@ -43,18 +60,21 @@ def eval_(
     """Compare recipes with the 16-bit cache of the same model: perplexity, KL, top-1, copying, needles, bits.
 
     Example: `kvfold eval embedded -r int4 -r saw-int4:sink=4 --tokens 4096 --html report.html`, or
-    `kvfold eval Qwen/Qwen3-8B -r oscar-int2 --artifact fits --needle 4096 --needle 32768 --gsm8k test.jsonl`
+    `kvfold eval Qwen/Qwen3-8B -r oscar-int2 --artifact fits --needle 4096 --needle 32768 --gsm8k test.jsonl`, or
+    `kvfold eval Qwen/Qwen3-8B -r saw-int4 --tool-calls 16384 --haystack novel.txt --haystack code.txt --trials 10`
     """
     from kvfold.evaluate.gsm8k import read_problems
     from kvfold.evaluate.report import rows, table, write_html
-    from kvfold.evaluate.run import evaluate
+    from kvfold.evaluate.run import Haystacks, evaluate
 
     asked = None if gsm8k is None else read_problems(gsm8k, problems)
     means, words = find_artifact(artifact, model, recipe), read_text(text, "evaluation")
+    hay = haystack_texts(haystack or ()) if needle or tool_calls else {}
     panel = choose_recipes(recipe, means)
     check(model, panel, json_file, csv_file, html, artifact=means)
     network, tokenizer = load(model)
-    ids = tokenize(words, tokenizer, max([tokens, *(needle or ())]))
+    ids = tokenize(words, tokenizer, tokens)
+    texts = {name: tokenize(part, tokenizer, None) for name, part in hay.items()}
     if means is None and any(recipe.centre or recipe.learns for recipe in panel):
         means = calibrate_now((network, tokenizer), panel)
     with progress(f"Evaluating {len(panel)} recipes") as advance:
@@ -62,12 +82,11 @@ def eval_(
             network,
             tokenizer,
             panel,
-            ids[:tokens],
+            ids,
             context,
             artifact=means,
-            names=(model, text.name if text else "Python documentation"),
-            lengths=needle or (),
-            haystack=ids,
+            names=(model, text.name if text else DOCUMENTATION),
+            haystacks=Haystacks(texts, needle or (), tool_calls or (), trials),
             problems=asked,
             tasks=tasks or (),
             layers=layers,

@@ -1,6 +1,7 @@
 """GSM8K: grade-school problems from a local jsonl file. The final number of an answer must match exactly."""
 
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,6 +40,10 @@ class Gsm8kScore:
     @property
     def exact_match(self) -> float:
         return self.correct / self.problems
+
+    @property
+    def standard_error(self) -> float:
+        return math.sqrt(self.exact_match * (1 - self.exact_match) / self.problems)
 
 
 def read_problems(path: Path, count: int) -> Problems:

@@ -16,7 +16,7 @@ values found. A value is found if greedy decoding gives all its tokens, after th
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -24,14 +24,12 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
-from kvfold.evaluate.retrieval import Make, ask, bury, encode
-from kvfold.text import opening
+from kvfold.evaluate.retrieval import Make, ask, encode, haystack, read, seeded
 
 TASKS = ("single", "distractor", "multi", "m-key", "m-value", "m-query")
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-TRIALS = 3
+TRIALS = 3  # haystacks per text, length and depth
 SPREAD = 4  # needles of `distractor`, and of `multi`
-PREFILL = 2048  # tokens per call of the model; it bounds memory and changes no answer
 
 ADJECTIVES = ("red", "old", "green", "silver", "small", "golden", "broken", "wooden", "yellow", "heavy")
 NOUNS = ("door", "clock", "boat", "tower", "box", "lamp", "piano", "garden", "bridge", "well", "wagon", "harp", "bell")
@@ -39,13 +37,18 @@ NOUNS = ("door", "clock", "boat", "tower", "box", "lamp", "piano", "garden", "br
 
 @dataclass(frozen=True)
 class NeedleRow:
-    """The share of a task's answers that was found, the mean over trials."""
+    """The share of a task's answers that was found in one haystack."""
 
-    task: str
+    text: str
     length: int
     depth: float
-    trials: int
+    trial: int
+    task: str
     score: float
+
+    @property
+    def haystack(self) -> tuple[str, int, float, int]:
+        return self.text, self.length, self.depth, self.trial
 
 
 @dataclass(frozen=True)
@@ -67,24 +70,25 @@ def needle_suite(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     make: Make,
-    text: Tensor,
+    texts: Mapping[str, Tensor],
     lengths: Sequence[int],
     depths: Sequence[float] = DEPTHS,
     trials: int = TRIALS,
     advance: Callable[[float], None] = lambda share: None,
 ) -> list[NeedleRow]:
-    """All tasks, in haystacks of `lengths` tokens out of `text` (1-D). Every cache gets the same haystacks."""
+    """All tasks, in haystacks of `lengths` tokens out of each text (1-D). Every cache gets the same haystacks."""
     rows = []
-    for length in lengths:
-        for depth in depths:
-            scores: dict[str, list[float]] = {task: [] for task in TASKS}
-            for trial in range(trials):
-                tokens, hidden = hide(tokenizer, text, length, depth, trial)
-                for needle, score in _found(model, make(), tokens, hidden).items():
-                    for task in needle.tasks:
-                        scores[task].append(score)
-                advance(length / (sum(lengths) * len(depths) * trials))
-            rows += [NeedleRow(task, length, depth, trials, fmean(found)) for task, found in scores.items()]
+    for text, tokens in texts.items():
+        for length in lengths:
+            for depth in depths:
+                for trial in range(trials):
+                    hay, hidden = hide(tokenizer, tokens, length, depth, trial)
+                    found: dict[str, list[float]] = {task: [] for task in TASKS}
+                    for needle, score in _found(model, make(), hay, hidden).items():
+                        for task in needle.tasks:
+                            found[task].append(score)
+                    rows += [NeedleRow(text, length, depth, trial, task, fmean(found[task])) for task in TASKS]
+                    advance(length / (sum(lengths) * len(texts) * len(depths) * trials))
     return rows
 
 
@@ -119,27 +123,17 @@ def hide(
     tokenizer: PreTrainedTokenizerBase, text: Tensor, length: int, depth: float, trial: int
 ) -> tuple[Tensor, dict[Needle, list[Tensor]]]:
     """A haystack of `length` tokens with the needles in it, and their tokens. Equal arguments give equal haystacks."""
-    rng = random.Random(trial)
+    rng = seeded(text, length, depth, trial)
     hidden = {needle: needle.encode(tokenizer) for needle in needles(depth, rng)}
-    begin = opening(tokenizer)
-    room = length - len(begin) - sum(len(piece) for pieces in hidden.values() for piece in pieces)
-    if not length // 2 <= room <= len(text):
-        raise ValueError(
-            f"haystacks of {length} tokens do not work: the needles take {length - room} tokens, at most half of it, "
-            f"and the text has {len(text)}"
-        )
-    start = rng.randrange(len(text) - room + 1)
-    ordered = sorted(hidden.items(), key=lambda item: item[0].depth)
-    needles_at = [(needle.depth, torch.cat(pieces)) for needle, pieces in ordered]
-    return torch.cat((begin, bury(text[start : start + room], needles_at))), hidden
+    needles_at = [(needle.depth, torch.cat(pieces)) for needle, pieces in hidden.items()]
+    return haystack(tokenizer, text, length, needles_at, rng), hidden
 
 
 def _found(
     model: PreTrainedModel, cache: Cache, tokens: Tensor, hidden: dict[Needle, list[Tensor]]
 ) -> dict[Needle, float]:
     """Per needle that a task asks for, the share of its values that is found."""
-    for chunk in tokens.to(model.device).split(PREFILL):
-        model(chunk[None], past_key_values=cache, logits_to_keep=1)
+    read(model, cache, tokens)
     asked = {needle: (question, values) for needle, (question, *values, _) in hidden.items() if needle.tasks}
     answers = ask(model, cache, [(question, torch.cat(values)) for question, values in asked.values()])
     return {

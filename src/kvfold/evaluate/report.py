@@ -3,6 +3,7 @@
 import math
 import re
 import textwrap
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from html import escape
 from importlib.resources import files
@@ -17,11 +18,15 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kvfold.evaluate.intervals import Interval, by_haystack, difference, interval
+
 if TYPE_CHECKING:
     from kvfold.evaluate.layer_attention import LayerRow
     from kvfold.evaluate.needle import NeedleRow
+    from kvfold.evaluate.tool_calls import ToolCallRow
 
 REFERENCE = "bf16"
+ALL_TEXTS = "all texts"
 
 
 @dataclass(frozen=True)
@@ -34,15 +39,40 @@ class Row:
     slot_bytes: int
     perplexity: float
     kl: float
+    kl_tail: float  # the 99.9th percentile
     top1: float
     tokens: int
     copy: float | None
     needle: float | None
     needle_by_depth: dict[str, float] | None
+    perplexity_beyond_16k: float | None = None  # of the tokens that read more than 16,384 others
+    kl_beyond_16k: float | None = None
+    kl_tail_beyond_16k: float | None = None
     suite: "list[NeedleRow] | None" = None  # the needle suite
+    tool_calls: "list[ToolCallRow] | None" = None
     gsm8k: float | None = None
+    gsm8k_error: float | None = None  # the standard error
     tasks: dict[str, float] | None = None  # scores of lm-eval, by task and metric
     layers: "list[LayerRow] | None" = None  # effects of quantized keys on attention, per layer
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What one recipe found in the haystacks of one length, with 95 % intervals over haystacks."""
+
+    measure: str
+    text: str
+    length: int
+    found: Interval
+    difference: Interval | None  # to the reference, on the same haystacks
+
+
+# What is measured in haystacks: pairs of haystack and score. A haystack begins with its text and length.
+MEASURES: dict[str, Callable[[Row], list[tuple[Any, float]]]] = {
+    "needles": lambda row: [(cell.haystack, cell.score) for cell in row.suite or ()],
+    "valid calls": lambda row: [(call.haystack, float(call.valid)) for call in row.tool_calls or ()],
+    "exact calls": lambda row: [(call.haystack, float(call.exact)) for call in row.tool_calls or ()],
+}
 
 
 @dataclass(frozen=True)
@@ -72,6 +102,20 @@ class Report:
         """How far the perplexity is above that of the reference, in percent."""
         return 100 * (row.perplexity / self.reference.perplexity - 1)
 
+    def summaries(self, row: Row) -> list[Summary]:
+        """Per measure and length: all texts, then each text if there are several."""
+        result = []
+        for measure, scores in MEASURES.items():
+            own, reference = (by_haystack(scores(each)) for each in (row, self.reference))
+            texts, lengths = (list(dict.fromkeys(key[place] for key in own)) for place in (0, 1))
+            for length in lengths:
+                for text in [ALL_TEXTS, *(texts if len(texts) > 1 else ())]:
+                    there = [key for key in own if key[1] == length and text in (ALL_TEXTS, key[0])]
+                    some, expected = ({key: each[key] for key in there} for each in (own, reference))
+                    against = None if row is self.reference else difference(some, expected)
+                    result.append(Summary(measure, text, length, interval(some), against))
+        return result
+
 
 def table(report: Report) -> Group:
     caption = (
@@ -84,6 +128,8 @@ def table(report: Report) -> Group:
     if more := _more_columns(report):  # a second table: all columns in one would be too wide for a terminal
         cells = [[_name(row, report), *_more_cells(row)] for row in report.ordered]
         tables += [Text(), _rich_table(report, [COLUMNS[0], *more], cells)]
+    if report.summaries(report.reference):
+        tables += [Text(), _summary_table(report)]
     return Group(*tables, Text(caption, style="table.caption"))
 
 
@@ -97,8 +143,20 @@ def _rich_table(report: Report, columns: list[str], rows: list[list[str]]) -> Ta
     return result
 
 
+def _summary_table(report: Report) -> Table:
+    result = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+    result.add_column("recipe", overflow="fold", min_width=16)
+    for column in SUMMARY_COLUMNS:
+        result.add_column(column, justify="right", no_wrap=True)
+    for row in report.ordered:
+        for i, summary in enumerate(one for one in report.summaries(row) if one.text == ALL_TEXTS):
+            name = Text(_wrap(_name(row, report))) if not i else ""
+            result.add_row(name, *_summary_cells(summary), style="bold" if row is report.reference else None)
+    return result
+
+
 def rows(report: Report) -> list[dict[str, Any]]:
-    """Tidy rows for JSON. Each has the model, text and versions. Numbers that are not finite become None."""
+    """Tidy rows for JSON and CSV. Each has the model, text and versions. Numbers that are not finite become None."""
     common = {
         "model": report.model,
         "text": report.text,
@@ -109,8 +167,22 @@ def rows(report: Report) -> list[dict[str, Any]]:
     }
     return [
         {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
-        for row in ({**asdict(row), **common} for row in report.ordered)
+        for row in ({**asdict(row), **_summary_fields(report.summaries(row)), **common} for row in report.ordered)
     ]
+
+
+def _summary_fields(summaries: list[Summary]) -> dict[str, Any]:
+    """All texts as fields with a number each, since CSV has no others, and every summary in a list."""
+    fields: dict[str, Any] = {}
+    for summary in summaries:
+        if summary.text == ALL_TEXTS:
+            name = f"{summary.measure.replace(' ', '_')}_{summary.length}"
+            found, against = summary.found, summary.difference
+            fields |= {name: found.mean, f"{name}_low": found.low, f"{name}_high": found.high}
+            for end in ("mean", "low", "high"):
+                field = f"{name}_difference" if end == "mean" else f"{name}_difference_{end}"
+                fields[field] = getattr(against, end, None)
+    return {**fields, "summaries": [asdict(summary) for summary in summaries]}
 
 
 def write_html(report: Report, path: Path) -> None:
@@ -131,7 +203,7 @@ def write_html(report: Report, path: Path) -> None:
         kl_plot=kl_plot,
         perplexity_plot=perplexity_plot,
         results=_results(report),
-        needle=_needle(report) + _suite(report),
+        needle=_needle(report) + _intervals(report) + _suite(report),
         facts="".join(f"<div><dt>{escape(key)}</dt><dd>{escape(fact)}</dd></div>" for key, fact in facts.items()),
     )
     _write(page, path)
@@ -146,7 +218,11 @@ def _write(text: str, path: Path) -> None:
 # Numbers as people read them.
 
 LAYER_NUMBERS = ("softmax_kl", "top10", "logit_mae")
-COLUMNS = ["recipe", "bits\nat 2k", "bits\nat 128k", "perplexity", "increase", "KL", "top-1", "copy", "needle"]
+COLUMNS = [
+    "recipe", "bits\nat 2k", "bits\nat 128k", "perplexity", "increase", "KL", "KL\n99.9 %", "top-1", "copy", "needle"
+]  # fmt: skip
+BEYOND_COLUMNS = ["perplexity\n> 16k", "KL\n> 16k", "KL 99.9 %\n> 16k"]
+SUMMARY_COLUMNS = ["measure", "tokens", "share", "95 %", f"against {REFERENCE}, points"]
 
 
 def _cells(row: Row, report: Report) -> list[str]:
@@ -157,6 +233,7 @@ def _cells(row: Row, report: Report) -> list[str]:
         _perplexity(row.perplexity),
         "–" if row is report.reference else _increase(report.increase(row)),
         _kl(row.kl),
+        _kl(row.kl_tail),
         f"{100 * row.top1:.1f} %",
         _share(row.copy),
         _share(row.needle),
@@ -170,20 +247,34 @@ def _name(row: Row, report: Report) -> str:
 def _more_columns(report: Report) -> list[str]:
     """The columns of optional measurements. An optional one is made for all recipes or for none."""
     measured = report.reference
-    suite = ["needle\nsuite"] if measured.suite else []
     gsm8k = ["GSM8K"] if measured.gsm8k is not None else []
     layers = ["attention\nKL", "top-10\nkept", "logit\nerror"] if measured.layers else []
-    return [*layers, *suite, *gsm8k, *(task.replace(" ", "\n") for task in measured.tasks or ())]
+    beyond = BEYOND_COLUMNS if measured.kl_beyond_16k is not None else []
+    return [*beyond, *layers, *gsm8k, *(task.replace(" ", "\n") for task in measured.tasks or ())]
 
 
 def _more_cells(row: Row) -> list[str]:
-    suite = [_share(fmean(cell.score for cell in row.suite))] if row.suite else []
-    gsm8k = [f"{100 * row.gsm8k:.1f} %"] if row.gsm8k is not None else []
-    layers = []
+    gsm8k = [] if row.gsm8k is None else [f"{100 * row.gsm8k:.1f} %" + _error(row.gsm8k_error)]
+    layers, beyond = [], []
     if row.layers:
         kl, top, error = (fmean(getattr(layer, name) for layer in row.layers) for name in LAYER_NUMBERS)
         layers = [_kl(kl), _share(top), f"{error:.3g}"]
-    return [*layers, *suite, *gsm8k, *(f"{score:.3f}" for score in (row.tasks or {}).values())]
+    if row.perplexity_beyond_16k is not None and row.kl_beyond_16k is not None and row.kl_tail_beyond_16k is not None:
+        beyond = [_perplexity(row.perplexity_beyond_16k), _kl(row.kl_beyond_16k), _kl(row.kl_tail_beyond_16k)]
+    return [*beyond, *layers, *gsm8k, *(f"{score:.3f}" for score in (row.tasks or {}).values())]
+
+
+def _summary_cells(summary: Summary) -> list[str]:
+    found, against = summary.found, summary.difference
+    points = "–"
+    if against is not None:
+        points = f"{100 * against.mean:+.1f} ({100 * against.low:+.1f} to {100 * against.high:+.1f})"
+    share, low, high = (100 * number for number in (found.mean, found.low, found.high))
+    return [summary.measure, f"{summary.length:,}", f"{share:.1f} %", f"{low:.0f} to {high:.0f}", points]
+
+
+def _error(number: float | None) -> str:
+    return "" if number is None else f" ± {100 * number:.1f}"
 
 
 def _decimals(number: float) -> int:
@@ -405,6 +496,19 @@ def _needle(report: Report) -> str:
     depths = list(found[0][1])
     rows = [(recipe, [_heat(shares[depth]) for depth in depths]) for recipe, shares in found]
     return _filled("needle_section.html", table=_html_table(["recipe", *depths], rows))
+
+
+def _intervals(report: Report) -> str:
+    """Per recipe, measure, length and text: the share and its interval."""
+    rows = []
+    for row in report.ordered:
+        for summary in report.summaries(row):
+            measure, tokens, share, *rest = _summary_cells(summary)
+            cells = [measure, summary.text, tokens, str(summary.found.haystacks), share, *rest]
+            rows.append((row.recipe, [f"<td>{escape(cell)}</td>" for cell in cells]))
+    measure, tokens, *rest = SUMMARY_COLUMNS
+    columns = ["recipe", measure, "text", tokens, "haystacks", *rest]
+    return _filled("intervals_section.html", table=_html_table(columns, rows)) if rows else ""
 
 
 def _suite(report: Report) -> str:

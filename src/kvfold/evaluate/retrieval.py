@@ -16,7 +16,10 @@ COPY_TRIALS = 2
 HAYSTACKS = 2
 HAYSTACK_TOKENS = 1024
 
+PREFILL = 8192  # tokens per call of the model; it bounds memory and changes no answer
+
 Make = Callable[[], Cache]
+NOTHING = torch.empty(0, dtype=torch.int64)
 
 
 @torch.no_grad()
@@ -61,6 +64,32 @@ def needle_accuracy(
     return {f"{depth:.0%}": count / HAYSTACKS for depth, count in found.items()}
 
 
+def seeded(text: Tensor, *numbers: float) -> random.Random:
+    """Random numbers that depend on these numbers and on the first tokens of the text."""
+    return random.Random(f"{text[:8].tolist()} {numbers}")
+
+
+def haystack(
+    tokenizer: PreTrainedTokenizerBase,
+    text: Tensor,
+    length: int,
+    needles: list[tuple[float, Tensor]],
+    rng: random.Random,
+    begin: Tensor = NOTHING,
+    end: Tensor = NOTHING,
+) -> Tensor:
+    """`length` tokens: a random part of `text` (1-D) with the needles at their depths, between `begin` and `end`."""
+    begin = torch.cat((opening(tokenizer), begin))
+    room = length - len(begin) - sum(len(needle) for _, needle in needles) - len(end)
+    if not length // 2 <= room <= len(text):
+        raise ValueError(
+            f"haystacks of {length} tokens do not work: what is hidden and asked takes {length - room} tokens, at most "
+            f"half of it, and the text has {len(text)}"
+        )
+    start = rng.randrange(len(text) - room + 1)
+    return torch.cat((begin, bury(text[start : start + room], sorted(needles, key=lambda needle: needle[0])), end))
+
+
 def bury(hay: Tensor, needles: list[tuple[float, Tensor]]) -> Tensor:
     """`hay` (1-D) with the tokens of each needle at its depth. Needles are sorted by depth."""
     parts, begin = [], 0
@@ -69,6 +98,12 @@ def bury(hay: Tensor, needles: list[tuple[float, Tensor]]) -> Tensor:
         parts += [hay[begin:end], needle]
         begin = end
     return torch.cat((*parts, hay[begin:]))
+
+
+def read(model: PreTrainedModel, cache: Cache, tokens: Tensor) -> None:
+    """Fill the cache with `tokens` (1-D)."""
+    for chunk in tokens.to(model.device).split(PREFILL):
+        model(chunk[None], past_key_values=cache, logits_to_keep=1)
 
 
 def ask(model: PreTrainedModel, cache: Cache, asked: list[tuple[Tensor, Tensor]]) -> list[Tensor]:

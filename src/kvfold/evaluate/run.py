@@ -1,7 +1,7 @@
 """One evaluation: every recipe on the same model and text, as a report."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,11 +16,14 @@ from kvfold.calibration.text_overlap import check_disjoint
 from kvfold.engines.transformers import cache
 from kvfold.evaluate.gsm8k import Problems, gsm8k
 from kvfold.evaluate.layer_attention import diagnose
-from kvfold.evaluate.logits import Scores, compare
+from kvfold.evaluate.logits import LONG, Scores, compare
+from kvfold.evaluate.needle import TRIALS as NEEDLE_TRIALS
 from kvfold.evaluate.needle import hide, needle_suite
 from kvfold.evaluate.report import REFERENCE, Report, Row
 from kvfold.evaluate.retrieval import Make, copy_accuracy, needle_accuracy
 from kvfold.evaluate.tasks import check_tasks, lm_eval_tasks
+from kvfold.evaluate.tool_calls import TRIALS as TOOL_TRIALS
+from kvfold.evaluate.tool_calls import hide_records, tool_calls
 from kvfold.fitted import Fitted
 from kvfold.geometry import Geometry
 from kvfold.recipe import Recipe
@@ -29,6 +32,28 @@ from kvfold.text import with_openings
 
 PLAIN = "transformers' own cache"
 DIAGNOSED = 2048  # the attention of at most this many tokens is diagnosed
+
+
+@dataclass(frozen=True)
+class Haystacks:
+    """What is measured in haystacks: their texts by name, and how many tokens they have."""
+
+    texts: Mapping[str, Tensor]
+    needle: Sequence[int] = ()  # lengths of the needle suite; none: no suite
+    tool_calls: Sequence[int] = ()  # lengths of contexts before tool calls
+    trials: int | None = None  # haystacks per depth of needles, and of tool calls; None: the numbers of each
+
+    @property
+    def measures(self) -> int:
+        return bool(self.needle) + bool(self.tool_calls)
+
+    def check(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Refuse lengths that a text is too short for, and lengths too short for what they hide."""
+        for text in self.texts.values():
+            for length in self.needle:
+                hide(tokenizer, text, length, depth=0, trial=0)
+            for length in self.tool_calls:
+                hide_records(tokenizer, text, length, trial=0)
 
 
 def evaluate(
@@ -40,8 +65,7 @@ def evaluate(
     *,
     artifact: Artifact | None = None,
     names: tuple[str, str] = ("", ""),  # the names of model and text
-    lengths: Sequence[int] = (),  # of the needle suite; none: no suite
-    haystack: Tensor | None = None,  # the text of the suite, if `tokens` are too few
+    haystacks: Haystacks | None = None,  # of needles and tool calls
     problems: Problems | None = None,  # of GSM8K
     tasks: Sequence[str] = (),  # of lm-eval
     layers: bool = False,  # whether to diagnose the attention of every layer
@@ -50,23 +74,23 @@ def evaluate(
     """Evaluate `recipes` and the 16-bit cache on `tokens` (1-D). `advance` gets shares of 1."""
     geometry = Geometry.from_config(model.config.to_dict())
     if artifact is not None:
-        for read in (tokens,) if haystack is None else (tokens, haystack):
+        for read in (tokens, *(haystacks.texts.values() if haystacks else ())):
             check_disjoint(read, artifact.tensors[TEXT])
-    text = tokens if haystack is None else haystack
     scored = with_openings(tokens, context, tokenizer)
     panel = {str(recipe): recipe for recipe in (parse(REFERENCE), *recipes)}
     # A recipe or length that does not fit the model fails here, before the long work.
     caches = {name: cache(model, recipe, artifact) for name, recipe in panel.items()}
     makes: dict[str, Make] = {name: packed.empty for name, packed in caches.items()}
-    for length in lengths:
-        hide(tokenizer, text, length, depth=0, trial=0)
+    if haystacks:
+        haystacks.check(tokenizer)
     check_tasks(tasks)
     rope = artifact.metadata.rope if artifact else None
     by_layer = diagnose(model, scored[: min(context, DIAGNOSED)], caches, rope) if layers else {}
     others = {name: make for name, make in makes.items() if name != REFERENCE}
     others[PLAIN] = partial(DynamicCache, config=model.config)
     own, scores = compare(model, scored, context, makes[REFERENCE], others, lambda share: advance(0.6 * share))
-    part = 0.4 / len(panel) / (1 + bool(lengths) + bool(problems) + bool(tasks))
+    long = haystacks.measures if haystacks else 0
+    part = 0.4 / len(panel) / (1 + long + bool(problems) + bool(tasks))
     rows = []
     for name, recipe in panel.items():
         copied = copy_accuracy(model, tokenizer, makes[name], tokens)
@@ -74,7 +98,7 @@ def evaluate(
         row = _row(recipe, geometry, artifact, own if name == REFERENCE else scores[name], copied, needles)
         advance(part)
         asked_for = _asked_for(
-            model, tokenizer, makes[name], text, lengths, problems, tasks, lambda share: advance(part * share)
+            model, tokenizer, makes[name], haystacks, problems, tasks, lambda share: advance(part * share)
         )
         rows.append(replace(row, layers=by_layer.get(name), **asked_for))
     versions = {module.__name__: module.__version__ for module in (kvfold, torch, transformers)}
@@ -94,18 +118,26 @@ def _asked_for(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     make: Make,
-    text: Tensor,
-    lengths: Sequence[int],
+    haystacks: Haystacks | None,
     problems: Problems | None,
     tasks: Sequence[str],
     advance: Callable[[float], None],
 ) -> dict[str, Any]:
     """The optional measurements, which take long."""
     found: dict[str, Any] = {}
-    if lengths:
-        found["suite"] = needle_suite(model, tokenizer, make, text, lengths, advance=advance)
+    if haystacks:
+        texts, trials = haystacks.texts, haystacks.trials
+        if lengths := haystacks.needle:
+            found["suite"] = needle_suite(
+                model, tokenizer, make, texts, lengths, trials=trials or NEEDLE_TRIALS, advance=advance
+            )
+        if lengths := haystacks.tool_calls:
+            found["tool_calls"] = tool_calls(
+                model, tokenizer, make, texts, lengths, trials=trials or TOOL_TRIALS, advance=advance
+            )
     if problems:
-        found["gsm8k"] = gsm8k(model, tokenizer, make, problems, advance=advance).exact_match
+        score = gsm8k(model, tokenizer, make, problems, advance=advance)
+        found |= {"gsm8k": score.exact_match, "gsm8k_error": score.standard_error}
     if tasks:
         found["tasks"] = lm_eval_tasks(model, tokenizer, make, tasks)
         advance(1)
@@ -123,6 +155,7 @@ def _row(
     # without an artifact, `cache` calibrates by itself, and its layouts are not known here
     fitted = Fitted.of(recipe, geometry, artifact if recipe.learns else None)
     layout = fitted.page_layouts()[geometry.packed[0]]
+    beyond = scores.beyond(LONG)
     return Row(
         recipe=str(recipe),
         bits_per_element_2k=fitted.bits_per_element(2048),
@@ -130,9 +163,13 @@ def _row(
         slot_bytes=layout.key.slot_bytes + layout.value.slot_bytes,
         perplexity=scores.perplexity,
         kl=scores.kl,
+        kl_tail=scores.kl_tail,
         top1=scores.top1,
         tokens=scores.tokens,
         copy=copied,
         needle=sum(needles.values()) / len(needles),
         needle_by_depth=needles,
+        perplexity_beyond_16k=beyond.perplexity if beyond else None,
+        kl_beyond_16k=beyond.kl if beyond else None,
+        kl_tail_beyond_16k=beyond.kl_tail if beyond else None,
     )

@@ -100,6 +100,10 @@ class SlotLayout:
     def dims(self) -> int:
         return self.segments[-1].stop
 
+    def of_head(self, head: int) -> "SlotLayout":
+        """The layout of a KV head."""
+        return self.heads[head] if self.heads else self
+
     @cached_property
     def code_bytes(self) -> int:
         if self.heads:
@@ -285,8 +289,8 @@ class PageLayout:
         sizes += [sum(self._aligned(self._meta_rows(slot) * meta) for _, meta in slot.arrays) for slot in slots]
         return tuple(accumulate(sizes, initial=0))
 
-    def places(self, side: int) -> tuple[SegmentPlace, ...]:
-        """Per segment of keys (0) or values (1), where it lies in a page."""
+    def places(self, side: int, head: int = 0) -> tuple[SegmentPlace, ...]:
+        """Per segment of keys (0) or values (1) of a KV head, where it lies in a page."""
         slot, codes, meta = (self.key, self.value)[side], self.offsets[side], self.offsets[2 + side]
         if slot.even:
             places = []
@@ -297,7 +301,8 @@ class PageLayout:
             return tuple(places)
         strides = slot.code_bytes, 0 if slot.per_page else slot.meta_bytes
         return tuple(
-            SegmentPlace(codes + byte, strides[0], meta + META_BYTES * entry, strides[1]) for byte, entry in slot.places
+            SegmentPlace(codes + byte, strides[0], meta + META_BYTES * entry, strides[1])
+            for byte, entry in slot.of_head(head).places
         )
 
     def _aligned(self, size: int) -> int:

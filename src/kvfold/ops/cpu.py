@@ -20,13 +20,14 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from kvfold.format.layout import META_BYTES, PageLayout
+from kvfold.format.layout import PageLayout
 from kvfold.ops import segments as slot_segments
 from kvfold.ops.pages import LayerPages
 from kvfold.ops.segments import RULES, SegmentRow, segment_rows
+from kvfold.quantizers import even
 from kvfold.transforms import Transform
 
-AFFINE, CODEBOOK = RULES["affine"], RULES["codebook"]
+AFFINE, CODEBOOK, EVEN = RULES["affine"], RULES["codebook"], RULES["even"]
 LANES = 8  # bytes that are unpacked at once
 
 EXACT: dict[str, Any] = {"error_model": "numpy", "cache": True}
@@ -110,7 +111,7 @@ def array(address, shape, dtype):
 # --- slots
 
 SEGMENT = np.dtype([(name, "i8") for name in SegmentRow._fields])
-SIDE = np.dtype([(name, "i8") for name in ("codes", "code_stride", "meta", "meta_stride", "segments", "kept")])
+SIDE = np.dtype([("segments", "i8"), ("kept", "i8"), ("unit", "f8")])
 PAGES = ("pool", "pool_bytes", "page_stride", "head_stride", "sides", "segments", "most", "half")
 
 
@@ -126,21 +127,20 @@ def unsupported(layout: PageLayout) -> str | None:
 
 def described(pages: LayerPages) -> tuple[int, ...]:
     """The pages of a layer as kernels see them, in the order of `PAGES`."""
-    sides, segments = _sides(pages.layout, pages.key.kept, pages.value.kept)
+    sides, segments = _sides(pages.layout, *((codec.kept, codec.unit) for codec in (pages.key, pages.value)))
     pool, half = pages.pool, pages.key.raw_dtype == torch.float16
     tables = sides.data_ptr(), segments.data_ptr(), segments.shape[1]
     return pool.data_ptr(), pool.nbytes, *pool.stride()[:2], *tables, half
 
 
 @lru_cache
-def _sides(layout: PageLayout, *kept: int) -> tuple[Tensor, Tensor]:
+def _sides(layout: PageLayout, *kept_and_unit: tuple[int, float]) -> tuple[Tensor, Tensor]:
     """SIDE[2] and SEGMENT[2, most segments of a side]."""
     slots = layout.key, layout.value
     sides, segments = np.zeros(2, SIDE), np.zeros((2, max(len(slot.segments) for slot in slots)), SEGMENT)
     for i, slot in enumerate(slots):
-        codes, meta = layout.offsets[i], layout.offsets[2 + i] // META_BYTES
-        sides[i] = codes, slot.code_bytes, meta, slot.meta_entries, len(slot.segments), kept[i]
-        for j, row in enumerate(segment_rows(slot)):
+        sides[i] = len(slot.segments), *kept_and_unit[i]
+        for j, row in enumerate(segment_rows(layout, i)):
             segments[i, j] = row
     # as tensors, which give their address faster than arrays
     return torch.from_numpy(sides.view(np.int64)), torch.from_numpy(segments.view((np.int64, SEGMENT.itemsize // 8)))
@@ -220,11 +220,14 @@ def read(pool, words, page, place, side, segments, levels, half, rows):
     """
     for s in range(side.segments):
         segment = segments[s]
-        byte = page + side.codes + place * side.code_stride + segment.byte
-        entry = page // 2 + side.meta + place * side.meta_stride + segment.entry
+        byte, meta = segment_at(segment, page, place)
         for i in range(len(rows)):
-            part = rows[i, segment.start :]
-            if segment.rule == AFFINE:
+            part, entry = rows[i, segment.start :], meta // 2
+            if segment.rule == EVEN:
+                scale = f4(side.unit) * scale_of(pool[meta])
+                middle = f4(f4((1 << segment.bits) - 1) / f4(2))
+                _unpack(pool, byte, segment.stored, segment.bits, scale, -middle * scale, part)
+            elif segment.rule == AFFINE:
                 scale, offset = widened(words[entry], True), widened(words[entry + 1], True)
                 _unpack(pool, byte, segment.stored, segment.bits, scale, offset, part)
             elif segment.rule == CODEBOOK:
@@ -234,8 +237,20 @@ def read(pool, words, page, place, side, segments, levels, half, rows):
                     part[j] = norm * table[i4(part[j])]
             else:
                 widen(words[byte // 2 : byte // 2 + segment.dims], half, part)
-            byte += side.code_stride
-            entry += side.meta_stride
+            byte += segment.code_stride
+            meta += segment.meta_stride
+
+
+@njit(**EXACT)
+def segment_at(segment, page, place):
+    """The first bytes of the codes and of the metadata of the slot at offset `place` of the page."""
+    return page + segment.codes + place * segment.code_stride, page + segment.meta + place * segment.meta_stride
+
+
+@njit(**EXACT)
+def scale_of(byte):
+    """An 8-bit scale, without its unit (see quantizers/even.py)."""
+    return i4((np.int64(byte) + even.LEAST) << even.DROPPED).view(np.float32) if byte >> even.MANTISSA else f4(0)
 
 
 # --- 16-bit numbers

@@ -88,7 +88,7 @@ def choose(
         return _slow(reason)
     capability = capability or torch.cuda.get_device_capability(device)
     store_here = partial(store.store, overlaps=capability >= HOPPER)
-    stored = Choice("triton", "segments are affine, codebooks or raw", store_here)
+    stored = Choice("triton", "segments are affine, even, codebooks or raw", store_here)
     if unstored := tiles.unsupported_side(layout):
         reason = "there is no kernel that stores these {}: {}".format(*unstored)
         warn(f"{reason}; PyTorch's operators do that on the GPU, many times slower", stacklevel=2)
@@ -139,7 +139,7 @@ def _cpu(layout: PageLayout) -> Ops:
         return _torch(f"the kernels for CPUs need numba: pip install 'kvfold[cpu]' ({error})")
     if reason := cpu.unsupported(layout):
         return _torch(reason)
-    kernel = partial(Choice, "numba", "segments are affine, codebooks or raw")
+    kernel = partial(Choice, "numba", "segments are affine, even, codebooks or raw")
     extend = _torch("for several queries per sequence, PyTorch's matrix products are faster").extend
     return Ops(kernel(store.store), kernel(attend.attend), extend)
 

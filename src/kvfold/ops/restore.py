@@ -21,12 +21,12 @@ class Restore:
         for layer in layers:
             if layer.windows and len(layer.shadows):
                 self.alike.setdefault(layer.layout, []).append(layer)
-        self._addresses = {
-            layout: torch.tensor(
-                [[layer.pool.data_ptr(), layer.shadows.data_ptr()] for layer in layers], device=layers[0].pool.device
-            )
-            for layout, layers in self.alike.items()
-        }
+        self._addresses, self._units = {}, {}
+        for layout, layers in self.alike.items():
+            device = layers[0].pool.device
+            addresses = [[layer.pool.data_ptr(), layer.shadows.data_ptr()] for layer in layers]
+            self._addresses[layout] = torch.tensor(addresses, device=device)
+            self._units[layout] = torch.tensor([[layer.key.unit, layer.value.unit] for layer in layers], device=device)
 
     def __call__(self, pages: Tensor, shadows: Tensor, count: Tensor) -> None:
         """Restore shadows[i] from pages[i] in every layer, for i below `count`, int32[1] on the device."""
@@ -47,4 +47,4 @@ class Restore:
         from kvfold.ops.dequantize_gpu import restore
 
         for layout, layers in self.alike.items():
-            restore(self._addresses[layout], layers[0], pages, shadows, count)
+            restore(self._addresses[layout], self._units[layout], layers[0], pages, shadows, count)

@@ -1,8 +1,8 @@
-"""The segments of a slot as rows of numbers, for kernels."""
+"""The segments of a page as rows of numbers, for kernels."""
 
 from typing import NamedTuple
 
-from kvfold.format.layout import Rule, SlotLayout
+from kvfold.format.layout import PageLayout, Rule
 
 RULES: dict[Rule, int] = {"affine": 0, "codebook": 1, "raw": 2, "channel": 3, "even": 4}
 
@@ -14,12 +14,16 @@ class SegmentRow(NamedTuple):
     bits: int
     rule: int  # of RULES
     boosted: int  # coordinates with twice the bits
-    byte: int  # where its codes begin in a slot's codes
-    entry: int  # where its metadata begin in a slot's metadata, in 16-bit entries
+    codes: int  # where it lies in a page, see `SegmentPlace`
+    code_stride: int
+    meta: int
+    meta_stride: int
 
 
-def segment_rows(slot: SlotLayout) -> tuple[SegmentRow, ...]:
+def segment_rows(layout: PageLayout, side: int, head: int = 0) -> tuple[SegmentRow, ...]:
+    """The segments of keys (0) or values (1) of a KV head."""
+    segments = (layout.key, layout.value)[side].of_head(head).segments
     return tuple(
         SegmentRow(each.start, each.dims, each.padded_dims, each.bits, RULES[each.rule], each.boosted, *place)
-        for each, place in zip(slot.segments, slot.places, strict=True)
+        for each, place in zip(segments, layout.places(side, head), strict=True)
     )

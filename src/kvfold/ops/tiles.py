@@ -14,14 +14,19 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from kvfold.format.layout import META_BYTES, ODD_BYTES, PageLayout, SlotLayout
+from kvfold.format.layout import ODD_BYTES, PageLayout, SlotLayout
 from kvfold.ops import sizes
 from kvfold.ops.segments import RULES, segment_rows
+from kvfold.quantizers import even
 
 AFFINE = tl.constexpr(RULES["affine"])
 CODEBOOK = tl.constexpr(RULES["codebook"])
 RAW = tl.constexpr(RULES["raw"])
 CHANNEL = tl.constexpr(RULES["channel"])
+EVEN = tl.constexpr(RULES["even"])
+LEAST = tl.constexpr(even.LEAST)
+DROPPED = tl.constexpr(even.DROPPED)
+SMALLEST = tl.constexpr(1 << even.MANTISSA)  # the byte of the smallest scale; below it, bytes stand for 0
 
 
 class Side(NamedTuple):
@@ -36,13 +41,11 @@ class Side(NamedTuple):
     bits: tuple[int, ...]
     rule: tuple[int, ...]
     boosted: tuple[int, ...]
-    byte: tuple[int, ...]
-    entry: tuple[int, ...]
+    codes: tuple[int, ...]  # bytes, as all places and strides
+    code_stride: tuple[int, ...]
+    meta: tuple[int, ...]
+    meta_stride: tuple[int, ...]
     head_dim: int
-    codes: int  # the byte of a page at which codes begin
-    code_stride: int  # bytes from slot to slot
-    meta: int  # the 16-bit entry of a page at which metadata begin
-    meta_stride: int  # entries from slot to slot
 
 
 def unsupported(slot: SlotLayout) -> str | None:
@@ -81,18 +84,19 @@ def _odd(slot: SlotLayout) -> str | None:
 
 
 def key_side(layout: PageLayout) -> Side:
-    return _side(layout.key, layout.offsets[0], layout.offsets[2])
+    return _side(layout, 0)
 
 
 def value_side(layout: PageLayout) -> Side:
-    return _side(layout.value, layout.offsets[1], layout.offsets[3])
+    return _side(layout, 1)
 
 
 @lru_cache
-def _side(slot: SlotLayout, codes: int, meta: int) -> Side:
+def _side(layout: PageLayout, side: int) -> Side:
+    slot = (layout.key, layout.value)[side]
     if reason := unsupported(slot):
         raise ValueError(f"no kernel reads or writes this slot, as {reason}: {slot}")
-    return _numbers(slot, codes, meta)
+    return _numbers(layout, side)
 
 
 @lru_cache
@@ -100,32 +104,21 @@ def attended_sides(layout: PageLayout) -> list[tuple[Side, Side]]:
     """Keys and values for the portable `attend`: one pair for all KV heads, or one per KV head if layouts differ."""
     if reason := unreadable(layout):
         raise ValueError(f"{reason}: {layout}")
-    key, value, at = layout.key, layout.value, layout.offsets
-    return [
-        (_of_head(key, head, at[0], at[2]), _of_head(value, head, at[1], at[3]))
-        for head in range(len(key.heads or value.heads or (key,)))
-    ]
+    heads = len(layout.key.heads or layout.value.heads or (layout.key,))
+    return [(_numbers(layout, 0, head), _numbers(layout, 1, head)) for head in range(heads)]
 
 
-def _of_head(slot: SlotLayout, head: int, codes: int, meta: int) -> Side:
-    side = _numbers(slot.heads[head] if slot.heads else slot, codes, meta)
-    return side._replace(code_stride=slot.code_bytes, meta_stride=slot.meta_entries)
-
-
-def _numbers(slot: SlotLayout, codes: int, meta: int) -> Side:
-    columns = []
-    for segment in segment_rows(slot):
+def _numbers(layout: PageLayout, side: int, head: int = 0) -> Side:
+    rows, columns = segment_rows(layout, side, head), []
+    for segment in rows:
         count = max(1, 8 // (segment.bits & -segment.bits))
         run = segment.stored // count
         # MMA takes 16 columns at least; and Triton 3.6 multiplies wrongly if several parts have fewer than 32 together
         width = max((32 if count > 1 else 16) // count, sizes.power_of_two(run))
         columns.append((segment.stored // 8, count, run, width))
-    start, dims, _, bits, rule, boosted, at_byte, at_entry = zip(*segment_rows(slot), strict=True)
-    eighths, parts, runs, widths = zip(*columns, strict=True)
-    return Side(
-        start, dims, eighths, parts, runs, widths, bits, rule, boosted, at_byte, at_entry,
-        slot.dims, codes, slot.code_bytes, meta // META_BYTES, slot.meta_entries,
-    )  # fmt: skip
+    start, dims, _, *others = zip(*rows, strict=True)
+    head_dim = (layout.key, layout.value)[side].dims
+    return Side._make((start, dims, *zip(*columns, strict=True), *others, head_dim))
 
 
 @triton.jit
@@ -142,11 +135,11 @@ def coordinates(SIDE: tl.constexpr, SEGMENT: tl.constexpr):
 
 @triton.jit
 def load_codes(slots, SIDE: tl.constexpr, SEGMENT: tl.constexpr):
-    """The codes of a segment as float16[TOKENS, parts·width]. `slots` points to the codes of each token's slot."""
+    """The codes of a segment as float16[TOKENS, parts·width]. `slots` points to each token's codes of the segment."""
     PARTS: tl.constexpr = SIDE.parts[SEGMENT]
     parts = ()
     for part in tl.static_range(PARTS):
-        x = _part(slots + SIDE.byte[SEGMENT], SIDE, SEGMENT, part, SIDE.bits[SEGMENT])
+        x = _part(slots, SIDE, SEGMENT, part, SIDE.bits[SEGMENT])
         parts += (tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]),)
     x = _interleaved(parts)
     return tl.reshape(x, [x.shape[0], x.shape[1] * 2])
@@ -192,6 +185,20 @@ def _interleaved(parts):
         x = tl.join(_interleaved(parts[::2]), _interleaved(parts[1::2]))
         x = tl.reshape(tl.permute(x, [0, 1, 3, 2]), [x.shape[0], x.shape[1] * 2, 2])
     return x
+
+
+@triton.jit
+def load_scales(page, offset, exists, SIDE: tl.constexpr, SEGMENT: tl.constexpr):
+    """The scales of evenly spaced levels, without their unit: float32 (see quantizers/even.py). `page` points to pages
+    of bytes."""
+    stored = tl.load(page + SIDE.meta[SEGMENT] + offset * SIDE.meta_stride[SEGMENT], mask=exists, other=0).to(tl.int32)
+    return tl.where(stored < SMALLEST, 0.0, ((stored + LEAST) << DROPPED).to(tl.float32, bitcast=True))
+
+
+@triton.constexpr_function
+def middle(bits):
+    """The middle of evenly spaced levels."""
+    return (2**bits - 1) / 2
 
 
 @triton.jit

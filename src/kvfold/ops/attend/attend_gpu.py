@@ -33,9 +33,12 @@ from kvfold.ops.tiles import (
     AFFINE,
     CHANNEL,
     CODEBOOK,
+    EVEN,
     attended_sides,
     coordinates,
     load_codes,
+    load_scales,
+    middle,
     pick_codes,
     power_of_two,
 )
@@ -88,6 +91,8 @@ def _attend_packed(
             pages.pool.view(pages.shadows.dtype),
             lloyd_max.level_table(q.device),
             *centroids,
+            pages.key.unit,
+            pages.value.unit,
             step.query_starts,
             step.lengths,
             step.table,
@@ -134,6 +139,8 @@ def _attend(
     levels,
     key_centroids,  # float32[kv_heads, centroids, d], or None
     value_centroids,
+    key_unit,  # of 8-bit scales
+    value_unit,
     query_starts,
     lengths,
     table,
@@ -198,7 +205,7 @@ def _attend(
         logits = tl.zeros([ROWS, TOKENS], tl.float32)
         for i in tl.static_range(len(KEY.parts)):
             x = _levels(pool, pool_meta, pool_raw, levels, page, offset, exists, KEY, i, PAGE_BYTES).to(tl.float16)
-            meta = pool_meta + page * (PAGE_BYTES // 2) + (KEY.meta + KEY.entry[i] + offset * KEY.meta_stride)
+            meta = _meta(pool_meta, page, offset, KEY, i, PAGE_BYTES)
             if KEY.rule[i] == AFFINE:
                 factor, shift = _pair(meta, exists)
                 logits += tl.dot(qs[i], tl.trans(x)) * factor.to(tl.float32)[None, :]
@@ -206,6 +213,9 @@ def _attend(
             elif KEY.rule[i] == CODEBOOK:
                 factor = tl.load(meta, mask=exists, other=0.0).to(tl.float32)
                 logits += tl.dot(qs[i], tl.trans(x)) * factor[None, :]
+            elif KEY.rule[i] == EVEN:
+                factor = load_scales(pool + page * PAGE_BYTES, offset, exists, KEY, i) * key_unit
+                logits += (tl.dot(qs[i], tl.trans(x)) - sums[i][:, None] * middle(KEY.bits[i])) * factor[None, :]
             else:
                 logits = tl.dot(qs[i], tl.trans(x), logits)
             if key_centroids is not None:
@@ -219,7 +229,7 @@ def _attend(
         updated = ()
         for i in tl.static_range(len(VALUE.parts)):
             x = _levels(pool, pool_meta, pool_raw, levels, page, offset, exists, VALUE, i, PAGE_BYTES)
-            meta = pool_meta + page * (PAGE_BYTES // 2) + (VALUE.meta + VALUE.entry[i] + offset * VALUE.meta_stride)
+            meta = _meta(pool_meta, page, offset, VALUE, i, PAGE_BYTES)
             if VALUE.rule[i] == AFFINE:
                 factor, shift = _pair(meta, exists)
                 if value_centroids is not None:  # round the sum, not x alone
@@ -227,6 +237,9 @@ def _attend(
                 x = tl.fma(x, factor[:, None], shift[:, None])
             elif VALUE.rule[i] == CODEBOOK:
                 x = x * tl.load(meta, mask=exists, other=0.0).to(tl.float32)[:, None]
+            elif VALUE.rule[i] == EVEN:  # float16 has room for 8-bit scales, but not for their unit
+                factor = load_scales(pool + page * PAGE_BYTES, offset, exists, VALUE, i).to(tl.float16)
+                x = (x - middle(VALUE.bits[i])) * factor[:, None]
             if value_centroids is not None:
                 named = value_centroids + head * VALUE_CENTROIDS * VALUE.head_dim
                 x = x + _centroids(named, pool_meta, page, offset, exists, VALUE, i, PAGE_BYTES)
@@ -238,6 +251,8 @@ def _attend(
     for i in tl.static_range(len(VALUE.parts)):
         coordinate, real = coordinates(VALUE, i)
         mean = means[i] / tl.where(total > 0, total, 1.0)[:, None]
+        if VALUE.rule[i] == EVEN:
+            mean *= value_unit
         at = outs + place[:, None] * VALUE.head_dim + coordinate[None, :]
         tl.store(at, mean, mask=live[:, None] & real[None, :])
 
@@ -257,11 +272,11 @@ def _levels(
 ):  # fmt: skip
     """A segment of a tile of packed tokens, [TOKENS, parts·width].
 
-    - affine: codes; codebook: levels. The caller scales them by the token's metadata.
+    - affine, even: codes; codebook: levels. The caller scales them by the token's metadata.
     - channel, raw: numbers. Metadata of `channel` belong to the page, and the tile lies in one page.
     """
-    slots = pool + page * PAGE_BYTES + (SIDE.codes + offset * SIDE.code_stride)
-    if SIDE.rule[SEGMENT] == AFFINE:
+    slots = pool + page * PAGE_BYTES + (SIDE.codes[SEGMENT] + offset * SIDE.code_stride[SEGMENT])
+    if (SIDE.rule[SEGMENT] == AFFINE) | (SIDE.rule[SEGMENT] == EVEN):
         return load_codes(slots, SIDE, SEGMENT)
     elif SIDE.rule[SEGMENT] == CODEBOOK:
         return tl.load(levels + (1 << SIDE.bits[SEGMENT]) + load_codes(slots, SIDE, SEGMENT).to(tl.int32))
@@ -270,15 +285,21 @@ def _levels(
         if SIDE.boosted[SEGMENT]:
             codes += _boosts(pool, slots, exists, page, SIDE, SEGMENT, PAGE_BYTES).to(tl.float16)
         coordinate, real = coordinates(SIDE, SEGMENT)
-        meta = pool_meta + page * (PAGE_BYTES // 2) + SIDE.meta + coordinate
+        meta = pool_meta + page * (PAGE_BYTES // 2) + SIDE.meta[SEGMENT] // 2 + coordinate
         factor = tl.load(meta, mask=real, other=0.0)
         shift = tl.load(meta + SIDE.dims[SEGMENT], mask=real, other=0.0)
         return tl.fma(codes, factor[None, :], shift[None, :])
     else:
         coordinate, real = coordinates(SIDE, SEGMENT)
-        first = (SIDE.codes + SIDE.byte[SEGMENT]) // 2 - SIDE.start[SEGMENT] + offset * (SIDE.code_stride // 2)
+        first = SIDE.codes[SEGMENT] // 2 - SIDE.start[SEGMENT] + offset * (SIDE.code_stride[SEGMENT] // 2)
         rows = pool_raw + page * (PAGE_BYTES // 2) + first
         return tl.load(rows[:, None] + coordinate[None, :], mask=exists[:, None] & real[None, :], other=0.0)
+
+
+@triton.jit
+def _meta(pool_meta, page, offset, SIDE: tl.constexpr, SEGMENT: tl.constexpr, PAGE_BYTES: tl.constexpr):
+    """Where the 16-bit metadata of a segment lie."""
+    return pool_meta + page * (PAGE_BYTES // 2) + (SIDE.meta[SEGMENT] // 2 + offset * (SIDE.meta_stride[SEGMENT] // 2))
 
 
 @triton.jit
@@ -296,13 +317,13 @@ def _boosts(pool, slots, exists, page, SIDE: tl.constexpr, SEGMENT: tl.constexpr
     BITS: tl.constexpr = SIDE.bits[SEGMENT]
     BOOSTED: tl.constexpr = SIDE.boosted[SEGMENT]
     number = tl.arange(0, power_of_two(BOOSTED))
-    names = pool + page * PAGE_BYTES + 2 * (SIDE.meta + 2 * SIDE.dims[SEGMENT])
+    names = pool + page * PAGE_BYTES + SIDE.meta[SEGMENT] + 4 * SIDE.dims[SEGMENT]
     named = tl.load(names + number, mask=number < BOOSTED, other=0).to(tl.int32)
     coordinate, _ = coordinates(SIDE, SEGMENT)
     match = (coordinate[:, None] == named[None, :]) & (number < BOOSTED)[None, :]
     behind = tl.sum(tl.where(match, number[None, :] + 1, 0), 1)  # 0: not named
     mask = exists[:, None] & (behind > 0)[None, :]
-    high = slots + SIDE.byte[SEGMENT] + SIDE.eighth[SEGMENT] * BITS
+    high = slots + SIDE.eighth[SEGMENT] * BITS
     return pick_codes(high, mask, tl.maximum(behind - 1, 0), BITS, BOOSTED // 8) << BITS
 
 
@@ -310,8 +331,11 @@ def _boosts(pool, slots, exists, page, SIDE: tl.constexpr, SEGMENT: tl.constexpr
 def _centroids(
     centroids, pool_meta, page, offset, exists, SIDE: tl.constexpr, SEGMENT: tl.constexpr, PAGE_BYTES: tl.constexpr
 ):  # fmt: skip
-    """A segment of the centroids that packed tokens name, float32[TOKENS, parts·width]. `centroids`: of one KV head."""
-    last = page * (PAGE_BYTES // 2) + SIDE.meta + (offset + 1) * SIDE.meta_stride - 1
+    """A segment of the centroids that packed tokens name, float32[TOKENS, parts·width]. `centroids`: of one KV head.
+
+    The last entry of a slot's metadata names its centroid.
+    """
+    last = page * (PAGE_BYTES // 2) + SIDE.meta[0] // 2 + (offset + 1) * (SIDE.meta_stride[0] // 2) - 1
     number = tl.load(pool_meta + last, mask=exists, other=0.0).to(tl.int16, bitcast=True)
     coordinate, real = coordinates(SIDE, SEGMENT)
     pointers = (centroids + number.to(tl.int64) * SIDE.head_dim)[:, None] + coordinate[None, :]

@@ -9,10 +9,14 @@ import torch
 import triton
 import triton.language as tl
 
-from kvfold.ops.tiles import AFFINE, CODEBOOK, bits_below
+from kvfold.ops.tiles import AFFINE, CODEBOOK, DROPPED, EVEN, LEAST, SMALLEST, bits_below
+from kvfold.quantizers import even
 from kvfold.quantizers.affine import SMALLEST_SCALE
 
-SMALLEST = tl.constexpr(SMALLEST_SCALE)
+SMALLEST_INTERVAL = tl.constexpr(SMALLEST_SCALE)
+UNSTORABLE = tl.constexpr(even.UNSTORABLE)
+FINE = tl.constexpr(even.FINE)
+BELOW_HALF = tl.constexpr((1 << even.DROPPED - 1) - 1)  # of the lowest bit of a scale
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 ROUNDER = tl.constexpr(1.5 * 2**23)  # added to numbers below 2^22, it rounds them, half to even, into its low bits
 SIXTEENTHS = tl.constexpr(1.5 * 2**19)  # rounds to multiples of 1/16
@@ -103,12 +107,15 @@ def clamped(ys, limit):
 
 
 @triton.jit
-def quantized(ys, levels, boundaries, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
-    """Codes (raw segments: numbers), whether 16-bit floats can hold all, and metadata float16[TOKENS, entries]."""
+def quantized(ys, levels, boundaries, per_unit, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
+    """Codes (raw segments: numbers), whether their type can hold all, and metadata: float16[TOKENS, entries] or, for
+    evenly spaced levels, bytes [TOKENS]."""
     if PACKING.side.rule[SEGMENT] == AFFINE:
         segment = _affine(ys, PACKING, SEGMENT)
     elif PACKING.side.rule[SEGMENT] == CODEBOOK:
         segment = _codebook(ys, levels, boundaries, PACKING, SEGMENT)
+    elif PACKING.side.rule[SEGMENT] == EVEN:
+        segment = _even(ys, per_unit, PACKING, SEGMENT)
     else:
         segment = (ys, storable(ys, PACKING.bfloat))
     return segment
@@ -142,7 +149,7 @@ def _affine(ys, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
         sound = sound & (tl.abs(tl.sum(total, axis=1)) < float("inf"))
     scale = scale.to(tl.float16)
     low = low.to(tl.float16)
-    interval = tl.maximum(scale.to(tl.float32), SMALLEST)
+    interval = tl.maximum(scale.to(tl.float32), SMALLEST_INTERVAL)
     inverse = (1.0 / interval)[:, None]
     codes = ()
     for part in tl.static_range(len(ys)):
@@ -178,6 +185,48 @@ def _codebook(ys, levels, boundaries, PACKING: tl.constexpr, SEGMENT: tl.constex
         codes += (tl.where(inside, code, 0),)
     norm = tl.div_rn(norm, tl.sqrt_rn(tl.sum(squares, axis=1)))
     return codes, norm < HALF_END, norm.to(tl.float16)[:, None]
+
+
+@triton.jit
+def _even(ys, per_unit, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
+    """As `even.quantize`, but multiplies by 1/step instead of dividing. `per_unit` is 1/unit. Under a scale of 0, codes
+    may be any."""
+    BITS: tl.constexpr = PACKING.side.bits[SEGMENT]
+    TOP: tl.constexpr = (1 << BITS) - 1.0
+    PER_NORM: tl.constexpr = PACKING.side.dims[SEGMENT] ** 0.5 / step(BITS)
+    squares = ys[0] * ys[0]
+    for part in tl.static_range(1, len(ys)):
+        squares += ys[part] * ys[part]
+    square = tl.sum(squares, axis=1)
+    codes, products = _nearest_codes(ys, tl.rsqrt(tl.maximum(square, TINY)) * PER_NORM, TOP)
+    scale = tl.where(square > 0, square / tl.sum(products, axis=1), square) * per_unit
+    # the nearest 8-bit scale, ties to even
+    bits = scale.to(tl.int32, bitcast=True)
+    nearest = ((bits + BELOW_HALF + ((bits >> DROPPED) & 1)) >> DROPPED) - LEAST
+    stored = tl.where(nearest < SMALLEST, 0, nearest)
+    if BITS >= FINE:
+        codes, _ = _nearest_codes(ys, per_unit / ((stored + LEAST) << DROPPED).to(tl.float32, bitcast=True), TOP)
+    return codes, (scale < float("inf")) & (stored < UNSTORABLE), stored
+
+
+@triton.jit
+def _nearest_codes(ys, per_step, TOP: tl.constexpr):
+    """The codes up to TOP of the nearest levels, and the products of y with these levels, summed over parts. `per_step`
+    is 1/step."""
+    per_top = (per_step * (1 / TOP))[:, None]
+    codes = ()
+    products = tl.zeros_like(ys[0])
+    for part in tl.static_range(len(ys)):
+        share = tl.minimum(tl.maximum(ys[part] * per_top + 0.5, 0.0), 1.0)  # between 0 and 1, clamping costs nothing
+        rounded = share * TOP + ROUNDER
+        products += ys[part] * (rounded - ROUNDER - TOP / 2)
+        codes += (rounded.to(tl.int32, bitcast=True),)
+    return codes, products
+
+
+@triton.constexpr_function
+def step(bits):
+    return even.STEPS[bits]
 
 
 @triton.jit

@@ -8,6 +8,7 @@ from torch import Tensor
 from kvfold.ops.cpu import (
     AFFINE,
     CODEBOOK,
+    EVEN,
     EXACT,
     PAGES,
     SEGMENT,
@@ -23,14 +24,17 @@ from kvfold.ops.cpu import (
     kernel,
     narrowed,
     rotate,
+    segment_at,
     take,
     u1,
     widened,
 )
 from kvfold.ops.pages import LayerPages
-from kvfold.quantizers import lloyd_max
+from kvfold.quantizers import even, lloyd_max
 from kvfold.quantizers.affine import SMALLEST_SCALE
 
+STEPS = np.array([even.STEPS.get(bits, 0) for bits in range(9)], np.float32)
+TINY = np.finfo(np.float32).tiny
 INTEGERS = f4(2**23)  # float32 numbers from 2^23 to 2^24 are integers: adding this rounds, half to even
 
 Arguments = arguments(
@@ -89,13 +93,39 @@ def _norm(x):
 def _codebook(x, levels, boundaries, codes, meta):
     """See quantizers/codebook.py."""
     norm = _norm(x)
-    scale = f4(1) / max(norm, np.finfo(np.float32).tiny) * f4(np.sqrt(len(x)))
+    scale = f4(1) / max(norm, TINY) * f4(np.sqrt(len(x)))
     for j in range(len(x)):
         codes[j] = np.searchsorted(boundaries, x[j] * scale)
         x[j] = levels[codes[j]]
     codes[len(x) :] = 0
     meta[0] = narrowed(norm / _norm(x), True)
     return finite(meta[0], True)
+
+
+@njit(**EXACT)
+def _even(x, bits, unit, codes):
+    """See quantizers/even.py. Returns the byte of the scale."""
+    levels = f4((1 << bits) - 1)
+    middle, square, product = levels / f4(2), 0.0, 0.0
+    for j in range(len(x)):
+        square += np.float64(x[j]) * np.float64(x[j])
+    step = max(f4(np.sqrt(square / len(x))) * STEPS[bits], TINY)
+    for j in range(len(x)):
+        code = min(max(x[j] / step + middle, f4(0)), levels) + INTEGERS - INTEGERS
+        product += np.float64(x[j]) * np.float64(code - middle)
+        codes[j] = u1(i4(code))
+    scale = f4(f4(square / product if square > 0 else square) / f4(unit))
+    if not scale < np.inf:
+        return even.UNSTORABLE
+    word, drop = np.int64(scale.view(np.int32)), even.DROPPED
+    nearest = ((word + (1 << drop - 1) - 1 + (word >> drop & 1)) >> drop) - even.LEAST
+    stored = 0 if nearest < 1 << even.MANTISSA else min(nearest, even.UNSTORABLE)
+    if bits >= even.FINE:
+        rounded = i4((stored + even.LEAST) << drop).view(np.float32) if stored else f4(0)
+        step = max(rounded * f4(unit), TINY)
+        for j in range(len(x)):
+            codes[j] = u1(i4(min(max(x[j] / step + middle, f4(0)), levels) + INTEGERS - INTEGERS))
+    return stored
 
 
 @njit(**EXACT)
@@ -136,21 +166,28 @@ def _clip(x, kept):
 
 
 @njit(**EXACT)
-def _slot(x, segments, levels, boundaries, half, unpacked, codes, meta):
-    """Quantize x into the codes and metadata of a slot. Returns whether x and the slot are finite. Overwrites x."""
+def _slot(x, segments, unit, levels, boundaries, half, unpacked, pool, words, page, place):
+    """Quantize x into the slot at offset `place` of the page, which begins at byte `page`. Returns whether x and the
+    slot are finite. Overwrites x."""
     all_finite = True
     for j in range(len(x)):  # minima and maxima may miss NaN
         all_finite &= abs(x[j]) < np.inf
     for i in range(len(segments)):
         segment = segments[i]
         part, stored = x[segment.start : segment.start + segment.dims], unpacked[: segment.stored]
-        entries, packed = meta[segment.entry :], codes[segment.byte :]
+        byte, meta = segment_at(segment, page, place)
+        entries, packed = words[meta // 2 :], pool[byte:]
         first = 1 << segment.bits  # where the levels of this width begin
         if segment.rule == AFFINE:
             all_finite &= _affine(part, first - 1, stored, entries)
             _pack(stored, segment.bits, packed)
         elif segment.rule == CODEBOOK:
             all_finite &= _codebook(part, levels[first:], boundaries[first : 2 * first - 1], stored, entries)
+            _pack(stored, segment.bits, packed)
+        elif segment.rule == EVEN:
+            scale = _even(part, segment.bits, unit, stored)
+            all_finite &= scale != even.UNSTORABLE
+            pool[meta] = scale
             _pack(stored, segment.bits, packed)
         else:
             all_finite &= _narrow(part, half, packed[: 2 * segment.dims].view(np.uint16))
@@ -193,14 +230,13 @@ def _store(p):
             rotate(x, rotations, head, factors, y)
             held = _narrow(y, half, raw[task]) if a.windows else True
             s, of_head = sides[side], page * a.page_stride + head * a.head_stride
-            byte, entry = of_head + s.codes + place * s.code_stride, of_head // 2 + s.meta + place * s.meta_stride
-            codes, meta = pool[byte : byte + s.code_stride], words[entry : entry + s.meta_stride]
             if s.kept < dims:
                 _clip(y, s.kept)
-            held &= _slot(y, segments[side, : s.segments], levels, boundaries, half, unpacked, codes, meta)
+            own = segments[side, : s.segments]
+            held &= _slot(y, own, s.unit, levels, boundaries, half, unpacked, pool, words, of_head, place)
             if not held:
                 y[:], faults[location] = f4(0), 1
-                _slot(y, segments[side, : s.segments], levels, boundaries, half, unpacked, codes, meta)
+                _slot(y, own, s.unit, levels, boundaries, half, unpacked, pool, words, of_head, place)
                 if a.windows:
                     raw[task] = 0
             if a.windows and shadow_of[page] >= 0:

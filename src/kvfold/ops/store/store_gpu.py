@@ -30,11 +30,12 @@ from kvfold.ops.store.quantize_tiles import (
     store_parts,
     within,
 )
-from kvfold.ops.tiles import RAW, Side
+from kvfold.ops.tiles import EVEN, RAW, Side
 from kvfold.quantizers import lloyd_max
 from kvfold.transforms import Transform
 
 NARROWEST = 16  # columns, the fewest that MMA takes
+QUAD = tl.constexpr(4)  # threads that share a row of an MMA's result; a thread has pairs of columns, QUAD pairs apart
 
 
 class _Tile(NamedTuple):
@@ -89,7 +90,7 @@ class _Packing(NamedTuple):
 class _Memory(NamedTuple):
     shadow_of: Tensor  # see pages.py
     pool: Tensor
-    entries: Tensor  # the pool as 16-bit words
+    words: Tensor  # the pool as 16-bit words
     shadows: Tensor
     faults: Tensor
     levels: Tensor  # see lloyd_max.py
@@ -152,14 +153,14 @@ def _launch(
     )
     key, KEY = _prepared(pages.key, transforms[0], tiles.key_side(pages.layout), k)
     value, VALUE = _prepared(pages.value, transforms[1], tiles.value_side(pages.layout), v)
-    ranks = _clip_rank(pages.key), _clip_rank(pages.value)
+    ranks, per_unit = (_clip_rank(pages.key), _clip_rank(pages.value)), (1 / pages.key.unit, 1 / pages.value.unit)
     if tokens * kv_heads < MANY_VECTORS:
         tile = FEW if max(len(key.matrices), len(value.matrices)) < 2 else FEW_TERMS
     else:
         tile = MANY if max(k.shape[-1], v.shape[-1]) <= 128 else MANY_LONG
     _store[ceil_div(tokens, tile.tokens), kv_heads, 2](
-        _source(k, new[0]), key, KEY, _source(v, new[1]), value, VALUE, *ranks, step.locations, memory, tokens,
-        pages.shadows.dtype == torch.bfloat16, pages.layout.page_size, pages.layout.page_bytes, tile.tokens,
+        _source(k, new[0]), key, KEY, _source(v, new[1]), value, VALUE, *ranks, *per_unit, step.locations, memory,
+        tokens, pages.shadows.dtype == torch.bfloat16, pages.layout.page_size, pages.layout.page_bytes, tile.tokens,
         tile.rows, overlap, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **overlap.launch,
     )  # fmt: skip
 
@@ -185,13 +186,14 @@ def _prepare(
     """For the keys or the values of a layer, in this dtype."""
     rotated = transform.rotation is not None
     parts, runs = side.parts, side.run
-    least = NARROWEST if rotated else 1
-    widths = tuple(max(least // count, power_of_two(run)) for count, run in zip(parts, runs, strict=True))
+    widths = tuple(
+        max(NARROWEST // count, QUAD.value, power_of_two(run)) if rotated else power_of_two(run)
+        for count, run in zip(parts, runs, strict=True)
+    )
     order = [  # the coordinate of every column, -1: none
-        start + part * run + column if column < coded(stored, run, part) else -1
+        start + part * run + place if place < coded(stored, run, part) else -1
         for start, stored, count, run, width in zip(side.start, side.dims, parts, runs, widths, strict=True)
-        for part in range(count)
-        for column in range(width)
+        for part, place in _split_columns(range(count), width, rotated)
     ]
     first = accumulate((count * width for count, width in zip(parts, widths, strict=True)), initial=0)
     terms, factors, shift = terms_and_shift(transform, side.head_dim, dtype, device)
@@ -203,11 +205,22 @@ def _prepare(
     return Operands(matrices, head_stride(matrices), factors, shift), _Packing(side, widths, *numbers)
 
 
+def _split_columns(parts: range, width: int, rotated: bool) -> list[tuple[int, int]]:
+    """The part of every column, and the column's place in the part, as `_split` splits them."""
+    if len(parts) == 1:
+        return [(parts[0], place) for place in range(width)]
+    middle = len(parts) // 2
+    first, second = (_split_columns(half, width, rotated) for half in (parts[:middle], parts[middle:]))
+    if rotated and len(first) == QUAD.value:
+        return [column for pair in zip(first, second, strict=True) for column in pair]
+    return first + second
+
+
 @triton.jit(do_not_specialize=["key_rank", "value_rank", "tokens"], do_not_specialize_on_alignment=["locations"])
 def _store(
-    k, key, KEY: tl.constexpr, v, value, VALUE: tl.constexpr, key_rank, value_rank, locations, memory, tokens,
-    BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    k, key, KEY: tl.constexpr, v, value, VALUE: tl.constexpr, key_rank, value_rank, key_per_unit, value_per_unit,
+    locations, memory, tokens, BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     OF_KEYS: tl.constexpr = PAGE_SIZE * KEY.side.head_dim  # numbers of a shadow page
     SHADOW: tl.constexpr = OF_KEYS + PAGE_SIZE * VALUE.side.head_dim
@@ -215,20 +228,22 @@ def _store(
     release(OVERLAP, "start")
     if tl.program_id(2) == 0:
         _store_side(
-            k, key, key_rank, locations, memory, tokens, KEY, 0, SHADOW, BFLOAT, PAGE_SIZE, PAGE_BYTES, TOKENS, ROWS
-        )
+            k, key, key_rank, key_per_unit, locations, memory, tokens, KEY, 0, SHADOW, BFLOAT, PAGE_SIZE, PAGE_BYTES,
+            TOKENS, ROWS,
+        )  # fmt: skip
     else:
         _store_side(
-            v, value, value_rank, locations, memory, tokens, VALUE, OF_KEYS, SHADOW, BFLOAT, PAGE_SIZE, PAGE_BYTES,
-            TOKENS, ROWS,
+            v, value, value_rank, value_per_unit, locations, memory, tokens, VALUE, OF_KEYS, SHADOW, BFLOAT,
+            PAGE_SIZE, PAGE_BYTES, TOKENS, ROWS,
         )  # fmt: skip
     wait(OVERLAP, "end")
 
 
 @triton.jit
 def _store_side(
-    source, operands, rank, locations, memory, tokens, PACKING: tl.constexpr, FIRST: tl.constexpr, SHADOW: tl.constexpr,
-    BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    source, operands, rank, per_unit, locations, memory, tokens, PACKING: tl.constexpr, FIRST: tl.constexpr,
+    SHADOW: tl.constexpr, BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Store a side. It begins at number FIRST of a shadow page, which has SHADOW numbers."""
     SEGMENTS: tl.constexpr = len(PACKING.side.parts)
@@ -259,25 +274,28 @@ def _store_side(
             clipped += (clamped(ys[i], limit),)
     packed = ()  # per segment: codes or numbers, soundness, metadata
     for i in tl.static_range(SEGMENTS):
-        packed += (quantized(clipped[i], memory.levels, memory.boundaries, PACKING, i),)
+        packed += (quantized(clipped[i], memory.levels, memory.boundaries, per_unit, PACKING, i),)
         sound = sound & packed[i][1]
     tl.store(memory.faults + location, 1, mask=stored & ~sound)
 
     page = location // PAGE_SIZE
     place = location % PAGE_SIZE
-    codes = memory.pool + (page * heads + head) * PAGE_BYTES + PACKING.side.codes + place * PACKING.side.code_stride
-    entries = memory.entries + (page * heads + head) * (PAGE_BYTES // 2)
+    bytes = memory.pool + (page * heads + head) * PAGE_BYTES
+    words = memory.words + (page * heads + head) * (PAGE_BYTES // 2)
     for i in tl.static_range(SEGMENTS):
         if PACKING.side.rule[i] == RAW:
-            floats = (
-                entries + (PACKING.side.codes + PACKING.side.byte[i]) // 2 + place * (PACKING.side.code_stride // 2)
-            )
+            floats = words + PACKING.side.codes[i] // 2 + place * (PACKING.side.code_stride[i] // 2)
             store_parts(sixteen_bits(packed[i][0], sound, PACKING.bfloat), floats, stored, PACKING, i)
         else:
-            store_codes(packed[i][0], codes + PACKING.side.byte[i], stored, PACKING, i)
-            meta = entries + PACKING.side.meta + PACKING.side.entry[i] + place * PACKING.side.meta_stride
-            at = meta[:, None] + tl.arange(0, packed[i][2].shape[1])[None, :]
-            tl.store(at, tl.where(sound[:, None], packed[i][2].to(tl.int16, bitcast=True), 0), mask=stored[:, None])
+            codes = bytes + PACKING.side.codes[i] + place * PACKING.side.code_stride[i]
+            store_codes(packed[i][0], codes, stored, PACKING, i)
+            if PACKING.side.rule[i] == EVEN:
+                scales = bytes + PACKING.side.meta[i] + place * PACKING.side.meta_stride[i]
+                tl.store(scales, tl.where(sound, packed[i][2], 0).to(tl.uint8), mask=stored)
+            else:
+                meta = words + PACKING.side.meta[i] // 2 + place * (PACKING.side.meta_stride[i] // 2)
+                at = meta[:, None] + tl.arange(0, packed[i][2].shape[1])[None, :]
+                tl.store(at, tl.where(sound[:, None], packed[i][2].to(tl.int16, bitcast=True), 0), mask=stored[:, None])
 
     if source.new is not None:
         shadow = tl.load(memory.shadow_of + page, mask=stored, other=-1)
@@ -321,10 +339,15 @@ def _rotated(vectors, operands, exists, head, PACKING: tl.constexpr, ROWS: tl.co
         row = first + tl.arange(0, ROWS)
         mask = exists[:, None] & (row < PACKING.side.head_dim)[None, :]
         x = tl.load(vectors[:, None] + row[None, :], mask=mask, other=0.0)
-        more = ()
-        for i in tl.static_range(len(PACKING.side.parts)):
-            more += (_plus_product(sums[i], x, operands, head, row, PACKING, i),)
-        sums = more
+        for term in tl.static_range(len(operands.matrices)):
+            matrices = ()  # load all at once
+            for i in tl.static_range(len(PACKING.side.parts)):
+                entry = head * operands.head + row[:, None] * PACKING.columns + _columns(PACKING, i)[None, :]
+                matrices += (tl.load(operands.matrices[term] + entry),)
+            more = ()
+            for i in tl.static_range(len(PACKING.side.parts)):
+                more += (tl.dot(x.to(matrices[i].dtype), matrices[i], sums[i]),)
+            sums = more
     ys = ()
     for i in tl.static_range(len(PACKING.side.parts)):
         if operands.shift is None:
@@ -335,26 +358,19 @@ def _rotated(vectors, operands, exists, head, PACKING: tl.constexpr, ROWS: tl.co
 
 
 @triton.jit
-def _plus_product(y, x, operands, head, row, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
-    """Add the product of x with these rows of the matrices, in the columns of a segment."""
-    entry = head * operands.head + row[:, None] * PACKING.columns + _columns(PACKING, SEGMENT)[None, :]
-    for term in tl.static_range(len(operands.matrices)):
-        matrix = tl.load(operands.matrices[term] + entry)
-        y = tl.dot(x.to(matrix.dtype), matrix, y)
-    return y
-
-
-@triton.jit
 def _columns(PACKING: tl.constexpr, SEGMENT: tl.constexpr):
     return PACKING.column[SEGMENT] + tl.arange(0, PACKING.side.parts[SEGMENT] * PACKING.width[SEGMENT])
 
 
 @triton.jit
 def _split(y, PARTS: tl.constexpr):
-    """Split columns into PARTS runs. A thread mostly holds a column of every run, so nothing moves between threads."""
+    """Split columns into PARTS parts. A thread mostly has a column of every part, so nothing moves between threads."""
     ys = (y,)
     if PARTS > 1:
-        first, second = tl.split(tl.permute(tl.reshape(y, [y.shape[0], 2, y.shape[1] // 2]), [0, 2, 1]))
+        if y.shape[1] == 2 * QUAD:  # neighbouring columns are in one thread
+            first, second = tl.split(tl.reshape(y, [y.shape[0], QUAD, 2]))
+        else:
+            first, second = tl.split(tl.permute(tl.reshape(y, [y.shape[0], 2, y.shape[1] // 2]), [0, 2, 1]))
         ys = _split(first, PARTS // 2) + _split(second, PARTS // 2)
     return ys
 

@@ -31,7 +31,6 @@ from kvfold.ops.attend.hopper.decode_tiles import (
     weights_operand,
 )
 from kvfold.ops.attend.hopper.level_lookup import Lookup, Word, codebook, coordinate, lane_lookups, lane_words, share
-from kvfold.ops.segments import segment_rows
 
 KEY_LANES, VALUE_LANES = gl.constexpr(levels.KEY_LANES), gl.constexpr(levels.VALUE_LANES)
 
@@ -62,10 +61,10 @@ def value_words(slot: SlotLayout, codes: int, meta: int) -> CodebookWords:
 
 def _words(slot: SlotLayout, codes: int, meta: int, lanes: int) -> CodebookWords:
     rows = []
-    for segment in segment_rows(slot):
+    for segment, (byte, _) in zip(slot.segments, slot.places, strict=True):
         bits, columns = segment.bits, segment.dims // 32
         per_lane = share(columns, lanes), lane_words(bits, columns, lanes), lane_lookups(bits, columns, lanes)
-        rows.append((segment.start, columns, *per_lane, segment.byte // 4, 1 / codebook(bits).scale))
+        rows.append((segment.start, columns, *per_lane, byte // 4, 1 / codebook(bits).scale))
     start, columns_, shares, words, lookups, at, factors = zip(*rows, strict=True)
     whole = len(rows), slot.code_bytes // 4, codes // 4, meta // 4
     return CodebookWords(start, columns_, shares, words, lookups, at, factors, *whole)
