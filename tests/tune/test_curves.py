@@ -16,7 +16,7 @@ from kvfold.tune.choices import EQUAL
 from kvfold.tune.tuner import Tuner
 
 LENGTH = 96
-READ = parse("fold2:recent=0")  # what tuning reads packed: all but the sink
+READ = parse(f"fold2:recent={LENGTH // 4}")  # what tuning reads raw: the sink and a quarter of the passage
 
 
 def tuned(name: str) -> Tuner:
@@ -40,7 +40,7 @@ def kl(tuner: Tuner, codecs: dict[int, tuple]) -> list[float]:
         filled[layer] = tuple(replace(codec or sixteen, raw_dtype=torch.float16) for codec, sixteen in both)
     kvfold.cache(model, READ, tuner.artifact)  # the attention that reads packed pages
     found = []
-    for passage, scored in zip(tuner.pairs[0], (slice(16, None), slice(48, -1)), strict=True):
+    for passage, scored in zip(tuner.pairs[0], (slice(48, None), slice(48, -1)), strict=True):
         cache = PackedCache(READ, model.config, filled, torch.float16, model.device, 16)
         logits = [
             model(passage[None], past_key_values=each).logits[0, scored].double().log_softmax(dim=-1)
@@ -59,7 +59,7 @@ def test_all_layers_packed(name: str):
     for choice in EQUAL["fold2"], EQUAL["fold4"]:
         point = tuner.measure([("fold", (choice,) * len(tuner.geometry.packed))])[0]
         packed = {layer: tuner._codecs(layer, choice) for layer in tuner.geometry.packed}
-        assert [point.kl, point.copy_kl] == pytest.approx(kl(tuner, packed), rel=0.02)
+        assert [point.kl, point.copy_kl] == pytest.approx(kl(tuner, packed), rel=0.1)
         assert point.kl > 1e-6, "the test sees something"
 
 

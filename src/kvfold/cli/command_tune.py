@@ -105,9 +105,7 @@ def tune(
         )
         table.add_row(point.recipe, *numbers)
     out.print(table)
-    out.print(
-        "Bits and bytes include windows. KL does not: all tokens but the first were read packed.", highlight=False
-    )
+    out.print("Bits and bytes include windows. KL was measured with smaller windows than are served.", highlight=False)
     out.print(f"Wrote {escape(str(folder))}. Serve it:", soft_wrap=True, highlight=False)
     command = shlex.join(["kvfold", "serve", model, "--recipe", TUNED.name, "--artifact", str(folder)])
     out.print(escape(command), soft_wrap=True, highlight=False)
