@@ -9,7 +9,7 @@ from rich.markup import escape
 
 import kvfold
 from kvfold.cli.inputs import bytes_in, check, load
-from kvfold.cli.options import ArtifactFolder, JsonFile, Model, TextFile
+from kvfold.cli.options import JsonFile, Model, TextFile
 from kvfold.cli.output import new_table, out, progress, write_json
 from kvfold.files import claimed
 from kvfold.geometry import Geometry
@@ -36,15 +36,16 @@ def tune(
         int | None, typer.Option(help="Tokens to measure on; default: 512 on a CPU, 8192 on a GPU.", min=64)
     ] = None,
     text: TextFile = None,
-    artifact: ArtifactFolder = None,
+    artifact: Annotated[
+        str | None, typer.Option(help="An artifact with the fits of fold2, fold3 and fold4: a folder, or its Hub id.")
+    ] = None,
     png: Annotated[Path | None, typer.Option(help="Draw KL against bits.")] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Split a budget over layers, keys and values, for the recipe `fold`.
 
     Measures what each width costs in each layer: the KL of predictions on text and on repeated random tokens. Then
-    chooses the widths that cost least within the budget. Without an artifact, the model is calibrated first. An
-    artifact has to have the fits of fold2, fold3 and fold4.
+    chooses the widths that cost least within the budget. Without an artifact, the model is calibrated first.
 
     Example: `kvfold tune embedded --bits 2.5 --out tuned`, then `kvfold serve embedded -r fold --artifact tuned`
     """
