@@ -65,6 +65,11 @@ class Recipe(BaseModel):
         return str(self.model_copy(update={name: type(self).model_fields[name].default for name in _NOT_FITTED}))
 
     @property
+    def fitted_by(self) -> str:
+        """The command that fits this recipe to a model."""
+        return f"kvfold calibrate MODEL --recipe {self.fitted_as} --out DIR"
+
+    @property
     def windows(self) -> Windows:
         return Windows(self.sink, self.recent)
 

@@ -16,6 +16,7 @@ COMMANDS = (
     "recipes",
     "plan",
     "calibrate",
+    "tune",
     "fold",
     "inspect",
     "push",

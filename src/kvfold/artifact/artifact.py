@@ -80,8 +80,7 @@ class Artifact:
         if recipe.learns and recipe.fitted_as not in self.metadata.recipes:
             has = ", ".join(self.metadata.recipes) or "means alone"
             raise ValueError(
-                f"the artifact was not calibrated for {recipe.fitted_as}, it holds {has}: "
-                f"run `kvfold calibrate MODEL --recipe {recipe.fitted_as} --out DIR`"
+                f"the artifact was not calibrated for {recipe.fitted_as}, it holds {has}: run `{recipe.fitted_by}`"
             )
         row = self.metadata.model.packed.index(layer)
         own = {name.rpartition("/"): tensor for name, tensor in self.tensors.items()}

@@ -15,7 +15,8 @@ SIDES = ("key", "value")
 
 
 def describe(artifact: Artifact) -> list[dict[str, Any]]:
-    """A row per recipe and layer: widths as dims×bits, clip ratios, the share of the largest eigenvalues."""
+    """A row per recipe and layer: widths as dims×bits, bits with metadata if layers differ, clip ratios, the share of
+    the largest eigenvalues."""
     rows, model = [], artifact.metadata.model
     for name in artifact.metadata.recipes:
         recipe = parse(name)
@@ -24,6 +25,8 @@ def describe(artifact: Artifact) -> list[dict[str, Any]]:
             row: dict[str, Any] = {"recipe": name, "layer": layer}
             for side, layout in zip(SIDES, recipe.layouts(model.key_dim, model.value_dim, fit), strict=True):
                 row[f"{side} dims×bits"] = " ".join(f"{dims}×{bits}" for bits, dims in sorted(_widths(layout).items()))
+                if f"{side}_widths" in fit:
+                    row[f"{side} bits"] = round(8 * layout.slot_bytes / layout.dims, 2)
                 if f"{side}_clip" in fit:
                     row[f"{side} clip"] = round(float(fit[f"{side}_clip"]), 4)
                 if f"{side}_spectrum" in fit:

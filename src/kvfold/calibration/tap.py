@@ -40,17 +40,26 @@ _tap: ContextVar[_Tap] = ContextVar("kvfold-capture")
 @contextmanager
 def tapped(model: PreTrainedModel, tap: Callable[[Seen], None]) -> Iterator[PreTrainedModel]:
     """The decoder of `model`, which calls `tap` at every layer that would be packed. It computes the same as ever."""
-    decoder = model.get_decoder()
-    previous = decoder.config._attn_implementation
     token = _tap.set(_Tap(Geometry.from_config(model.config.to_dict()).packed, tap))
     try:
-        decoder.set_attn_implementation(IMPLEMENTATION)
-        if decoder.config._attn_implementation != IMPLEMENTATION:
+        with attending(model, IMPLEMENTATION) as decoder:
+            yield decoder
+    finally:
+        _tap.reset(token)
+
+
+@contextmanager
+def attending(model: PreTrainedModel, implementation: str) -> Iterator[PreTrainedModel]:
+    """The decoder of `model`, with another implementation of attention."""
+    decoder = model.get_decoder()
+    previous = decoder.config._attn_implementation
+    try:
+        decoder.set_attn_implementation(implementation)
+        if decoder.config._attn_implementation != implementation:
             raise UnsupportedModel(f"{type(model).__name__} does not let its attention be replaced")
         yield decoder
     finally:
         decoder.set_attn_implementation(previous)
-        _tap.reset(token)
 
 
 def _attention(

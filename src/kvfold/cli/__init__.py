@@ -22,6 +22,7 @@ from kvfold.cli.command_push import push
 from kvfold.cli.command_recipes import recipes
 from kvfold.cli.command_selftest import selftest
 from kvfold.cli.command_serve import serve
+from kvfold.cli.command_tune import tune
 from kvfold.cli.output import err, out
 from kvfold.version import __version__
 
@@ -55,6 +56,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 app.command()(recipes)
 app.command()(plan)
 app.command()(calibrate)
+app.command()(tune)
 app.command()(fold)
 app.command()(inspect)
 app.command()(push)

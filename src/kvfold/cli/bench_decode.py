@@ -32,7 +32,7 @@ def decode(
     from kvfold.bench.decode_times import decode as run
 
     panel, means = [parse(name) for name in recipe], find_artifact(artifact, model, recipe)
-    check(model, panel, json_file, csv_file)
+    check(model, panel, json_file, csv_file, artifact=means)
     network, tokenizer = load(model)
     words = tokenize(read_text(None, "evaluation"), tokenizer, context)
     timed = partial(run, network, words, panel, means, batch, steps)

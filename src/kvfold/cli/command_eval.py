@@ -71,7 +71,7 @@ def eval_(
     means, words = find_artifact(artifact, model, recipe), read_text(text, "evaluation")
     hay = haystack_texts(haystack or ()) if needle or tool_calls else {}
     panel = choose_recipes(recipe, means)
-    check(model, panel, json_file, csv_file, html)
+    check(model, panel, json_file, csv_file, html, artifact=means)
     network, tokenizer = load(model)
     ids = tokenize(words, tokenizer, tokens)
     texts = {name: tokenize(part, tokenizer, None) for name, part in hay.items()}

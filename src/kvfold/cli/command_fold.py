@@ -32,11 +32,13 @@ def fold(
     from kvfold.folding import check_foldable, fold_values
 
     parsed = parse(recipe)
-    check(model, [parsed], folder)
+    there = artifact or carried_folder(model, [recipe])
+    fits = kvfold.Artifact.load(there) if there else None
+    check(model, [parsed], folder, artifact=fits)
     check_foldable(parsed, load_config(model))
     if folder.is_symlink() or folder.is_mount() or (folder.exists() and (folder.is_file() or any(folder.iterdir()))):
         raise FileExistsError(f"cannot write {folder}: it is there already, and no plain, empty folder")
-    fits = kvfold.Artifact.load(artifact or carried_folder(model, [recipe]) or calibrated_folder(model, parsed))
+    fits = fits or kvfold.Artifact.load(calibrated_folder(model, parsed))
     with err.status(f"Folding {escape(model)} …"), TemporaryDirectory(dir=folder.parent) as scratch:
         network, tokenizer = load_model(model, dtype="auto", device="cpu")
         folded, whole = fold_values(network, parsed, fits), Path(scratch) / "whole"

@@ -34,7 +34,7 @@ def generate(
     names = [recipe] if recipe else None
     means = find_artifact(artifact, model, names)
     parsed = choose_recipes(names, means, DEFAULT)[0]
-    check(model, [parsed])
+    check(model, [parsed], artifact=means)
     stream_answer(*load(model), parsed, prompt, max_tokens, raw, means)
 
 

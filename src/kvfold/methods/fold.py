@@ -68,14 +68,18 @@ class Fold(Recipe):
             return runs(fit[f"{side}_widths"][0].tolist())
         quarters = self.key if side == "key" else self.value
         if quarters is None:
-            raise ValueError(
-                "its widths are chosen per layer: run `kvfold tune MODEL --bits 3 --out DIR`, then give --artifact DIR"
-            )
-        # quarters end at multiples of 8 coordinates, whose codes fill whole bytes at any width
-        ends = [8 * round(i * dims / 32) for i in range(5)]
-        return runs(
-            [bits for bits, (start, end) in zip(quarters, pairwise(ends), strict=True) for _ in range(start, end)]
-        )
+            raise ValueError(f"its widths are chosen per layer: run `{self.fitted_by}`, then give --artifact DIR")
+        return runs(widths_of(quarters, dims))
+
+    @property
+    def fitted_by(self) -> str:
+        return super().fitted_by if self.key and self.value else "kvfold tune MODEL --bits 3 --out DIR"
+
+
+def widths_of(quarters: Quarters, dims: int) -> list[int]:
+    """Bits per coordinate. Quarters end at multiples of 8 coordinates, whose codes fill whole bytes at any width."""
+    ends = [8 * round(i * dims / 32) for i in range(5)]
+    return [bits for bits, (start, end) in zip(quarters, pairwise(ends), strict=True) for _ in range(start, end)]
 
 
 def _rotation(order: Tensor, segments: Segments) -> PermutedHadamard:

@@ -1,0 +1,131 @@
+"""`kvfold tune`: an artifact whose layers have bits where the model needs them."""
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+import kvfold
+from kvfold.cli.inputs import bytes_in, check, load
+from kvfold.cli.options import JsonFile, Model, TextFile
+from kvfold.cli.output import new_table, out, progress, write_json
+from kvfold.files import claimed
+from kvfold.geometry import Geometry
+from kvfold.models import load_config
+from kvfold.recipes import TUNED, parse
+from kvfold.text import read_text, tokenize, with_openings
+
+CONTEXT = 131072
+PASSAGE = 1024  # tokens, at most: as many for each test
+TOKENS = {"cpu": 512, "cuda": 8192}  # a small model takes minutes on a CPU, one of 1.5B parameters one on a GPU
+
+
+def tune(
+    model: Model,
+    folder: Annotated[Path, typer.Option("--out", help="The folder to write.")],
+    bits: Annotated[float | None, typer.Option(help="The budget: bits per cached number, windows included.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Or the memory of all requests together, e.g. `20GiB`.")] = None,
+    quality: Annotated[
+        float | None, typer.Option(help="Or the KL per token that may be spent, in as few bits as possible.", min=0)
+    ] = None,
+    context: Annotated[int, typer.Option(help="Tokens of a request, for which bytes are counted.", min=1)] = CONTEXT,
+    requests: Annotated[int, typer.Option(help="Requests that share the memory.", min=1)] = 1,
+    tokens: Annotated[
+        int | None, typer.Option(help="Tokens to measure on; default: 512 on a CPU, 8192 on a GPU.", min=64)
+    ] = None,
+    text: TextFile = None,
+    artifact: Annotated[
+        str | None, typer.Option(help="An artifact with the fits of fold2, fold3 and fold4: a folder, or its Hub id.")
+    ] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw KL against bits.")] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Split a budget over layers, keys and values, for the recipe `fold`.
+
+    Measures what each width costs in each layer: the KL of predictions on text and on repeated random tokens. Then
+    chooses the widths that cost least within the budget. Without an artifact, the model is calibrated first.
+
+    Example: `kvfold tune embedded --bits 2.5 --out tuned`, then `kvfold serve embedded -r fold --artifact tuned`
+    """
+    from kvfold.calibration.automatic import TOKENS as CALIBRATED
+    from kvfold.tune.choices import EQUAL, with_choices
+    from kvfold.tune.curves import passages
+    from kvfold.tune.tuner import Tuner
+
+    if png:
+        from kvfold.tune.plot import draw  # before the long work: matplotlib may be missing
+
+    if sum(budget is not None for budget in (bits, memory, quality)) != 1:
+        raise ValueError("say what may be spent, with one of --bits, --memory and --quality")
+    if artifact and artifact != str(folder) and (folder / "kvfold.json").exists():
+        raise FileExistsError(f"{folder} holds another artifact than {artifact}: write to another folder")
+    equal, words = [parse(name) for name in EQUAL], read_text(text, "calibration")
+    fits = kvfold.Artifact.load(artifact) if artifact else None
+    check(model, equal, png, json_file, artifact=fits)
+    geometry = Geometry.from_config(load_config(model))
+    budget = 0 if quality is not None else _budget(geometry, bits, memory, context, requests)
+    with claimed(folder):
+        there = kvfold.Artifact.load(folder) if (folder / "kvfold.json").exists() else None
+        network, tokenizer = load(model)
+        tokens = tokens or TOKENS.get(network.device.type, TOKENS["cuda"])
+        length = min(PASSAGE, tokens // 2)
+        read = fits.metadata.calibration.tokens if fits else CALIBRATED  # the text behind it is measured on
+        ids = tokenize(words, tokenizer, read + tokens // (2 * length) * length)
+        if fits is None:
+            most = min(read, geometry.max_context or read)
+            with progress("Calibrating") as advance:
+                opened = with_openings(ids[:read], most, tokenizer)
+                fits = kvfold.calibrate(network, opened, most, equal, into=there, progress=advance)
+        fits.metadata.model.check(network)
+        tuner = Tuner(network, fits, passages(ids[read:], length, tokenizer), context)
+        with progress(f"Measuring {len(geometry.packed)} layers") as advance:
+            curves = tuner.curves(lambda share: advance(0.88 * share))
+            if quality is not None:
+                chosen = tuner.cheapest(curves, quality, lambda share: advance(0.05 * share))
+            else:
+                chosen = tuner.allocate(curves, budget)
+            named = [(name, (choice,) * len(geometry.packed)) for name, choice in EQUAL.items()]
+            named += [(TUNED.name, tuner.allocate(curves, each)) for each in tuner.budgets()[::4]]
+            *points, best = tuner.measure([*named, (TUNED.name, chosen)], lambda share: advance(0.07 * share))
+        with_choices(fits, geometry, chosen, ids[read:]).save(folder)
+    if png:
+        draw(points, best, png)
+    if write_json(json_file, [{**point.row(), "chosen": point is best} for point in (*points, best)]):
+        return
+    table = new_table(
+        f"{model}, {len(ids) - read:,} tokens of text", "recipe", "bits", "bytes per token", "KL", "copying: KL"
+    )
+    for point in (*points[: len(EQUAL)], best):
+        numbers = (
+            f"{point.bits:.3g}",
+            f"{point.sequence_bytes / context:,.0f}",
+            f"{point.kl:.4f}",
+            f"{point.copy_kl:.4f}",
+        )
+        table.add_row(point.recipe, *numbers)
+    out.print(table)
+    out.print("Bits and bytes include windows. KL was measured with smaller windows than are served.", highlight=False)
+    out.print(f"Wrote {escape(str(folder))}. Serve it:", soft_wrap=True, highlight=False)
+    command = shlex.join(["kvfold", "serve", model, "--recipe", TUNED.name, "--artifact", str(folder)])
+    out.print(escape(command), soft_wrap=True, highlight=False)
+
+
+def _budget(geometry: Geometry, bits: float | None, memory: str | None, context: int, requests: int) -> int:
+    """Bytes that a sequence of `context` tokens may take in packed layers."""
+    from kvfold.tune.choices import sizes
+
+    numbers = geometry.elements_per_token * context
+    each = sizes(geometry, context)
+    least, most = len(geometry.packed) * min(each), len(geometry.packed) * max(each)
+    if memory is not None:
+        budget, asked = bytes_in(memory) // requests, f"--memory {memory}"
+        span = f"{requests * least / 2**30:.3g} to {requests * most / 2**30:.3g} GiB"
+    else:
+        assert bits is not None
+        budget, asked = round(bits * numbers / 8), f"--bits {bits:g}"
+        span = f"{8 * least / numbers:.3g} to {8 * most / numbers:.3g} bits"
+    if budget < least:
+        raise ValueError(f"{asked} is too little: {requests} × {context:,} tokens take {span}")
+    return budget

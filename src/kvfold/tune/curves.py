@@ -1,0 +1,150 @@
+"""What packed keys and values cost: the KL of the model's predictions from those with a 16-bit cache.
+
+Two tests, each a passage of the same length:
+- text: a passage of the user's text;
+- copy: random tokens twice. The second time, the model has to find what followed the first time, as in retrieval.
+
+The windows are those of the recipe, but for the last tokens: a quarter of the passage is read raw. So most of what a
+query reads is packed, though passages are short, and what only reads its neighbours costs nothing, as when served.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.masking_utils import sdpa_mask
+
+from kvfold.calibration.tap import attending
+from kvfold.engines.unpacked_attention import attend_masked, attend_unpacked, logits_of
+from kvfold.format.codec import Codec, sixteen_bit
+from kvfold.format.windows import Windows
+from kvfold.geometry import Geometry
+from kvfold.recipes import TUNED
+from kvfold.text import with_openings
+
+IMPLEMENTATION = "kvfold-tune"
+TESTS = ("text", "copy")
+SINK = TUNED.sink
+
+Packed = Mapping[int, tuple[Codec | None, Codec | None]]  # codecs of keys and values, by layer; None: in 16 bits
+
+_packed: ContextVar[Packed] = ContextVar("kvfold-tune")
+
+
+def recent(length: int) -> int:
+    """The last tokens that are read raw in passages of this length."""
+    return length // 4
+
+
+def passages(text: Tensor, length: int, tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    """int64[pairs, tests, length]: the passages of `text` (1-D), and beside each one its tokens in random order, twice.
+
+    What is left of the text behind the last whole passage is not used.
+    """
+    generator = torch.Generator().manual_seed(0)
+    pairs = []
+    for passage in text[: len(text) // length * length].split(length):
+        once = passage[torch.randperm(length, generator=generator)[: length // 2]]
+        rows = passage, torch.cat((once, once, once))[:length]
+        pairs.append(torch.stack([with_openings(row, length, tokenizer) for row in rows]))
+    return torch.stack(pairs)
+
+
+@torch.no_grad()
+def divergences(
+    model: PreTrainedModel,
+    pairs: Tensor,
+    changes: Sequence[Packed],
+    advance: Callable[[float], None] = lambda share: None,
+) -> Tensor:
+    """float64[changes, tests]: the mean KL per token, if the layers of a change are packed and all others are not.
+
+    `pairs` come from `passages`. `advance` gets shares of 1.
+    """
+    geometry = Geometry.from_config(model.config.to_dict())
+    weights = [1.1 * len(geometry.layers) - min(change) for change in changes]  # the head takes time too
+    total = torch.zeros(len(changes), len(TESTS), dtype=torch.float64)
+    with attending(model, IMPLEMENTATION):
+        for pair in pairs:
+            run = _Run(model, geometry, pair.to(model.device))
+            for row, change, weight in zip(total, changes, weights, strict=True):
+                row += run.divergence(change)
+                advance(weight / sum(weights) / len(pairs))
+    return (total / len(pairs)).clamp_min(0)  # sums of nearly equal numbers may fall just below zero
+
+
+class _Run:
+    """One pair of passages: what the model computes with a 16-bit cache, and how far a packed one is from it."""
+
+    def __init__(self, model: PreTrainedModel, geometry: Geometry, pair: Tensor) -> None:
+        self.model, self.pair = model, pair
+        self.readers = {n: layer.target for n, layer in enumerate(geometry.layers) if layer.target is not None}
+        # layers that read the cache of others need these to run
+        self.layers: Sequence[nn.Module] = () if self.readers else getattr(model.get_decoder(), "layers", ())
+        self.outputs: list[Any] = []
+        hooks = [layer.register_forward_hook(lambda *seen: self.outputs.append(seen[-1])) for layer in self.layers]
+        try:
+            self.expected = self._log_probs({})
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def divergence(self, packed: Packed) -> Tensor:
+        """float64[tests]"""
+        shared = {n: packed[target] for n, target in self.readers.items() if target in packed}
+        first = min(packed)
+        with _skipped(self.layers[:first], self.outputs[first - 1] if first and self.layers else None):
+            found = self._log_probs({**packed, **shared})
+        kl = [(p.exp() * (p - q)).sum(dim=-1).double().mean() for p, q in zip(self.expected, found, strict=True)]
+        return torch.stack(kl).cpu()
+
+    def _log_probs(self, packed: Packed) -> list[Tensor]:
+        """Per test: float32[scored tokens, vocabulary]."""
+        token = _packed.set(packed)
+        try:  # before its middle, a passage reads little that is packed
+            logits = self.model(self.pair, use_cache=False, logits_to_keep=-(-self.pair.shape[1] // 2)).logits
+        finally:
+            _packed.reset(token)
+        scored = logits[0], logits[1, :-1]  # what follows the copy is not in the passage
+        return [torch.log_softmax(each.float(), dim=-1) for each in scored]
+
+
+@contextmanager
+def _skipped(layers: Sequence[nn.Module], output: Any) -> Iterator[None]:
+    """These layers, the first of the model, return `output` instead of running."""
+    replaced = [layer.__dict__.get("forward") for layer in layers]
+    for layer in layers:
+        layer.forward = lambda *args, **kwargs: output
+    try:
+        yield
+    finally:
+        for layer, forward in zip(layers, replaced, strict=True):
+            del layer.forward
+            if forward is not None:
+                layer.forward = forward
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    codecs, n = _packed.get().get(layer), query.shape[2]
+    if codecs is None:
+        return attend_unpacked(module, query, key, value, attention_mask, scaling=scaling, **kwargs), None
+    causal = torch.ones(len(query), 1, n, n, dtype=torch.bool, device=query.device).tril()
+    logits, windows, raw_dtype = logits_of(query, scaling, kwargs), Windows(SINK, recent(n)), sixteen_bit(query.dtype)
+    return attend_masked(query, key, value, causal, logits, codecs, windows, raw_dtype).to(query.dtype), None
+
+
+AttentionInterface.register(IMPLEMENTATION, _attention)
+AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)

@@ -1,0 +1,92 @@
+"""`kvfold tune`."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from commands import LAYERS, plain, run
+
+import kvfold
+from kvfold.fitted import Fitted
+from kvfold.geometry import Geometry
+from kvfold.models import load_config
+from kvfold.recipes import TUNED
+
+TOKENS = ("--tokens", 128)
+
+
+@pytest.fixture(scope="module")
+def tuned(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the artifact of the small model at 5 bits, and with what the command wrote beside it."""
+    folder = tmp_path_factory.mktemp("tuned")
+    given = ("--bits", 5, "--context", 2048, "--png", folder / "plot.png", "--json", folder / "rows.json")
+    (folder / "shown.txt").write_text(run("tune", small, "--out", folder / "fits", *given, *TOKENS).stdout)
+    return folder
+
+
+def allocated(small: Path, folder: Path, context: int) -> int:
+    """Bytes of a sequence with the tuned recipe."""
+    geometry = Geometry.from_config(load_config(str(small)))
+    return Fitted.of(TUNED, geometry, kvfold.Artifact.load(folder)).sequence_bytes(context)
+
+
+def test_tune_by_bits(small: Path, tuned: Path):
+    assert sorted(path.name for path in (tuned / "fits").iterdir()) == ["kvfold.json", "tensors.safetensors"]
+    assert (tuned / "plot.png").read_bytes().startswith(b"\x89PNG")
+    shown = plain((tuned / "shown.txt").read_text())
+    assert max(map(len, shown.splitlines()[:8])) <= 80
+    assert f"kvfold serve {small} --recipe fold --artifact {tuned / 'fits'}" in shown
+    rows = json.loads((tuned / "rows.json").read_text())
+    assert [row["recipe"] for row in rows] == ["fold2", "fold3", "fold4", *["fold"] * 10]
+    (chosen,) = [row for row in rows if row["chosen"]]
+    assert chosen["bits"] <= 5 < max(row["bits"] for row in rows)
+    assert chosen["sequence_bytes"] == allocated(small, tuned / "fits", 2048)
+    curve = [row["bits"] for row in rows if row["recipe"] == "fold"][:-1]
+    assert curve == sorted(curve)
+    assert all(row["kl"] > 0 and row["copy_kl"] > 0 for row in rows)
+
+
+def test_a_tuned_artifact_is_inspected_evaluated_and_generates(small: Path, tuned: Path):
+    rows = json.loads(run("inspect", tuned / "fits", "--json", "-").stdout)
+    (chosen,) = [row for row in json.loads((tuned / "rows.json").read_text()) if row["chosen"]]
+    layers = [row for row in rows if row["recipe"] == "fold"]
+    assert len(layers) == LAYERS
+    for row, quarters in zip(layers, chosen["value widths"], strict=True):
+        widths = quarters[1:3]  # heads of 16 dims have halves alone
+        assert row["value bits"] == sum(widths) / 2 + 8 * len(set(widths)) / 16
+    shown = run("eval", small, "-r", "fold:recent=8", "--artifact", tuned / "fits", "--tokens", 64).stdout
+    assert "fold:recent=8" in plain(shown)
+    run("generate", small, "-r", "fold", "--artifact", tuned / "fits", "-p", "Hello", "--max-tokens", 2)
+
+
+def test_tune_by_memory_or_quality_from_an_artifact(small: Path, tuned: Path, tmp_path: Path):
+    """Memory of 4 requests; then a KL that the largest widths keep, and twice of that."""
+    budget = 4 * allocated(small, tuned / "fits", 4096) + 2**20
+    given = (small, "--artifact", tuned / "fits", *TOKENS)
+    run("tune", *given, "--out", tmp_path / "a", "--memory", f"{budget}B", "--context", 4096, "--requests", 4)
+    assert 4 * allocated(small, tmp_path / "a", 4096) <= budget
+    rows = json.loads(run("tune", *given, "--out", tmp_path / "b", "--quality", 1, "--json", "-").stdout)
+    least = next(row for row in rows if row["recipe"] == "fold")
+    assert rows[-1]["sequence_bytes"] == least["sequence_bytes"], "any KL will do"
+    middle = rows[6]["kl"]
+    rows = json.loads(run("tune", *given, "--out", tmp_path / "c", "--quality", middle, "--json", "-").stdout)
+    assert rows[-1]["kl"] <= middle
+    assert rows[-1]["sequence_bytes"] <= rows[6]["sequence_bytes"]
+
+
+def test_what_cannot_be_tuned(error_of: Callable[..., str], small: Path, means: Path, tuned: Path, tmp_path: Path):
+    out = ("--out", tmp_path / "new")
+    assert "one of --bits, --memory and --quality" in error_of("tune", "nobody/nothing", *out)
+    assert "one of --bits, --memory and --quality" in error_of("tune", small, *out, "--bits", 3, "--memory", "1GiB")
+    line = error_of("tune", small, *out, "--bits", 1.2)
+    assert "--bits 1.2 is too little: 1 × 131,072 tokens take 2.5" in line
+    line = error_of("tune", small, *out, "--memory", "1MiB", "--requests", 8)
+    assert "--memory 1MiB is too little: 8 × 131,072 tokens take 0." in line
+    line = error_of("tune", small, *out, "--bits", 3, "--artifact", means)
+    assert "was not calibrated for fold2, it holds means alone: run `kvfold calibrate MODEL --recipe fold2" in line
+    line = error_of("tune", small, "--out", means, "--bits", 5, "--artifact", tuned / "fits")
+    assert "holds another artifact" in line
+    line = error_of("tune", small, *out, "--quality", 0, "--artifact", tuned / "fits", *TOKENS)
+    assert "--quality 0: the least KL is " in line
+    assert not (tmp_path / "new").exists()

@@ -1,0 +1,82 @@
+"""What is chosen per layer, as an artifact: its bytes, its fits, and the text it was chosen on."""
+
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+
+import kvfold
+from kvfold.artifact import TEXT
+from kvfold.calibration.text_overlap import check_disjoint
+from kvfold.fitted import Fitted
+from kvfold.geometry import Geometry
+from kvfold.recipes import TUNED, parse
+from kvfold.tune.choices import CHOICES, EQUAL, sizes, with_choices
+
+MIXED = ((0, 3), (2, 0))  # for the two layers: few bits for keys and many for values, and the other way round
+
+
+@pytest.fixture(scope="module")
+def calibrated():
+    """A tiny model, its geometry, an artifact with the fits of named recipes, and more text."""
+    model = tiny_models.tiny("Llama")
+    tokens = tiny_models.random_tokens(300)
+    artifact = kvfold.calibrate(model, tokens[:200], 200, [parse(name) for name in EQUAL])
+    return model, Geometry.from_config(model.config.to_dict()), artifact, tokens[200:]
+
+
+@torch.no_grad()
+def test_sizes_are_what_is_allocated(calibrated):
+    model, geometry, artifact, text = calibrated
+    tuned = with_choices(artifact, geometry, MIXED, text)
+    for context in (48, 300, 500):
+        cache = kvfold.cache(model, "fold", tuned)
+        model(tiny_models.random_tokens(context)[None], past_key_values=cache)
+        each = sizes(geometry, context)
+        wanted = sum(each[CHOICES.index(choice)] for choice in MIXED)
+        assert Fitted.of(TUNED, geometry, tuned).sequence_bytes(context) == wanted
+        assert cache.allocated_bytes == wanted
+
+
+@torch.no_grad()
+def test_equal_choices_are_the_named_recipes(calibrated):
+    model, geometry, artifact, text = calibrated
+    ids = tiny_models.random_tokens(80, seed=2)[None]
+    for name, choice in EQUAL.items():
+        tuned = with_choices(artifact, geometry, (choice, choice), text)
+        caches = kvfold.cache(model, f"{name}:recent=4", tuned), kvfold.cache(model, "fold:recent=4", tuned)
+        own, same = (model(ids, past_key_values=cache).logits for cache in caches)
+        assert torch.equal(own, same)
+
+
+def test_the_artifact_is_saved_and_read_back(calibrated, tmp_path: Path):
+    _, geometry, artifact, text = calibrated
+    tuned = with_choices(artifact, geometry, MIXED, text)
+    tuned.save(tmp_path)
+    again = kvfold.Artifact.load(tmp_path)
+    assert again.metadata.recipes == ("fold2", "fold3", "fold4", "fold")
+    assert again.metadata.calibration == artifact.metadata.calibration
+    first, second = (again.fit(TUNED, layer) for layer in geometry.packed)
+    quarters = (first["key_widths"], first["value_widths"], second["key_widths"], second["value_widths"])
+    assert [widths[0, ::8].tolist() for widths in quarters] == [[4, 2, 2, 1], [4] * 4, [8, 4, 2, 2], [2, 2, 1, 1]]
+    assert torch.equal(second["key_order"], artifact.fit(parse("fold4"), 1)["key_order"])
+    assert torch.equal(second["value_unit"], artifact.fit(parse("fold2"), 1)["value_unit"])
+    twice = with_choices(again, geometry, MIXED[::-1], text)
+    assert twice.metadata.recipes == again.metadata.recipes
+    assert torch.equal(twice.tensors[TEXT], again.tensors[TEXT])
+
+
+def test_text_that_was_tuned_on_is_not_evaluated(calibrated):
+    _, geometry, artifact, text = calibrated
+    check_disjoint(text, artifact.tensors[TEXT])
+    with pytest.raises(ValueError, match="were calibrated on"):
+        check_disjoint(text, with_choices(artifact, geometry, MIXED, text).tensors[TEXT])
+
+
+def test_fold_without_what_was_chosen(calibrated):
+    model, _, artifact, _ = calibrated
+    with pytest.raises(ValueError, match=r"not calibrated for fold, .* run `kvfold tune MODEL --bits 3 --out DIR`"):
+        kvfold.cache(model, "fold", artifact)
+    with pytest.raises(ValueError, match="fold: its widths are chosen per layer: run `kvfold tune MODEL --bits 3"):
+        kvfold.cache(model, "fold")
