@@ -27,15 +27,15 @@ class Option(NamedTuple):
         return {f"{side}_widths": torch.tensor([widths_of(self.quarters, dims)], dtype=torch.uint8)}
 
 
-# From few bits to many. All segments have a size for which there are fast kernels.
+# From few bits to many. The fast decode kernel reads all of them; of values, it reads no segments with 1 bit.
 OPTIONS = {
     "key": (
+        Option((2, 2, 1, 1), "fold2"),
         Option((4, 2, 2, 1), "fold2"),
         Option((4, 4, 2, 1), "fold3"),
         Option((8, 4, 2, 2), "fold4"),
     ),
     "value": (
-        Option((2, 2, 1, 1), "fold2"),
         Option((2, 2, 2, 2), "fold2"),
         Option((4, 4, 2, 2), "fold3"),
         Option((4, 4, 4, 4), "fold4"),
@@ -44,7 +44,7 @@ OPTIONS = {
 
 Choice = tuple[int, int]  # for one layer: the number of an option for its keys, and of one for its values
 CHOICES: list[Choice] = [(key, value) for key in range(len(OPTIONS["key"])) for value in range(len(OPTIONS["value"]))]
-EQUAL: dict[str, Choice] = {"fold2": (0, 1), "fold3": (1, 2), "fold4": (2, 3)}  # named recipes: one choice for all
+EQUAL: dict[str, Choice] = {"fold2": (1, 0), "fold3": (2, 1), "fold4": (3, 2)}  # named recipes: one choice for all
 
 
 def sizes(geometry: Geometry, context: int) -> list[int]:
