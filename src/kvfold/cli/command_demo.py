@@ -17,7 +17,7 @@ DEMO_RECIPES = ("fold4", "fold3", "fold2", "int2")  # the last one shows what 2 
 
 def demo(
     html: Annotated[Path, typer.Option(help="Where to write the report.")] = Path("kvfold-report.html"),
-    tokens: Annotated[int, typer.Option(help="Tokens to score.", min=1024)] = 2048,
+    tokens: Annotated[int, typer.Option(help="Tokens to score.", min=1024)] = 1024,
 ) -> None:
     """See what a KV cache of 4, 3 and 2 bits gains and costs on a real language model, without a GPU, in a few minutes.
 
