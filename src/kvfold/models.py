@@ -46,7 +46,7 @@ def load_model(
     """The model, ready for inference, and its tokenizer. The default dtype is float32 on a CPU, 16 bits elsewhere."""
     transformers = _require("transformers")
     source = _locate(name)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = device or default_device()
     with _no_loading_bars(), source.reading():
         config = transformers.AutoConfig.from_pretrained(source.where, **source.gguf)
         model = _auto_class(config).from_pretrained(
@@ -57,6 +57,11 @@ def load_model(
             **_dequantized(source),
         )
     return model.eval(), load_tokenizer(name)
+
+
+def default_device() -> str:
+    """The device that models are loaded to."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":

@@ -13,7 +13,7 @@ from tiny_models import tiny
 from typer.testing import CliRunner
 
 from kvfold.artifact import Artifact
-from kvfold.calibration.automatic import TOKENS, calibrate_automatically, kept
+from kvfold.calibration.automatic import TOKENS, calibrate_automatically, kept, tokens_on
 from kvfold.cli import app
 from kvfold.engines.transformers import _calibrate_once
 from kvfold.models import load_model
@@ -76,14 +76,17 @@ def test_every_command_and_python_find_the_same(model, monkeypatch):
         assert artifact.tensors.keys() == found["cache"].tensors.keys(), name
         for tensor, numbers in artifact.tensors.items():
             assert torch.equal(numbers, found["cache"].tensors[tensor]), (name, tensor)
-    assert (artifact.metadata.calibration.tokens, artifact.metadata.calibration.context) == (TOKENS, TOKENS)
+    assert (artifact.metadata.calibration.tokens, artifact.metadata.calibration.context) == (
+        TOKENS["cpu"],
+        TOKENS["cpu"],
+    )
 
 
 def test_passages_are_no_longer_than_the_model_takes(tmp_path):
     tokenizer = byte_tokenizer()
     network = tiny(vocab_size=len(tokenizer), max_position_embeddings=512)
     made = calibrate_automatically(network, tokenizer, []).metadata.calibration
-    assert (made.tokens, made.context) == (TOKENS, 512)
+    assert (made.tokens, made.context) == (TOKENS["cpu"], 512)
 
 
 def test_what_a_server_needs_is_kept_for_the_same_weights(model, tmp_path):
@@ -134,5 +137,10 @@ def test_the_slower_of_two_servers_takes_what_the_faster_has_found(model):
 def test_the_documents_state_the_number_of_tokens():
     root = Path(__file__).parents[2]
     for document in ("README.md", "docs/vllm.md", "docs/sglang.md"):
-        stated = re.findall(r"first ([\d,]+) tokens of Python's own documentation", (root / document).read_text())
-        assert set(stated) == {f"{TOKENS:,}"}, document
+        pattern = r"first ([\d,]+) tokens of Python's own documentation \(([\d,]+) on a CPU\)"
+        stated = re.findall(pattern, (root / document).read_text())
+        assert set(stated) == {(f"{TOKENS['cuda']:,}", f"{TOKENS['cpu']:,}")}, document
+
+
+def test_other_devices_read_as_much_as_a_cpu():
+    assert [tokens_on(device) for device in ("cuda", "cpu", "mps")] == [8192, 2048, 2048]

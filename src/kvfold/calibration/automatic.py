@@ -12,11 +12,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvfold.artifact import SCHEMA, Artifact, Fingerprint, digest_model
 from kvfold.calibration.fit import calibrate, versions
 from kvfold.geometry import Geometry
-from kvfold.models import cache_folder
+from kvfold.models import cache_folder, default_device
 from kvfold.recipe import Recipe
 from kvfold.text import default_text, tokenize, with_openings
 
-TOKENS = 2048  # one passage; on the embedded model, 1,024 to 8,192 tokens do equally well, for means and for fits
+# One passage. Slow RoPE blocks of a key hardly turn in 2,048 tokens. Fitted on so few, `fold2` finds 77 % of needles in
+# contexts of 32,000 tokens. It finds 98 % if it was fitted on 8,192 or 32,768 (benchmarks/README.md). A CPU would take
+# minutes for 8,192 tokens even of a small model.
+TOKENS = {"cuda": 8192, "cpu": 2048}
 
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
@@ -29,9 +32,15 @@ def calibrate_automatically(
 ) -> Artifact:
     """Calibrate on the first `TOKENS` tokens of Python's documentation: one passage, or more if the model takes fewer
     tokens at a time."""
-    context = min(TOKENS, Geometry.from_config(model.config.to_dict()).max_context or TOKENS)
-    tokens = with_openings(tokenize(default_text("calibration"), tokenizer, TOKENS), context, tokenizer)
+    read = tokens_on(model.device.type)
+    context = min(read, Geometry.from_config(model.config.to_dict()).max_context or read)
+    tokens = with_openings(tokenize(default_text("calibration"), tokenizer, read), context, tokenizer)
     return calibrate(model, tokens, context, recipes, progress=progress)
+
+
+def tokens_on(device: str) -> int:
+    """How many tokens are read on a device of this type."""
+    return TOKENS.get(device, TOKENS["cpu"])
 
 
 def kept(
@@ -47,7 +56,7 @@ def kept(
     if weights is None:  # the model is not on this machine yet, or not in safetensors files
         loaded = load(name)
         weights = digest_model(name) or Fingerprint.of(loaded[0]).weights
-    made_with = [weights, SCHEMA, versions(), platform.python_version(), TOKENS]
+    made_with = [weights, SCHEMA, versions(), platform.python_version(), tokens_on(default_device())]
     key = hashlib.sha256(json.dumps(made_with, sort_keys=True).encode()).hexdigest()[:16]
     folder = cache_folder() / "artifacts" / f"{key}-{recipe.fitted_as if recipe.learns else 'means'}"
     if not folder.is_dir():

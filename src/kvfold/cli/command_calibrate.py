@@ -11,6 +11,8 @@ from kvfold.cli.inputs import check, load
 from kvfold.cli.options import Model, TextFile
 from kvfold.cli.output import err, out, progress
 from kvfold.files import claimed
+from kvfold.geometry import Geometry
+from kvfold.models import default_device, load_config
 from kvfold.recipes import parse
 from kvfold.text import draw, read_text, tokenize, with_openings
 
@@ -22,7 +24,9 @@ def calibrate(
         list[str] | None, typer.Option("--recipe", "-r", help="A recipe to fit, e.g. `oscar-int2`; repeatable.")
     ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens to calibrate on.", min=8)] = 8192,
-    context: Annotated[int, typer.Option(help="Tokens the model sees at a time.", min=8)] = 2048,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens the model sees at a time; default: 2048 on a CPU, 8192 on a GPU.", min=8)
+    ] = None,
     text: TextFile = None,
     seed: Annotated[
         int | None, typer.Option(help="Draw passages from random places of the text instead of its beginning.", min=0)
@@ -37,8 +41,13 @@ def calibrate(
     Example: `kvfold calibrate embedded -r oscar-int2 -r gtq-k3v3 --out fits`, then
     `kvfold eval embedded -r oscar-int2 --artifact fits`
     """
+    from kvfold.calibration.automatic import tokens_on
+
     panel, words = [parse(name) for name in recipe or ()], read_text(text, "calibration")
     check(model, panel)
+    if context is None:
+        usual = tokens_on(default_device())
+        context = min(usual, Geometry.from_config(load_config(model)).max_context or usual)
     checkpoint = folder / "unfinished.safetensors"
     try:
         with claimed(folder):

@@ -49,7 +49,7 @@ def tune(
 
     Example: `kvfold tune embedded --bits 2.5 --out tuned`, then `kvfold serve embedded -r fold --artifact tuned`
     """
-    from kvfold.calibration.automatic import TOKENS as CALIBRATED
+    from kvfold.calibration.automatic import tokens_on
     from kvfold.tune.choices import EQUAL, with_choices
     from kvfold.tune.curves import passages
     from kvfold.tune.tuner import Tuner
@@ -71,7 +71,7 @@ def tune(
         network, tokenizer = load(model)
         tokens = tokens or TOKENS.get(network.device.type, TOKENS["cuda"])
         length = min(PASSAGE, tokens // 2)
-        read = fits.metadata.calibration.tokens if fits else CALIBRATED  # the text behind it is measured on
+        read = fits.metadata.calibration.tokens if fits else tokens_on(network.device.type)  # the rest is measured on
         ids = tokenize(words, tokenizer, read + tokens // (2 * length) * length)
         if fits is None:
             most = min(read, geometry.max_context or read)
