@@ -9,6 +9,7 @@ both. If needle.csv has the recipe, its label says how many needles it finds in 
 import argparse
 import csv
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
 import matplotlib as mpl
@@ -57,6 +58,12 @@ def frontier(points: dict[str, Point]) -> list[Point]:
     return best
 
 
+def crowded(point: Point, points: Iterable[Point]) -> bool:
+    """Whether a label to the right of a point would cover another point's label."""
+    bits, kl = point
+    return any(0 <= other - bits < 0.35 and 0.8 < kl_other / kl < 1.25 for other, kl_other in points if other != bits)
+
+
 def draw(points: dict[str, Point], found: dict[str, float], model: str, picture: Path) -> None:
     mpl.rcParams.update({"svg.hashsalt": "kvfold", "font.size": 9})
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
@@ -65,8 +72,14 @@ def draw(points: dict[str, Point], found: dict[str, float], model: str, picture:
         ours = recipe.startswith(OURS)
         axes.scatter(bits, kl, color="tab:blue" if ours else "0.45", marker="o" if ours else "x", zorder=2)
         label = recipe.split(":")[0] + (f", {found[recipe]:.0%}" if recipe in found else "")
+        left = ours or crowded((bits, kl), points.values())
         axes.annotate(
-            label, (bits, kl), xytext=(5, 4), textcoords="offset points", fontweight="bold" if ours else "normal"
+            label,
+            (bits, kl),
+            xytext=(-5 if left else 5, -11 if ours else 4),
+            textcoords="offset points",
+            ha="right" if left else "left",
+            fontweight="bold" if ours else "normal",
         )
     axes.set(yscale="log", xlabel="allocated bits per number at 128k tokens", ylabel="KL against the 16-bit cache")
     axes.set_title(f"{model}; with the share of needles found, where measured", fontsize=9)
