@@ -1,0 +1,74 @@
+"""A picture of decoding against the bandwidth of a device copy, from the rows of `kvfold bench kernels`.
+
+    kvfold bench kernels --op decode --case 32x8192 -r fold4 -r saw-int4 --csv rows.csv
+    python benchmarks/bandwidth.py rows.csv docs/bandwidth.svg
+
+A bar per recipe: the bytes that it reads in a second, as a share of what a copy in the same run moves. Beside it stand
+the time, and how many times faster it is than the fastest 16-bit attention. That has a bar too. Reading alone can be
+faster than a copy, which also writes.
+"""
+
+import argparse
+import csv
+from pathlib import Path
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+
+OURS = "fold"
+Row = dict[str, str]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", type=Path, help="CSV file of `kvfold bench kernels`, with decode rows of one case")
+    parser.add_argument("picture", type=Path, help="PNG or SVG file to write")
+    options = parser.parse_args()
+    with options.rows.open(newline="") as lines:
+        rows = [row for row in csv.DictReader(lines) if row["op"] == "decode"]
+    if len({case(row) for row in rows}) != 1:
+        parser.error(f"{options.rows} needs decode rows of one case, and has {sorted(set(map(case, rows)))}")
+    draw(rows, options.picture)
+
+
+def case(row: Row) -> str:
+    heads = f"{row['q_heads']} query and {row['kv_heads']} KV heads of {row['head_dim']}"
+    return f"{row['batch']} sequences of {int(row['context']):,} tokens, {heads}, {row['dtype']}"
+
+
+def bars(rows: list[Row]) -> list[tuple[str, float, str]]:
+    """A name, a share of the copy's bandwidth and a label each: 16-bit attention, then recipes, the fastest first."""
+    fastest = min(rows, key=lambda row: float(row["baseline_us"]))
+    dense = 4 * int(fastest["head_dim"]) * int(fastest["kv_heads"]) * int(fastest["batch"]) * int(fastest["context"])
+    us = float(fastest["baseline_us"])
+    share = dense / us / 1e6 / float(fastest["copy_tb_per_s"])
+    ranked = sorted(rows, key=lambda row: float(row["us"]))
+    return [(f"{fastest['baseline']}, 16 bits", share, f"{us:.0f} µs")] + [
+        (row["recipe"], float(row["fraction_of_copy"]), f"{float(row['us']):.0f} µs, {float(row['speedup']):.1f}×")
+        for row in ranked
+    ]
+
+
+def draw(rows: list[Row], picture: Path) -> None:
+    mpl.rcParams.update({"svg.hashsalt": "kvfold", "font.size": 9})
+    drawn = bars(rows)
+    figure, axes = plt.subplots(figsize=(8, 1 + 0.24 * len(drawn)), layout="constrained")
+    for place, (name, share, label) in enumerate(drawn):
+        colour = "tab:blue" if name.startswith(OURS) else "0.65" if place else "0.3"
+        axes.bar_label(axes.barh(place, share, color=colour), [f" {label}"])
+    axes.axvline(1, color="0.3", linewidth=0.8)
+    axes.set_yticks(range(len(drawn)), [name for name, _, _ in drawn])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.25)
+    first = rows[0]
+    axes.set_xlabel(f"bytes read per second, as a share of a device copy's {float(first['copy_tb_per_s']):.2f} TB/s")
+    versions = f"{first['gpu']}, torch {first['torch']}, triton {first['triton']}, {first['date']}"
+    axes.set_title(f"Decoding, {case(first)}\n{versions}", fontsize=9)
+    figure.savefig(picture, metadata={"Date": None} if picture.suffix == ".svg" else None)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()
