@@ -35,7 +35,7 @@ def main() -> None:
 
 def case(row: Row) -> str:
     heads = f"{row['q_heads']} query and {row['kv_heads']} KV heads of {row['head_dim']}"
-    return f"{row['batch']} sequences of {int(row['context']):,} tokens, {heads}, {row['dtype']}"
+    return f"{row['batch']} × {int(row['context']):,} tokens, {heads}, {row['dtype']}"
 
 
 def bars(rows: list[Row]) -> list[tuple[str, float, str]]:
@@ -54,13 +54,13 @@ def bars(rows: list[Row]) -> list[tuple[str, float, str]]:
 def draw(rows: list[Row], picture: Path) -> None:
     mpl.rcParams.update({"svg.hashsalt": "kvfold", "font.size": 9})
     drawn = bars(rows)
-    figure, axes = plt.subplots(figsize=(8, 1 + 0.24 * len(drawn)), layout="constrained")
+    figure, axes = plt.subplots(figsize=(8.5, 1 + 0.22 * len(drawn)), layout="constrained")
     for place, (name, share, label) in enumerate(drawn):
         colour = "tab:blue" if name.startswith(OURS) else "0.65" if place else "0.3"
         axes.bar_label(axes.barh(place, share, color=colour), [f" {label}"])
     axes.axvline(1, color="0.3", linewidth=0.8)
     axes.set_yticks(range(len(drawn)), [name for name, _, _ in drawn])
-    axes.invert_yaxis()
+    axes.set_ylim(len(drawn) - 0.3, -0.7)
     axes.set_xlim(0, 1.25)
     first = rows[0]
     axes.set_xlabel(f"bytes read per second, as a share of a device copy's {float(first['copy_tb_per_s']):.2f} TB/s")
