@@ -1,11 +1,12 @@
 """A picture of decoding against the bandwidth of a device copy, from the rows of `kvfold bench kernels`.
 
     kvfold bench kernels --op decode --case 32x8192 -r fold4 -r saw-int4 --csv rows.csv
-    python benchmarks/bandwidth.py rows.csv docs/bandwidth.svg
+    python benchmarks/bandwidth.py rows.csv docs/bandwidth.svg --case 32x8192
 
-A bar per recipe: the bytes that it reads in a second, as a share of what a copy in the same run moves. Beside it stand
-the time, and how many times faster it is than the fastest 16-bit attention. That has a bar too. Reading alone can be
-faster than a copy, which also writes.
+Of the decode rows of a case, those with the heads of the first one are drawn, and of each recipe the last. A bar is the
+bytes that a recipe reads in a second, as a share of what a copy in the same run moves. Beside it stand the time, and
+how many times faster it is than the fastest 16-bit attention. That has a bar too. Reading alone can be faster than a
+copy, which also writes.
 """
 
 import argparse
@@ -23,19 +24,24 @@ Row = dict[str, str]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", type=Path, help="CSV file of `kvfold bench kernels`, with decode rows of one case")
+    parser.add_argument("rows", type=Path, help="CSV file of `kvfold bench kernels`")
     parser.add_argument("picture", type=Path, help="PNG or SVG file to write")
+    parser.add_argument("--case", default="32x8192", help="sequences and tokens of the rows that are drawn")
     options = parser.parse_args()
     with options.rows.open(newline="") as lines:
-        rows = [row for row in csv.DictReader(lines) if row["op"] == "decode"]
-    if len({case(row) for row in rows}) != 1:
-        parser.error(f"{options.rows} needs decode rows of one case, and has {sorted(set(map(case, rows)))}")
-    draw(rows, options.picture)
+        rows = [row for row in csv.DictReader(lines) if row["op"] == "decode" and case(row) == options.case]
+    if not rows:
+        parser.error(f"{options.rows} has no decode rows of {options.case}")
+    draw(list({row["recipe"]: row for row in rows if shape(row) == shape(rows[0])}.values()), options.picture)
 
 
 def case(row: Row) -> str:
+    return f"{row['batch']}x{row['context']}"
+
+
+def shape(row: Row) -> str:
     heads = f"{row['q_heads']} query and {row['kv_heads']} KV heads of {row['head_dim']}"
-    return f"{row['batch']} × {int(row['context']):,} tokens, {heads}, {row['dtype']}"
+    return f"{heads}, pages of {row['page']}, {row['dtype']}"
 
 
 def bars(rows: list[Row]) -> list[tuple[str, float, str]]:
@@ -58,14 +64,14 @@ def draw(rows: list[Row], picture: Path) -> None:
     for place, (name, share, label) in enumerate(drawn):
         colour = "tab:blue" if name.startswith(OURS) else "0.65" if place else "0.3"
         axes.bar_label(axes.barh(place, share, color=colour), [f" {label}"])
-    axes.axvline(1, color="0.3", linewidth=0.8)
+    axes.axvline(1, color="0.7", linewidth=0.8, zorder=0)
     axes.set_yticks(range(len(drawn)), [name for name, _, _ in drawn])
     axes.set_ylim(len(drawn) - 0.3, -0.7)
     axes.set_xlim(0, 1.25)
-    first = rows[0]
+    first = rows[-1]
     axes.set_xlabel(f"bytes read per second, as a share of a device copy's {float(first['copy_tb_per_s']):.2f} TB/s")
     versions = f"{first['gpu']}, torch {first['torch']}, triton {first['triton']}, {first['date']}"
-    axes.set_title(f"Decoding, {case(first)}\n{versions}", fontsize=9)
+    axes.set_title(f"Decoding, {case(first)}, {shape(first)}\n{versions}", fontsize=9)
     figure.savefig(picture, metadata={"Date": None} if picture.suffix == ".svg" else None)
     plt.close(figure)
 

@@ -330,20 +330,29 @@ def test_a_run_that_breaks_off_leaves_its_rows(
     assert len((tmp_path / "rows.csv").read_text().splitlines()) == 2
 
 
-def test_the_picture(monkeypatch: pytest.MonkeyPatch, fake_times: dict[str, int], tmp_path: Path):
-    """Of 16-bit keys and values, 2 × 50 tokens of two heads of 64 coordinates are 51,200 bytes."""
+@pytest.fixture
+def draw(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[dict[str, Any], str]]:
+    """Lets the script draw rows of a case; gives what it defines, and the picture."""
     pytest.importorskip("matplotlib")
+    script = str(Path(__file__).parents[2] / "benchmarks" / "bandwidth.py")
+
+    def drawn(rows: list[kernel_times.Row], case: str) -> tuple[dict[str, Any], str]:
+        monkeypatch.setattr(kernel_times, "run", lambda *arguments: iter(rows))
+        run("--csv", tmp_path / "rows.csv")
+        picture = tmp_path / "rows.svg"
+        monkeypatch.setattr("sys.argv", [script, str(tmp_path / "rows.csv"), str(picture), "--case", case])
+        return runpy.run_path(script, run_name="__main__"), picture.read_text()
+
+    return drawn
+
+
+def test_the_picture(fake_times: dict[str, int], draw: Callable[..., tuple[dict[str, Any], str]]):
+    """Of 16-bit keys and values, 2 × 50 tokens of two heads of 64 coordinates are 51,200 bytes."""
     names = "saw-int4", "fold2", "int8:sink=4"
     rows = [measure(Case.parse("decode", "2x50", **SMALL), parse(name), 1e4, CPU) for name in names]
-    monkeypatch.setattr(kernel_times, "run", lambda *arguments: iter(rows))
-    run("--csv", tmp_path / "rows.csv")
-    script = Path(__file__).parents[2] / "benchmarks" / "bandwidth.py"
-    monkeypatch.setattr("sys.argv", [str(script), str(tmp_path / "rows.csv"), str(tmp_path / "rows.svg")])
-    drawn = runpy.run_path(str(script), run_name="__main__")
-    picture = (tmp_path / "rows.svg").read_text()
+    script, picture = draw(rows, "2x50")
     assert all(f"<!-- {name} -->" in picture for name in (*names, "cuDNN, 16 bits"))
-    with (tmp_path / "rows.csv").open() as file:
-        bars = drawn["bars"](list(csv.DictReader(file)))
+    bars = script["bars"]([{name: str(value) for name, value in asdict(row).items()} for row in rows])
     assert bars[0] == ("cuDNN, 16 bits", pytest.approx(51200 / 20 / 1e4), "20 µs")
     assert {name: share for name, share, _ in bars[1:]} == {
         row.recipe: pytest.approx(row.bytes / 8 / 1e4, abs=1e-4) for row in rows
@@ -351,17 +360,17 @@ def test_the_picture(monkeypatch: pytest.MonkeyPatch, fake_times: dict[str, int]
     assert {label for _, _, label in bars[1:]} == {"8 µs, 2.5×"}
 
 
-def test_a_picture_shows_one_case(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_picture_shows_the_last_rows_of_one_case(
     measured: list[kernel_times.Row],
-    tmp_path: Path,
+    draw: Callable[..., tuple[dict[str, Any], str]],
     capsys: pytest.CaptureFixture[str],
 ):
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr(kernel_times, "run", lambda *arguments: iter(measured))
-    run("--csv", tmp_path / "rows.csv")
-    script = Path(__file__).parents[2] / "benchmarks" / "bandwidth.py"
-    monkeypatch.setattr("sys.argv", [str(script), str(tmp_path / "rows.csv"), str(tmp_path / "rows.svg")])
+    first = measured[0]
+    changed = [replace(first, us=4.0), replace(first, recipe="int2", page=32), replace(first, us=5.0, speedup=3.5)]
+    _, picture = draw([*measured, *changed], f"{first.batch}x{first.context}")
+    assert picture.count(f"<!-- {first.recipe} -->") == 1
+    assert "<!--  5 µs, 3.5× -->" in picture
+    assert "int2 -->" not in picture.replace("oscar-int2", "")
     with pytest.raises(SystemExit):
-        runpy.run_path(str(script), run_name="__main__")
-    assert "needs decode rows of one case, and has" in capsys.readouterr().err
+        draw(measured, "3x3")
+    assert "has no decode rows of 3x3" in capsys.readouterr().err
