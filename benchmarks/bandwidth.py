@@ -68,10 +68,13 @@ def draw(rows: list[Row], picture: Path) -> None:
     axes.set_yticks(range(len(drawn)), [name for name, _, _ in drawn])
     axes.set_ylim(len(drawn) - 0.3, -0.7)
     axes.set_xlim(0, 1.25)
-    first = rows[-1]
-    axes.set_xlabel(f"bytes read per second, as a share of a device copy's {float(first['copy_tb_per_s']):.2f} TB/s")
-    versions = f"{first['gpu']}, torch {first['torch']}, triton {first['triton']}, {first['date']}"
-    axes.set_title(f"Decoding, {case(first)}, {shape(first)}\n{versions}", fontsize=9)
+    copied, dates = (sorted({row[name] for row in rows}) for name in ("copy_tb_per_s", "date"))
+    speeds = " to ".join(dict.fromkeys(f"{float(speed):.2f}" for speed in (copied[0], copied[-1])))
+    axes.set_xlabel(f"bytes read per second, as a share of a device copy in the same run ({speeds} TB/s)")
+    last = rows[-1]
+    versions = f"{last['gpu']}, torch {last['torch']}, triton {last['triton']}"
+    days = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+    axes.set_title(f"Decoding, {case(last)}, {shape(last)}\n{versions}, {days}", fontsize=9)
     figure.savefig(picture, metadata={"Date": None} if picture.suffix == ".svg" else None)
     plt.close(figure)
 

@@ -63,8 +63,7 @@ def test_decode_kernels_of_our_recipes(kernels, name: str):
     header, *body = table(README, "| | recipe | bits per number")
     (cell,) = (row[header.index("decode kernel, 32 × 8k")] for row in body if row[1] == f"`{name}`")
     short, long = (kernels[f"{name}:{NO_WINDOWS}", *CASES[case]] for case in ("32 × 8k", "32 × 16k"))
-    windows = kernels.get((name, *CASES["32 × 8k"]))  # None: not measured yet
-    assert cell == (f"{windows:.1f} times " if windows else "") + f"({short:.1f} without windows)"
+    assert cell == f"{kernels[name, *CASES['32 × 8k']]:.1f} times ({short:.1f} without windows)"
     assert f"{short:.1f} to {long:.1f} times with `{name}`" in README
 
 
