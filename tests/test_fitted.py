@@ -7,6 +7,7 @@ from random_layers import fitted
 from kvfold.bench.random_fits import random_artifact
 from kvfold.fitted import Fitted
 from kvfold.geometry import Geometry
+from kvfold.ops.dispatch import choose
 from kvfold.paged import PagedCache
 from kvfold.recipe import Recipe
 from kvfold.recipes import RECIPES, parse
@@ -23,6 +24,29 @@ def test_pages_of_a_method_have_its_own_size():
     sizes = {name: Fitted(recipe, geometry(128)).page_layouts()[0].page_size for name, recipe in RECIPES.items()}
     special = {"kivi-2": 32, "kivi-4": 32, "kitty-2": 128}
     assert sizes == {name: special.get(name, 16) for name in RECIPES}
+
+
+@pytest.mark.filterwarnings("ignore:.*many times slower", "ignore:the portable kernel decodes")
+@pytest.mark.parametrize(
+    "text", [*RECIPES, "oscar-int2:per_head=true", "gtq-k3v3:per_head=true", "gtq-k2v2:widths=all,per_head=true"]
+)
+def test_what_no_kernel_stores_is_for_evaluation(text: str):
+    """As the ops themselves say, on a CPU and on a GPU; and calibration changes nothing."""
+    pytest.importorskip("triton")
+    pytest.importorskip("numba")
+    recipe = parse(text)
+    plain, learned = Fitted(recipe, geometry(layers=1)), Fitted(recipe, geometry(layers=1), {0: fitted(text, 128, 2)})
+    (layout,) = learned.page_layouts(64).values()
+    for device in ("cpu", "cuda"):
+        store = choose(layout, 4, torch.device(device), (9, 0)).store
+        assert (store.implementation == "torch") == bool(plain.for_evaluation)
+        assert (layout.for_evaluation or "") in store.reason
+    assert plain.for_evaluation == layout.for_evaluation
+    if plain.for_evaluation:
+        with pytest.raises(ValueError, match=rf"^{text} is for evaluation, .*: serve fold4, fold3 or fold2$"):
+            plain.check_served()
+    else:
+        plain.check_served()
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,18 @@ class Fitted:
         """Refuse a model that the recipe does not fit."""
         self.page_layouts()
 
+    @property
+    def for_evaluation(self) -> str | None:
+        """Why engines do not serve the recipe, or None if they do: see `PageLayout.for_evaluation`."""
+        return next((reason for layout in self.page_layouts().values() if (reason := layout.for_evaluation)), None)
+
+    def check_served(self) -> None:
+        """Refuse a recipe that is only for evaluation."""
+        if reason := self.for_evaluation:
+            raise ValueError(
+                f"{self.recipe} is for evaluation, as no kernel stores it ({reason}): serve fold4, fold3 or fold2"
+            )
+
     def codecs(self, raw_dtype: torch.dtype, device: torch.device | str) -> dict[int, tuple[Codec, Codec]]:
         """The key and value codec per packed layer."""
         pairs = ((layer, self.layer_codecs(layer, raw_dtype)) for layer in self.geometry.packed)

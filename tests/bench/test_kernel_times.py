@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from kvfold.bench import expected_ops, kernel_times, selftest
-from kvfold.bench.dense_attention import dense_calls
+from kvfold.bench.attention_libraries import FP8, missing
 from kvfold.bench.kernel_cases import Case
 from kvfold.bench.kernel_times import Filled, cases, fill, measure, moved_bytes
 from kvfold.bench.selftest import Layer
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 SMALL = {"page": 16, "head_dim": 64, "q_heads": 4, "kv_heads": 2}
 ASKED = {  # columns that the results must have
     *("op", "recipe", "batch", "context", "page", "head_dim", "q_heads", "kv_heads", "us", "baseline_us", "speedup"),
-    *("fraction_of_copy", "error", "gpu", "torch", "triton", "date"),
+    *("baseline", "fp8", "fp8_us", "fraction_of_copy", "error", "gpu", "torch", "triton", "date"),
 }
 INT4 = PageLayout(affine_slot(128, 4), affine_slot(128, 4), 64)
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -167,16 +167,20 @@ def test_pages_come_in_random_order_and_hold_all_tokens():
 
 @pytest.fixture
 def fake_times(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Runs what would be timed once, at 8 microseconds for the op and 20 for everything else; gives calls by name."""
+    """Runs what would be timed once, at 8 microseconds for the op and 20 or more for everything else; gives calls by
+    name. Two libraries read 16 bits, and one of them FP8."""
     counted: dict[str, int] = {}
 
     def times(runs: dict[str, list[Callable[[], object]]]) -> dict[str, float]:
         for name, calls in runs.items():
             counted[name] = len([call() for call in calls])
-        return {name: 8.0 if name == "own" else 20.0 for name in runs}
+        return {name: {"own": 8.0, "slow": 30.0, "fast FP8": 10.0}.get(name, 20.0) for name in runs}
+
+    def library_calls(case: Case, device: torch.device, dtype: torch.dtype) -> dict[str, list[Callable[[], object]]]:
+        return {"fast": [list]} if dtype == FP8 else {"slow": [list], "cuDNN": [list]}
 
     monkeypatch.setattr(kernel_times, "times", times)
-    monkeypatch.setattr(kernel_times, "dense_calls", lambda case, device: {"cuDNN": [list]})
+    monkeypatch.setattr(kernel_times, "library_calls", library_calls)
     return counted
 
 
@@ -194,9 +198,9 @@ def test_a_measurement(fake_times: dict[str, int], recipe: str, op: str, text: s
     assert row.tb_per_s == pytest.approx(row.bytes / 8e-6 / 1e12, abs=1e-4)
     assert fake_times["own"] == 2
     if op == "store":
-        assert (row.baseline, row.copy_us) == ("int4:centre=false", 20)
+        assert (row.baseline, row.copy_us, row.fp8, row.fp8_us) == ("int4:centre=false", 20, None, None)
     else:
-        assert (row.baseline, row.copy_us) == ("cuDNN", None)
+        assert (row.baseline, row.copy_us, row.fp8, row.fp8_us) == ("cuDNN", None, "fast FP8", 10)
 
 
 @pytest.mark.parametrize("op", ["decode", "extend", "store"])
@@ -220,12 +224,11 @@ def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch, op: str):
         measure(Case.parse(op, "1x45+1" if op == "decode" else "1x30+16", **SMALL), parse("saw-int4"), 1.0, CPU)
 
 
-@no_gpu
-def test_baselines_that_are_not_there_are_passed_over():
-    assert list(dense_calls(Case.parse("extend", "1x40+9", **SMALL), CPU)) == ["FlashAttention"]
-    out = dense_calls(Case.parse("decode", "2x40", **SMALL), CPU)["FlashAttention"][0]()
-    assert isinstance(out, torch.Tensor)
-    assert out.shape == (2, 4, 1, 64)
+def test_without_any_library_nothing_is_timed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(kernel_times, "library_calls", lambda *arguments: {})
+    monkeypatch.setattr(kernel_times, "times", lambda runs: pytest.fail("timed"))
+    with pytest.raises(ValueError, match="no library has a kernel to compare with: decode, 1 × 20 tokens"):
+        measure(Case.parse("decode", "1x20", **SMALL), parse("saw-int4"), 1.0, CPU)
 
 
 # The command
@@ -308,6 +311,8 @@ def test_tables_and_rows(monkeypatch: pytest.MonkeyPatch, measured: list[kernel_
     shown = " ".join(result.stdout.split())
     assert all(text in shown for text in ("decode, 2 × 50 tokens", "2.50×", "cuDNN: 20.0 to 20.0 µs", "verified first"))
     assert "int4:centre=false: 20.0 to 20.0 µs, a copy: 20.0 to 20.0 µs" in shown
+    assert "fast FP8: 10.0 to 10.0 µs" in shown
+    assert result.stderr.count("is not installed, so it is not compared with") == len(missing())
     assert json.loads((tmp_path / "rows.json").read_text()) == [asdict(row) for row in measured]
     with (tmp_path / "rows.csv").open() as file:
         assert [row["us"] for row in csv.DictReader(file)] == ["8.0"] * len(measured)
@@ -325,13 +330,47 @@ def test_a_run_that_breaks_off_leaves_its_rows(
     assert len((tmp_path / "rows.csv").read_text().splitlines()) == 2
 
 
-def test_the_picture(monkeypatch: pytest.MonkeyPatch, measured: list[kernel_times.Row], tmp_path: Path):
+@pytest.fixture
+def draw(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[dict[str, Any], str]]:
+    """Lets the script draw rows of a case; gives what it defines, and the picture."""
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(kernel_times, "run", lambda *arguments: iter(measured))
-    run("--csv", tmp_path / "rows.csv")
-    script = Path(__file__).parents[2] / "benchmarks" / "roofline.py"
-    arguments = [str(script), str(tmp_path / "rows.csv"), str(tmp_path / "rows.svg"), "--peak", "900"]
-    monkeypatch.setattr("sys.argv", arguments)
-    runpy.run_path(str(script), run_name="__main__")
-    picture = (tmp_path / "rows.svg").read_text()
-    assert all(f"<!-- {recipe} -->" in picture for recipe in {row.recipe for row in measured})
+    script = str(Path(__file__).parents[2] / "benchmarks" / "bandwidth.py")
+
+    def drawn(rows: list[kernel_times.Row], case: str) -> tuple[dict[str, Any], str]:
+        monkeypatch.setattr(kernel_times, "run", lambda *arguments: iter(rows))
+        run("--csv", tmp_path / "rows.csv")
+        picture = tmp_path / "rows.svg"
+        monkeypatch.setattr("sys.argv", [script, str(tmp_path / "rows.csv"), str(picture), "--case", case])
+        return runpy.run_path(script, run_name="__main__"), picture.read_text()
+
+    return drawn
+
+
+def test_the_picture(fake_times: dict[str, int], draw: Callable[..., tuple[dict[str, Any], str]]):
+    """Of 16-bit keys and values, 2 × 50 tokens of two heads of 64 coordinates are 51,200 bytes."""
+    names = "saw-int4", "fold2", "int8:sink=4"
+    rows = [measure(Case.parse("decode", "2x50", **SMALL), parse(name), 1e4, CPU) for name in names]
+    script, picture = draw(rows, "2x50")
+    assert all(f"<!-- {name} -->" in picture for name in (*names, "cuDNN, 16 bits"))
+    bars = script["bars"]([{name: str(value) for name, value in asdict(row).items()} for row in rows])
+    assert bars[0] == ("cuDNN, 16 bits", pytest.approx(51200 / 20 / 1e4), "20 µs")
+    assert {name: share for name, share, _ in bars[1:]} == {
+        row.recipe: pytest.approx(row.bytes / 8 / 1e4, abs=1e-4) for row in rows
+    }
+    assert {label for _, _, label in bars[1:]} == {"8 µs, 2.5×"}
+
+
+def test_a_picture_shows_the_last_rows_of_one_case(
+    measured: list[kernel_times.Row],
+    draw: Callable[..., tuple[dict[str, Any], str]],
+    capsys: pytest.CaptureFixture[str],
+):
+    first = measured[0]
+    changed = [replace(first, us=4.0), replace(first, recipe="int2", page=32), replace(first, us=5.0, speedup=3.5)]
+    _, picture = draw([*measured, *changed], f"{first.batch}x{first.context}")
+    assert picture.count(f"<!-- {first.recipe} -->") == 1
+    assert "<!--  5 µs, 3.5× -->" in picture
+    assert "int2 -->" not in picture.replace("oscar-int2", "")
+    with pytest.raises(SystemExit):
+        draw(measured, "3x3")
+    assert "has no decode rows of 3x3" in capsys.readouterr().err

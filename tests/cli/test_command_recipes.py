@@ -13,6 +13,8 @@ from kvfold.geometry import example_configs
 from kvfold.recipes import RECIPES
 
 GIB = 2**30
+EVALUATED = ["kmeans-int4", "kmeans-saw-int4", "kivi-2", "kivi-4", "kitty-2"]  # no kernel stores these
+SERVED = [name for name in RECIPES if name not in EVALUATED]
 BITS = {  # with a 16-bit scale and offset for each head of 128
     "bf16": 16,
     "int8": 8.25,
@@ -64,6 +66,7 @@ def test_recipes_as_json(head_dim: int, metadata: float):
         "gtq-k4v4",
     }
     assert {row["recipe"] for row in rows if row["needs"] == "calibration"} == learning
+    assert [row["recipe"] for row in rows if row["for_evaluation"]] == EVALUATED
     options = {row["recipe"]: set(row["options"]) for row in rows}
     assert options["bf16"] == set()
     assert options["int4"] == {"sink", "recent", "centre", "skip", "group"}
@@ -76,16 +79,28 @@ def test_recipes_as_a_table():
     assert all(number in shown for number in ("16", "8.25", "4.25", "2.25", "68 + 68", "36 + 36"))
     assert re.search(r"oscar-int2 .*\bcalibration\b", shown)
     assert re.search(r"saw-int4 .*\bmeans\b", shown)
+    assert shown.count("for evaluation") == len(EVALUATED)
+    assert "No kernel stores recipes for evaluation: vLLM and SGLang refuse them" in " ".join(shown.split())
     assert max(map(len, shown.splitlines())) <= 80
     assert "head dimension 64" in plain(run("recipes", "--head-dim", 64).stdout)
+
+
+@pytest.mark.parametrize("recipe", [*EVALUATED, "gtq-k3v3:per_head=true"])
+def test_serve_refuses_recipes_for_evaluation_before_it_calibrates(
+    error_of, small: Path, monkeypatch: pytest.MonkeyPatch, recipe: str
+):
+    monkeypatch.setattr("kvfold.cli.command_serve.calibrated_folder", lambda *_: pytest.fail("calibrated"))
+    line = error_of("serve", small, "-r", recipe)
+    assert line.startswith(f"error: {recipe} is for evaluation, as no kernel stores it (")
+    assert line.endswith("): serve fold4, fold3 or fold2")
 
 
 def test_recipes_that_do_not_fit_are_left_out_and_named(config_file):
     """Halves of 36 dims, OSCAR's groups, are no whole bytes; and Block-GTQ takes 8 dims at a time."""
     path = config_file(hidden_size=8 * 36)
-    for arguments in (("recipes", "--head-dim", 36), ("plan", path, "--memory", "1GB")):
+    for names, arguments in ((RECIPES, ("recipes", "--head-dim", 36)), (SERVED, ("plan", path, "--memory", "1GB"))):
         rows = json.loads(run(*arguments, "--json", "-").stdout)
-        assert [row["recipe"] for row in rows] == [name for name in RECIPES if name[:3] not in ("osc", "gtq", "fol")]
+        assert [row["recipe"] for row in rows] == [name for name in names if name[:3] not in ("osc", "gtq", "fol")]
         shown = plain(run(*arguments).stdout)
         assert "oscar-int2 does not fit: group=18: 18 codes of 2 bits do not fill whole bytes\n" in shown
         assert "gtq-k2v2 does not fit: Block-GTQ takes heads of a multiple of 8 dims, not 36\n" in shown
@@ -108,7 +123,7 @@ def test_recipes_into_a_file_shows_the_table_too(tmp_path: Path):
 )
 def test_plan_of_plain_examples(model: str, layers: int, context: int):
     rows = json.loads(run("plan", model, "--memory", "80GiB", "--json", "-").stdout)
-    assert [row["recipe"] for row in rows] == list(RECIPES)
+    assert [row["recipe"] for row in rows] == SERVED
     for row in (row for row in rows if row["recipe"] in BITS):
         bits = BITS[row["recipe"]]
         per_token = layers * 2048 * bits / 8
@@ -202,10 +217,11 @@ def test_plan_counts_whole_pages():
 def test_plan_as_a_table(tmp_path: Path):
     shown = plain(run("plan", "Qwen3-8B", "--memory", "80GiB", "--json", tmp_path / "plan.json").stdout)
     assert all(name in shown for name in RECIPES)
+    assert f"engines do not serve {', '.join(EVALUATED)}: these are for evaluation" in " ".join(shown.split())
     for text in ("36 layers", "32 query and 8 KV heads of 128", "39,168", "3.76×", "2,193,100", "53", "40,960"):
         assert text in shown
     assert max(map(len, shown.splitlines())) <= 80
-    assert json.loads((tmp_path / "plan.json").read_text())[list(RECIPES).index("int4")]["requests"] == 53
+    assert json.loads((tmp_path / "plan.json").read_text())[SERVED.index("int4")]["requests"] == 53
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def test_the_report_names_the_kernels_of_a_gpu():
     ("recipe", "model", "reason"),
     [
         ("int4", {}, "needs an artifact of the model: run `kvfold calibrate MODEL --recipe int4 --out DIR`, or use"),
-        ("kivi-2", {}, "quantizes whole pages"),
+        ("kivi-2", {}, r"kivi-2 is for evaluation, .* \(whole pages .*\): serve fold4, fold3 or fold2"),
         ("int4:centre=false,skip=7", {}, "layer 7 cannot be skipped: the packed layers are 0, 1"),
         ("int4:centre=false", {"kv_lora_rank": 512}, "MLA"),
         ("int4:centre=false", {"sliding_window": 4096}, "all its layers are sliding"),
@@ -133,6 +133,16 @@ def test_the_report_names_the_kernels_of_a_gpu():
 def test_what_is_refused(recipe, model, reason):
     with pytest.raises(ValueError, match=reason):
         plan(recipe, MODEL | model)
+
+
+@pytest.mark.parametrize("recipe", ["kmeans-int4:centroids=4", "gtq-k3v3:per_head=true"])
+def test_recipes_for_evaluation_are_refused_on_every_rank(recipe, tmp_path):
+    """Even where a rank has a single KV head, and with it one layout."""
+    random_artifact(MODEL, [parse(recipe)]).save(tmp_path)
+    config = Config(parse(recipe), str(tmp_path))
+    for ranks in (1, 2):
+        with pytest.raises(ValueError, match=f"^{recipe} is for evaluation, as no kernel stores it"):
+            Plan.make(config, MODEL, PAGE, torch.bfloat16, ranks=ranks)
 
 
 def test_what_kernels_cannot_store_is_refused_at_the_start(monkeypatch):

@@ -1,6 +1,5 @@
-"""The baseline of decoding: attention of cuDNN or FlashAttention over dense 16-bit keys and values."""
+"""The baseline of decode steps: attention of cuDNN or FlashAttention over dense 16-bit keys and values."""
 
-import math
 import re
 from collections.abc import Callable
 from functools import lru_cache, partial
@@ -8,46 +7,9 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvfold.bench.cuda_graphs import Calls, copies
-from kvfold.bench.kernel_cases import Case
-
 BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention": SDPBackend.FLASH_ATTENTION}  # the fastest first
-
-
-def dense_calls(case: Case, device: torch.device) -> dict[str, Calls]:
-    """Calls of attention over dense keys and values in the shape of a case, per backend.
-
-    - `decode`: cuDNN, or FlashAttention if cuDNN has no kernel.
-    - `extend`: both, as far as they have a kernel. FlashAttention masks what a query must not see. cuDNN has no mask
-      for this: each of its queries sees the average number of tokens.
-    """
-    shape = (case.batch, case.kv_heads, case.context, case.head_dim)
-    q = torch.randn(case.batch, case.q_heads, case.new, case.head_dim, dtype=case.torch_dtype, device=device)
-    states = [
-        torch.randn(2, *shape, dtype=case.torch_dtype, device=device)
-        for _ in range(copies(4 * math.prod(shape), device))
-    ]
-    mask = causal_lower_right(case.new, case.context) if case.new > 1 else None
-    average = case.context - case.new // 2
-
-    def attend(backend: SDPBackend, kv: Tensor) -> Tensor:
-        with sdpa_kernel(backend):
-            if backend == SDPBackend.FLASH_ATTENTION:
-                return scaled_dot_product_attention(q, kv[0], kv[1], attn_mask=mask, enable_gqa=True)
-            return scaled_dot_product_attention(q, kv[0, :, :, :average], kv[1, :, :, :average], enable_gqa=True)
-
-    calls: dict[str, Calls] = {}
-    for name, backend in BACKENDS.items():
-        if calls and case.op == "decode":
-            break
-        if _runs(partial(attend, backend, states[0])):
-            calls[name] = [partial(attend, backend, kv) for kv in states]
-    if not calls:
-        raise ValueError(f"neither cuDNN nor FlashAttention has a kernel to compare with: {case}")
-    return calls
 
 
 def attend_dense(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:

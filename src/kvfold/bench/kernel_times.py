@@ -1,6 +1,6 @@
 """`kvfold bench kernels`: the ops of one layer on a GPU. They are verified, then timed.
 
-Baselines are 16-bit attention, a plain INT4 store and a device copy.
+Baselines are attention over 16 bits and FP8, a plain INT4 store and a device copy.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvfold.bench.attention_libraries import FP8, library_calls
 from kvfold.bench.cuda_graphs import Calls, copies, times
-from kvfold.bench.dense_attention import dense_calls
 from kvfold.bench.expected_ops import attend_error, store_error
 from kvfold.bench.kernel_cases import CASES, Case
 from kvfold.bench.random_fits import random_codecs, random_states
@@ -47,9 +47,11 @@ class Row:
     kernel: str
     bytes: int  # see `moved_bytes`
     us: float
-    baseline: str
+    baseline: str  # the fastest that reads 16 bits
     baseline_us: float
     speedup: float
+    fp8: str | None  # the fastest that reads FP8, if one is installed; not for `store`
+    fp8_us: float | None
     copy_us: float | None  # a device copy of the same keys and values; `store` only
     tb_per_s: float
     copy_tb_per_s: float  # a large device copy; reads and writes both count
@@ -124,16 +126,19 @@ def measure(case: Case, recipe: Recipe, copy_rate: float, device: torch.device) 
     if not error <= allowed:
         raise ValueError(f"{recipe} is wrong by {error:.2g}, {allowed:.2g} at most, and not timed: {case}")
     size = moved_bytes(case, pages.layout, pages.windows)
-    runs = {"own": _calls(case, filled, size)}
+    runs, others, fp8 = {"own": _calls(case, filled, size)}, dict[str, Calls](), dict[str, Calls]()
     if case.op == "store":
         runs["copy"] = _copy_calls(k, v)
         plain = fill(case, parse(PLAIN_STORE), device)
-        runs[PLAIN_STORE] = _calls(case, plain, moved_bytes(case, plain.pages.layout, plain.pages.windows))
+        others[PLAIN_STORE] = _calls(case, plain, moved_bytes(case, plain.pages.layout, plain.pages.windows))
     else:
-        runs |= dense_calls(case, device)
-    us = times(runs)
-    own, copy_us = us.pop("own"), us.pop("copy", None)
-    baseline = min(us, key=lambda name: us[name])
+        others = library_calls(case, device, case.torch_dtype)
+        fp8 = {f"{name} FP8": calls for name, calls in library_calls(case, device, FP8).items()}
+    if not others:
+        raise ValueError(f"no library has a kernel to compare with: {case}")
+    us = times(runs | others | fp8)
+    own, copy_us = us["own"], us.get("copy")
+    baseline, fp8_baseline = min(others, key=us.__getitem__), min(fp8, key=us.__getitem__, default=None)
     return Row(
         **asdict(case),
         recipe=str(recipe),
@@ -143,6 +148,8 @@ def measure(case: Case, recipe: Recipe, copy_rate: float, device: torch.device) 
         baseline=baseline,
         baseline_us=round(us[baseline], 3),
         speedup=round(us[baseline] / own, 4),
+        fp8=fp8_baseline,
+        fp8_us=None if fp8_baseline is None else round(us[fp8_baseline], 3),
         copy_us=None if copy_us is None else round(copy_us, 3),
         tb_per_s=round(size / own / 1e6, 4),
         copy_tb_per_s=round(copy_rate / 1e6, 4),

@@ -279,8 +279,8 @@ class Layer:
     @property
     def restores(self) -> bool:
         """Whether a serving engine uses shadow pages here, which it may lose."""
-        served = self.ops.store.implementation != "torch" if self.pages.pool.is_cuda else not self.pages.layout.per_page
-        return served and bool(self.pages.windows)
+        slow = self.pages.pool.is_cuda and self.ops.store.implementation == "torch"
+        return self.pages.layout.for_evaluation is None and not slow and bool(self.pages.windows)
 
     @one_thread()
     def begin(self, counts: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""`kvfold bench kernels`: kernels beside 16-bit attention."""
+"""`kvfold bench kernels`: kernels beside attention of other libraries."""
 
 from itertools import groupby
 from operator import itemgetter
@@ -8,7 +8,7 @@ import typer
 
 from kvfold.cli.inputs import check_files
 from kvfold.cli.options import CsvFile, JsonFile
-from kvfold.cli.output import collect_rows, new_table, out, write_csv, write_json
+from kvfold.cli.output import collect_rows, err, new_table, out, write_csv, write_json
 from kvfold.fitted import Fitted
 from kvfold.geometry import Geometry
 from kvfold.recipes import parse
@@ -39,11 +39,15 @@ def kernels(
     json_file: JsonFile = None,
     csv_file: CsvFile = None,
 ) -> None:
-    """Verify the kernels, then time them beside 16-bit attention and a plain INT4 store.
+    """Verify the kernels, then time them beside other libraries and a plain INT4 store.
+
+    Attention is compared with the fastest of cuDNN, FlashAttention and FlashInfer, as far as they are installed, over
+    16 bits and over FP8.
 
     Example: `kvfold bench kernels -r saw-int4 --op decode --case 32x8192`, or `kvfold bench kernels --explain`
     """
     from kvfold.bench import kernel_times as run
+    from kvfold.bench.attention_libraries import missing
 
     check_files(json_file, csv_file)
     panel = [parse(name) for name in recipe or run.default_recipes(head_dim)]
@@ -58,6 +62,9 @@ def kernels(
         if not write_json(json_file, rows):
             _print_choices(rows)
         return
+    if any(each.op != "store" for each in cases):
+        for name in missing():
+            err.print(f"{name} is not installed, so it is not compared with", highlight=False)
     rows = collect_rows("Timing", lambda advance: run.run(cases, panel, advance), csv_file)
     if not write_json(json_file, rows):
         _print_times(rows)
@@ -92,6 +99,8 @@ def _print_times(rows: list[dict[str, Any]]) -> None:
         beside = [(" or ".join(sorted({row["baseline"] for row in some})), [row["baseline_us"] for row in some])]
         if op == "store":
             beside.append(("a copy", [row["copy_us"] for row in some]))
+        elif names := sorted({row["fp8"] for row in some if row["fp8"]}):
+            beside.append((" or ".join(names), [row["fp8_us"] for row in some if row["fp8"]]))
         listed = ", ".join(f"{name}: {min(times):.1f} to {max(times):.1f} µs" for name, times in beside)
         out.print(f"beside {listed}\n", highlight=False)
     worst = max(row["error"] / row["allowed_error"] if row["error"] else 0.0 for row in rows)

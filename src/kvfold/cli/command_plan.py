@@ -25,7 +25,7 @@ def plan(
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Show how many tokens and requests fit, for every recipe, from the model's configuration alone.
+    """Show how many tokens and requests fit, for every recipe that is served, from the model's configuration alone.
 
     Bytes per token are those of packed layers. Sliding and chunked layers keep 16 bits and the tokens of their window,
     which every request is charged with.
@@ -42,8 +42,13 @@ def plan(
     raw_bytes = Fitted(RECIPES["bf16"], geometry).sequence_bytes(context) + sum(windowed.values())
     fitting, others = fitting_recipes(geometry)
     rows: list[dict[str, Any]] = []
+    unserved: list[str] = []
     for name, recipe in fitting.items():
-        packed_bytes = Fitted(recipe, geometry).sequence_bytes(context)
+        fitted = Fitted(recipe, geometry)
+        if fitted.for_evaluation:
+            unserved.append(name)
+            continue
+        packed_bytes = fitted.sequence_bytes(context)
         per_request = packed_bytes + sum(windowed.values())
         rows.append(
             {
@@ -72,6 +77,8 @@ def plan(
             f"{row['requests']:,}",
         )
     out.print(table)
+    if unserved:
+        others.append(f"engines do not serve {', '.join(unserved)}: these are for evaluation")
     for line in (*_unpacked(geometry, windows, windowed), *others):
         out.print(line, highlight=False)
 

@@ -33,6 +33,7 @@ def recipes(
                 "key_slot_bytes": layout.key.slot_bytes,
                 "value_slot_bytes": layout.value.slot_bytes,
                 "needs": "calibration" if recipe.learns else "means" if recipe.centre else "nothing",
+                "for_evaluation": fitted.for_evaluation,
                 "options": list(recipe.options),
                 "summary": recipe.summary,
             }
@@ -49,12 +50,19 @@ def recipes(
             f"{row['bits_per_element_128k']:.4g}",
             f"{row['key_slot_bytes']} + {row['value_slot_bytes']}",
             row["needs"],
-            "\n".join([row["summary"], *([f"[dim]{', '.join(row['options'])}[/]"] if row["options"] else [])]),
+            "\n".join(
+                [
+                    row["summary"],
+                    *(["[yellow]for evaluation[/]"] if row["for_evaluation"] else []),
+                    *([f"[dim]{', '.join(row['options'])}[/]"] if row["options"] else []),
+                ]
+            ),
         )
     out.print(table)
     for line in others:
         out.print(line, highlight=False)
     out.print(
         "Bits are those allocated for each number, metadata and windows included; gtq-kXvY and tq-kXvY take any widths "
-        "from 1 to 8. Means and short calibrations are made on the fly; `kvfold calibrate` makes better ones, once."
+        "from 1 to 8. No kernel stores recipes for evaluation: vLLM and SGLang refuse them. Means and short "
+        "calibrations are made on the fly; `kvfold calibrate` makes better ones, once."
     )

@@ -38,7 +38,7 @@ def serve(
 
     parsed = parse(recipe)
     given, artifact = artifact, artifact or carried_folder(model, [recipe])
-    check(model, [parsed], artifact=kvfold.Artifact.load(artifact) if artifact else None)
+    check(model, [parsed], artifact=kvfold.Artifact.load(artifact) if artifact else None, served=True)
     with TemporaryDirectory(prefix="kvfold-metrics-") as metrics:
         # Every process writes its counts here. /metrics adds them up. prometheus_client reads the variable on import.
         os.environ.setdefault("PROMETHEUS_MULTIPROC_DIR", metrics)

@@ -22,15 +22,23 @@ CARRIED = "kvfold"  # the artifact's folder inside a model's folder; engines do 
 
 
 def check(
-    model: str, panel: list[Recipe], *files: str | Path | None, artifact: "kvfold.Artifact | None" = None
+    model: str,
+    panel: list[Recipe],
+    *files: str | Path | None,
+    artifact: "kvfold.Artifact | None" = None,
+    served: bool = False,
 ) -> None:
-    """Refuse recipes that do not fit the model, and files in a folder that does not exist."""
+    """Refuse recipes that do not fit the model, or that engines do not serve, and files in a folder that does not
+    exist."""
     check_files(*files)
     geometry = Geometry.from_config(load_config(model))
     if artifact is not None and artifact.metadata.model.packed != geometry.packed:
         artifact = None  # of another model, which is refused when the weights are there
     for recipe in panel:
-        Fitted.of(recipe, geometry, artifact).check()
+        fitted = Fitted.of(recipe, geometry, artifact)
+        fitted.check()
+        if served:
+            fitted.check_served()
 
 
 def check_files(*files: str | Path | None) -> None:

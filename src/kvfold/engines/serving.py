@@ -102,14 +102,12 @@ class Plan:
                 f"{recipe} needs an artifact of the model: run `kvfold calibrate MODEL --recipe {recipe.fitted_as} "
                 "--out DIR`" + ("" if recipe.learns else ", or use centre=false")
             )
+        Fitted.of(recipe, geometry, artifact).check_served()
         checked = _checked(config, artifact)
         parts = min(ranks, geometry.kv_heads)
         if artifact is not None and parts > 1:
             artifact = artifact.shard(rank * parts // ranks, parts)
         fitted = Fitted.of(recipe, geometry, artifact)
-        for layout in fitted.page_layouts(page_size).values():
-            if layout.per_page:
-                raise ValueError(f"{recipe} quantizes whole pages, which cannot be served yet: only token-wise recipes")
         raw_dtype = sixteen_bit(dtype)
         codecs = fitted.codecs(raw_dtype, device)
         if layers is not None:

@@ -321,6 +321,12 @@ class PageLayout:
         return self.key.per_page or self.value.per_page
 
     @property
+    def for_evaluation(self) -> str | None:
+        """Why no kernel of any device stores these pages, or None if one does. PyTorch's operators store them, which is
+        fast enough to evaluate a recipe, but not to serve it."""
+        return self.key.more_than_a_token or self.value.more_than_a_token
+
+    @property
     def is_raw(self) -> bool:
         """Whether keys and values are stored raw."""
         return all(segment.rule == "raw" for slot in (self.key, self.value) for segment in slot.segments)

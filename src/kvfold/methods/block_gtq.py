@@ -75,14 +75,15 @@ class BlockGtq(TurboQuant):
         if "key_widths" in fit:
             slots = [codebook_slot(runs(head.tolist())) for head in fit["key_widths"]]
             return slots[0] if len(slots) == 1 else mixed_slot(slots), value
-        if three := self._three(key_dim):
-            return codebook_slot(three), value
         widths = self._widths()
-        if len(widths) <= 2:
-            return codebook_slot([(key_dim // len(widths), bits) for bits in reversed(widths)]), value
-        # calibration decides the number of norms: without a fit, take the usual one
-        parts = np.array_split(range(key_dim // 8), min(USUAL_NORMS, key_dim // 8))
-        return codebook_slot([(8 * len(part), self.key_bits) for part in parts]), value
+        if three := self._three(key_dim):
+            slot = codebook_slot(three)
+        elif len(widths) <= 2:
+            slot = codebook_slot([(key_dim // len(widths), bits) for bits in reversed(widths)])
+        else:  # calibration decides the number of norms: without a fit, take the usual one
+            parts = np.array_split(range(key_dim // 8), min(USUAL_NORMS, key_dim // 8))
+            slot = codebook_slot([(8 * len(part), self.key_bits) for part in parts])
+        return mixed_slot([slot]) if self.per_head else slot, value
 
     def rotations(self, key_dim: int, value_dim: int, fit: Fit) -> tuple[Rotation | None, Rotation | None]:
         """Blocks are sorted by width. A random rotation then mixes the blocks of equal width."""

@@ -110,7 +110,7 @@ def test_shadow_pages_come_off_the_budget_first(artifact):
     ("recipe", "arguments", "reason"),
     [
         ("int5", {}, "unknown recipe 'int5'"),
-        ("kivi-2", {}, "quantizes whole pages, which cannot be served yet"),
+        ("kivi-2", {}, "kivi-2 is for evaluation, as no kernel stores it"),
         ("oscar-int2:group=32", {}, "the artifact was not calibrated for oscar-int2:group=32"),
         ("int4", {"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype fp8_e4m3 does not go together"),
         ("int4", {"attention_backend": "torch_native"}, "--attention-backend torch_native does not go together"),

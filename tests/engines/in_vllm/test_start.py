@@ -161,7 +161,7 @@ def test_a_checkpoint_does_not_choose_the_dtype_of_the_cache(scheme, given, beco
     ("recipe", "reason"),
     [
         ("saw-int5", "unknown recipe 'saw-int5'"),
-        ("kivi-2", "quantizes whole pages"),
+        ("kivi-2", "kivi-2 is for evaluation, as no kernel stores it"),
         ("hessian-int4", "was not calibrated for hessian-int4"),
     ],
 )

@@ -1,0 +1,154 @@
+"""What `kvfold bench kernels` compares attention with: cuDNN, FlashAttention and FlashInfer, over dense keys and values
+in 16 bits or in FP8. A library that gives wrong results is left out."""
+
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from functools import lru_cache, partial
+from importlib import import_module
+from typing import Any, NamedTuple
+from warnings import warn
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from kvfold.bench.cuda_graphs import Calls, copies
+from kvfold.bench.kernel_cases import Case
+
+FP8 = torch.float8_e4m3fn
+WORKSPACE = 2**29  # bytes for FlashInfer's partial results
+ALLOWED, ALLOWED_FP8 = 0.02, 0.2  # relative errors; FP8 rounds queries, keys, values and weights by up to 6 % each
+
+Call = Callable[[], Tensor]  # returns [batch, new, q_heads, d], or the same numbers in another shape
+
+
+class Library(NamedTuple):
+    """`bind` gets the imported module, the case, queries [batch, q_heads, new, d] and the dtype of the cache. From it
+    comes a function from keys and values [2, batch, kv_heads, context, d] to a call."""
+
+    modules: tuple[str, ...]  # the first that can be imported
+    bind: Callable[[Any, Case, Tensor, torch.dtype], Callable[[Tensor], Call]]
+    reads_fp8: bool
+
+
+def _cudnn(_: Any, case: Case, q: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Call]:
+    """cuDNN has no mask for the last queries of a sequence: each sees the average number of tokens."""
+    average = case.context - case.new // 2
+    return lambda kv: partial(_sdpa, SDPBackend.CUDNN_ATTENTION, q, kv[0, :, :, :average], kv[1, :, :, :average])
+
+
+def _torch_flash(_: Any, case: Case, q: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Call]:
+    mask = causal_lower_right(case.new, case.context) if case.new > 1 else None
+    return lambda kv: partial(_sdpa, SDPBackend.FLASH_ATTENTION, q, kv[0], kv[1], mask)
+
+
+def _sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    with sdpa_kernel(backend):
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+
+
+def _flash_attn(module: Any, case: Case, q: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Call]:
+    queries = q.transpose(1, 2).to(dtype)  # in FP8, queries have the dtype of keys
+
+    def call(kv: Tensor) -> Call:
+        k, v = kv.to(dtype).transpose(2, 3)
+        return partial(module.flash_attn_with_kvcache, queries, k, v, causal=True)
+
+    return call
+
+
+def _flashinfer(module: Any, case: Case, q: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Call]:
+    pages = -(-case.context // case.page)
+    padding = pages * case.page - case.context
+    numbers = partial(torch.arange, dtype=torch.int32, device=q.device)
+    table = (
+        pages * numbers(case.batch + 1),
+        numbers(case.batch * pages),
+        torch.full((case.batch,), case.page - padding, dtype=torch.int32, device=q.device),
+    )
+    shape = case.q_heads, case.kv_heads, case.head_dim, case.page
+    dtypes = {"q_data_type": q.dtype, "kv_data_type": dtype}
+    workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=q.device)
+    if case.new == 1:
+        wrapper = module.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
+        wrapper.plan(*table, *shape, **dtypes)
+    else:
+        wrapper = module.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
+        wrapper.plan(case.new * numbers(case.batch + 1), *table, *shape, causal=True, **dtypes)
+    queries = q.transpose(1, 2).flatten(0, 1)
+
+    def call(kv: Tensor) -> Call:
+        paged = pad(kv, (0, 0, 0, padding)).unflatten(3, (pages, case.page)).transpose(2, 3).flatten(1, 2)
+        return partial(wrapper.run, queries, tuple(paged.to(dtype)))
+
+    return call
+
+
+LIBRARIES = {
+    "cuDNN": Library(("torch",), _cudnn, False),
+    "FlashAttention": Library(("torch",), _torch_flash, False),  # PyTorch's own copy
+    "FlashAttention 2": Library(("flash_attn",), _flash_attn, False),
+    "FlashAttention 3": Library(("flash_attn_interface", "sgl_kernel.flash_attn"), _flash_attn, True),
+    "FlashInfer": Library(("flashinfer",), _flashinfer, True),
+}
+
+
+def missing() -> list[str]:
+    """The libraries that are not installed."""
+    return [name for name, library in LIBRARIES.items() if _module(library.modules) is None]
+
+
+def library_calls(case: Case, device: torch.device, dtype: torch.dtype) -> dict[str, Calls]:
+    """Calls of attention over dense keys and values of `dtype` in the shape of a case, per library that can run it."""
+    imported = {
+        name: (library, module)
+        for name, library in LIBRARIES.items()
+        if (library.reads_fp8 or dtype != FP8) and (module := _module(library.modules)) is not None
+    }
+    if not imported:
+        return {}
+    shape = (2, case.batch, case.kv_heads, case.context, case.head_dim)
+    q = torch.randn(case.batch, case.q_heads, case.new, case.head_dim, dtype=case.torch_dtype, device=device)
+    count = copies(math.prod(shape) * dtype.itemsize, device)
+    states = [torch.randn(shape, dtype=case.torch_dtype, device=device) for _ in range(count)]
+    calls: dict[str, Calls] = {}
+    for name, (library, module) in imported.items():
+        try:
+            bound = library.bind(module, case, q, dtype)
+            own = [bound(kv) for kv in states]
+            out = own[0]()
+            if name != "cuDNN" or case.new == 1:
+                _check(out, case, q, states[0], ALLOWED_FP8 if dtype == FP8 else ALLOWED)
+        except Exception as error:  # of any library: no kernel for this shape or GPU, or a wrong result
+            warn(f"{name} is left out: {' '.join(str(error).split())}", stacklevel=2)
+        else:
+            calls[name] = [*own]
+    return calls
+
+
+def _check(out: Tensor, case: Case, q: Tensor, kv: Tensor, allowed: float) -> None:
+    """Refuse a library that is wrong. Compared are the first and the last query of the first sequence."""
+    rows = [0, case.new - 1]
+    k, v = kv[:, 0].float()  # [kv_heads, context, d]
+    queries = q[0, :, rows].float().unflatten(0, (case.kv_heads, -1)).flatten(1, 2)  # [kv_heads, ratio·2, d]
+    logits = (queries @ k.transpose(1, 2) * case.head_dim**-0.5).unflatten(1, (-1, 2))
+    seen = torch.tensor([case.history + 1, case.context], device=q.device)
+    hidden = torch.arange(case.context, device=q.device) >= seen[:, None]
+    weights = logits.masked_fill(hidden, -math.inf).softmax(-1)  # [kv_heads, ratio, 2, context]
+    expected = (weights @ v.unsqueeze(1)).flatten(0, 1).transpose(0, 1)  # [2, q_heads, d]
+    got = out.reshape(case.batch, case.new, case.q_heads, case.head_dim)[0, rows].float()
+    error = float((got - expected).norm() / expected.norm())
+    if not error <= allowed:
+        raise ValueError(f"it is wrong by {error:.2g}")
+
+
+@lru_cache
+def _module(names: tuple[str, ...]) -> Any:
+    """The first of these modules that can be imported, or None."""
+    for name in names:
+        with suppress(ImportError):
+            return import_module(name)
+    return None
