@@ -46,7 +46,7 @@ def test_every_recipe_is_checked():
 
 @pytest.mark.filterwarnings("ignore:.*slower")
 def test_every_kernel_meets_every_number_of_heads_and_all_pages_dims_and_windows():
-    """On Hopper: the kernel for integers, the one for codebooks, and the portable one for what they do not read."""
+    """The kernel for integers, the one for codebooks, and the portable one for what they do not read."""
     pytest.importorskip("triton")
     met: dict[str, list[Case]] = {}
     paths = set()
