@@ -1,5 +1,5 @@
-"""The Gluon kernel for evenly spaced levels, compiled for several GPUs by a process of its own: in Triton's interpreter,
-which is on in tests without a GPU, nothing can be compiled."""
+"""The Gluon kernel for evenly spaced levels, compiled for several GPUs by a process of its own. In Triton's
+interpreter, which is on in tests without a GPU, nothing can be compiled."""
 
 import json
 import os
