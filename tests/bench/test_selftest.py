@@ -27,7 +27,7 @@ WINDOWS, PLAIN = Case("int2:sink=4,recent=40", 64, 2, 16, FEW), Case("saw-int4",
 ASKED = {  # columns of rows
     *("path", "kernel", "reason", "recipe", "page", "head_dim", "value_dim", "q_heads", "kv_heads", "dtype"),
     *("sinks", "cap", "tokens"),
-    *("error", "allowed_error", "ok", "problem", "device", "kvfold", "torch", "triton", "date"),
+    *("error", "allowed_error", "ok", "problem", "device", "target", "kvfold", "torch", "triton", "date"),
 }
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, on which other cases are checked")
 
