@@ -177,7 +177,7 @@ def _windows(
         v_at = tl.where(of_step, new_v + own * VALUE_DIMS, old + (PAGE * KEY_DIMS + token % PAGE * VALUE_DIMS))
         v_at = tl.multiple_of(v_at, alignment(VALUE_DIMS))
         v = tl.load(v_at[:, None] + of_value, mask=exists[:, None] & (of_value < VALUE_DIMS), other=0.0)
-        out, highest, total = _read(queries, k, v, cap, lacked, seen & exists[None, :], out, highest, total)
+        out, highest, total = _read(queries, k, v, cap, lacked, seen, out, highest, total)
 
     place = (split.to(tl.int64) * tokens + query) * Q_HEADS + q_head
     tl.store(weights + place, tl.where(total > 0, highest + tl.log2(total), UNSEEN), mask=live)
