@@ -1,6 +1,5 @@
 """The kernels of decode steps fit on GPUs that are not here: as compiled for them, and as NVIDIA states their sizes."""
 
-import os
 import re
 
 import pytest
@@ -8,6 +7,8 @@ from compiled_steps import Compiled, Step, compile_all
 
 from kvfold.bench.targets import parse
 from kvfold.ops.attend.gluon.cards import card_of
+
+pytestmark = pytest.mark.timeout(7200)  # with --whole-product
 
 # KiB of shared memory per SM and per CTA at most, from the CUDA programming guide
 SHARED = {
@@ -25,7 +26,7 @@ NEWER = {  # instructions and types, and the first compute capability that has t
     r"e4m3|e5m2": (8, 9),
     r"tcgen05": (10, 0),
 }
-LAYOUTS = [
+LAYOUTS = [  # all of them with --whole-product
     ("saw-int4", 128),
     ("saw-int4:values=true,sink=4,recent=40", 256),
     ("oscar-int2", 128),
@@ -59,13 +60,12 @@ STEPS = [
     Step("sm_120", "saw-int4", 128, 4),
     Step("sm_120", "fold4", 128, 4, 16, all=False),
 ]
-if os.environ.get("KVFOLD_ALL_GPUS"):  # `make test-gpus`
-    STEPS = [Step(target, *layout, ratio) for target in SHARED for layout in LAYOUTS for ratio in (4, 8)]
 
 
 @pytest.fixture(scope="module")
-def kernels() -> list[Compiled]:
-    return compile_all(STEPS)
+def kernels(request: pytest.FixtureRequest) -> list[Compiled]:
+    whole = [Step(target, *layout, ratio) for target in SHARED for layout in LAYOUTS for ratio in (4, 8)]
+    return compile_all(whole if request.config.getoption("--whole-product") else STEPS)
 
 
 def of(kernels: list[Compiled], target: str) -> list[Compiled]:
