@@ -127,7 +127,7 @@ def _rotate_to(out: Tensor, x: Tensor, matrices: _Matrices, mean: Tensor | None,
         WIDTH=width,
         ROWS=tile.vectors,
         OVERLAP=overlap,
-        num_warps=tile.warps,
+        num_warps=tile.warps if dims <= 128 else 2 * tile.warps,  # a CTA holds its matrices in registers
         **overlap.launch,
     )
     return out

@@ -30,6 +30,8 @@ from kvfold.ops.store.store_gpu import pack, store
 from kvfold.transforms import Hadamard
 
 MAX_SPLITS = 256
+# per thread: with a limit, even the highest, the compiler uses what it needs; else it stops at 168 and may spill
+MOST_REGISTERS = 255
 
 
 def unsupported(layout: PageLayout, ratio: int) -> str | None:
@@ -242,7 +244,7 @@ def _kernel(layout: PageLayout, card: Card) -> Kernel:
         return Kernel(codebooks.decode, *looked_up, False, warps, registers)
     if _has_even(layout):
         sides = even_sides(layout)
-        # with a limit, even the highest, the compiler uses what it needs; else it stops at 168 and spills
-        return Kernel(even.decode, *sides, False, even.room(*sides, card.shared), 255)
+        return Kernel(even.decode, *sides, False, even.room(*sides, card.shared), MOST_REGISTERS)
     both = integers.integer_words(key, at[0], at[2]), integers.integer_words(value, at[1], at[3])
-    return Kernel(integers.decode, *both, True, integers.room(*both, card.shared), None)
+    registers = MOST_REGISTERS if key.dims > 128 else None
+    return Kernel(integers.decode, *both, True, integers.room(*both, card.shared), registers)
