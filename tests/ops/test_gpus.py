@@ -7,6 +7,7 @@ from compiled_steps import Compiled, Step, compile_all
 
 from kvfold.bench.targets import parse
 from kvfold.ops.attend.gluon.cards import card_of
+from kvfold.ops.attend.window_kernel import alignment
 
 pytestmark = pytest.mark.timeout(7200)  # with --whole-product
 
@@ -26,7 +27,7 @@ NEWER = {  # instructions and types, and the first compute capability that has t
     r"e4m3|e5m2": (8, 9),
     r"tcgen05": (10, 0),
 }
-SPILLED = {("decode", "tq-k4v4", 256): 80}  # bytes per thread, on all GPUs: levels take 255 registers
+SPILLED = {("decode", "tq-k4v4", 256): 80, ("decode", "fold4", 256): 8}  # bytes per thread, beside 255 registers
 LAYOUTS = [  # all of them with --whole-product
     ("saw-int4", 128),
     ("saw-int4:values=true,sink=4,recent=40", 256),
@@ -105,6 +106,21 @@ def test_kernels_have_no_instruction_of_newer_gpus(target: str, kernels: list[Co
             if parse(target) < first:
                 assert re.search(instructions, kernel.ptx) is None, (kernel.kernel, kernel.step)
         assert ("griddepcontrol" in kernel.ptx) == (parse(target) >= (9, 0)), (kernel.kernel, kernel.step)
+
+
+def test_windows_are_loaded_in_vectors(kernels: list[Compiled]) -> None:
+    """Of 16 bytes. Triton must know how pointers are aligned, of which each is one of two."""
+    windows = [kernel for kernel in kernels if kernel.kernel == "_windows"]
+    assert windows
+    for kernel in windows:
+        assert re.search(r"ld\.global\S*\.v4\.b32", kernel.ptx), kernel.step
+        assert re.search(r"ld\.global\S*b16", kernel.ptx) is None, kernel.step
+
+
+@pytest.mark.parametrize("dims", [8, 20, 36, 64, 80, 97, 128])
+def test_vectors_after_one_another_are_aligned_as_stated(dims: int) -> None:
+    sizes = [size for size in (2, 4, 8, 16) if all(2 * dims * n % size == 0 for n in range(16))]
+    assert alignment(dims) == max(sizes)
 
 
 def test_all_kernels_of_a_step_were_compiled(kernels: list[Compiled]) -> None:
