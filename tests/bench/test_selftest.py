@@ -257,13 +257,14 @@ def test_a_table_of_what_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 # Several processes, as on a GPU: these have none and check the kernels for CPUs
 
 
-def end(case: Case) -> None:
+def end(case: Case, capability: tuple[int, int]) -> None:
     os.abort()
 
 
 @no_gpu
 def test_processes_share_the_cases(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(selftest, "CASES", (WINDOWS, PLAIN))
     monkeypatch.setattr(selftest, "WORKERS", 1)
     shares: list[float] = []
@@ -276,6 +277,7 @@ def test_processes_share_the_cases(monkeypatch: pytest.MonkeyPatch):
 @no_gpu
 def test_a_kernel_that_ends_its_process_is_reported(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(selftest, "CASES", (PLAIN,))
     monkeypatch.setattr(selftest, "check", end)
     with pytest.raises(ValueError, match="a kernel ended the process that checked it"):
