@@ -27,7 +27,11 @@ NEWER = {  # instructions and types, and the first compute capability that has t
     r"e4m3|e5m2": (8, 9),
     r"tcgen05": (10, 0),
 }
-SPILLED = {("decode", "tq-k4v4", 256): 80, ("decode", "fold4", 256): 8}  # bytes per thread, beside 255 registers
+SPILLED = {  # bytes per thread, at most: docs/gpus.md says why
+    ("decode", "tq-k4v4", 256): 80,
+    ("decode", "fold4", 256): 8,
+    ("decode", "gtq-k2v2", 128): 24,
+}
 LAYOUTS = [  # all of them with --whole-product
     ("saw-int4", 128),
     ("saw-int4:values=true,sink=4,recent=40", 256),
