@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import runpy
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields, replace
@@ -12,7 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from kvfold.bench import expected_ops, kernel_times, selftest
+from kvfold.bench import expected_ops, kernel_times, selftest, targets
 from kvfold.bench.attention_libraries import FP8, missing
 from kvfold.bench.kernel_cases import Case
 from kvfold.bench.kernel_times import Filled, cases, fill, measure, moved_bytes
@@ -27,7 +28,7 @@ CPU = torch.device("cpu")
 SMALL = {"page": 16, "head_dim": 64, "q_heads": 4, "kv_heads": 2}
 ASKED = {  # columns that the results must have
     *("op", "recipe", "batch", "context", "page", "head_dim", "q_heads", "kv_heads", "us", "baseline_us", "speedup"),
-    *("baseline", "fp8", "fp8_us", "fraction_of_copy", "error", "gpu", "torch", "triton", "date"),
+    *("baseline", "fp8", "fp8_us", "fraction_of_copy", "error", "gpu", "target", "torch", "triton", "date"),
 }
 INT4 = PageLayout(affine_slot(128, 4), affine_slot(128, 4), 64)
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -270,6 +271,27 @@ def test_explain_without_a_gpu(tmp_path: Path):
     assert "extend" not in shown
 
 
+def test_explain_of_another_gpu():
+    pytest.importorskip("triton")
+    rows = json.loads(run("--explain", "-r", "saw-int4", "--op", "decode", "--target", "sm_86", "--json", "-").stdout)
+    assert [(row["kernel"], row["gpu"]) for row in rows] == [("gluon", "sm_86")]
+
+
+def test_targets(monkeypatch: pytest.MonkeyPatch):
+    """Kernels are built for the GPU at hand or for an older one. Processes that are started later do the same."""
+    monkeypatch.delenv("TRITON_OVERRIDE_ARCH", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    assert targets.build_for(None) == (9, 0)
+    assert "TRITON_OVERRIDE_ARCH" not in os.environ
+    with pytest.raises(ValueError, match="NVIDIA H200 is sm_90, and cannot run kernels for sm_100"):
+        targets.build_for("sm_100")
+    assert targets.build_for("sm_80") == (8, 0)
+    assert os.environ["TRITON_OVERRIDE_ARCH"] == "sm80"
+    monkeypatch.delenv("TRITON_OVERRIDE_ARCH")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -277,6 +299,7 @@ def test_explain_without_a_gpu(tmp_path: Path):
         (("--case", "32"), "'32' is no case"),
         (("-r", "saw-int4:order=48"), "order=48 does not divide the head dimension 128"),
         (("--csv", "missing/rows.csv"), "there is no folder missing"),
+        (("--target", "80"), "'80' is no target: write sm_ and the compute capability"),
     ],
 )
 def test_refusals(arguments: tuple[str, ...], message: str):
@@ -288,6 +311,7 @@ def test_refusals(arguments: tuple[str, ...], message: str):
 def test_shapes_without_a_kernel_are_refused_by_shape(monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(kernel_times, "times", lambda runs: pytest.fail("timed"))
     result = run("-r", "int4:group=4", "--case", "2x640", "--op", "decode", "--page", 32)
     expected = (

@@ -27,7 +27,7 @@ WINDOWS, PLAIN = Case("int2:sink=4,recent=40", 64, 2, 16, FEW), Case("saw-int4",
 ASKED = {  # columns of rows
     *("path", "kernel", "reason", "recipe", "page", "head_dim", "value_dim", "q_heads", "kv_heads", "dtype"),
     *("sinks", "cap", "tokens"),
-    *("error", "allowed_error", "ok", "problem", "device", "kvfold", "torch", "triton", "date"),
+    *("error", "allowed_error", "ok", "problem", "device", "target", "kvfold", "torch", "triton", "date"),
 }
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, on which other cases are checked")
 
@@ -46,7 +46,7 @@ def test_every_recipe_is_checked():
 
 @pytest.mark.filterwarnings("ignore:.*slower")
 def test_every_kernel_meets_every_number_of_heads_and_all_pages_dims_and_windows():
-    """On Hopper: the kernel for integers, the one for codebooks, and the portable one for what they do not read."""
+    """The kernel for integers, the one for codebooks, and the portable one for what they do not read."""
     pytest.importorskip("triton")
     met: dict[str, list[Case]] = {}
     paths = set()
@@ -257,13 +257,14 @@ def test_a_table_of_what_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 # Several processes, as on a GPU: these have none and check the kernels for CPUs
 
 
-def end(case: Case) -> None:
+def end(case: Case, capability: tuple[int, int]) -> None:
     os.abort()
 
 
 @no_gpu
 def test_processes_share_the_cases(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(selftest, "CASES", (WINDOWS, PLAIN))
     monkeypatch.setattr(selftest, "WORKERS", 1)
     shares: list[float] = []
@@ -276,6 +277,7 @@ def test_processes_share_the_cases(monkeypatch: pytest.MonkeyPatch):
 @no_gpu
 def test_a_kernel_that_ends_its_process_is_reported(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(selftest, "CASES", (PLAIN,))
     monkeypatch.setattr(selftest, "check", end)
     with pytest.raises(ValueError, match="a kernel ended the process that checked it"):

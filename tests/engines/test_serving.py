@@ -112,8 +112,8 @@ def test_the_report_names_the_kernels_of_a_gpu():
     pytest.importorskip("triton")
     served = plan("int4:centre=false,sink=4")
     layouts = served.layouts.items()
-    hopper = {number: choose(layout, served.ratio, torch.device("cuda"), (9, 0)) for number, layout in layouts}
-    served.__dict__["ops"] = hopper  # the property is computed once
+    on_gpu = {number: choose(layout, served.ratio, torch.device("cuda"), (9, 0)) for number, layout in layouts}
+    served.__dict__["ops"] = on_gpu  # the property is computed once
     report = served.report(pages=100, shadows=8)
     for part in ("store: triton (", "decode: gluon (", "extend: unpacked ("):
         assert part in report

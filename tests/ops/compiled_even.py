@@ -1,5 +1,5 @@
-"""The Gluon kernel for evenly spaced levels, compiled for Hopper by a process of its own: with Triton's interpreter on,
-as it is in tests without a GPU, nothing can be compiled."""
+"""The Gluon kernel for evenly spaced levels, compiled for several GPUs by a process of its own. In Triton's
+interpreter, which is on in tests without a GPU, nothing can be compiled."""
 
 import json
 import os
@@ -13,8 +13,9 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from kvfold.format.layout import PageLayout, even_slot
-from kvfold.ops.attend.hopper.decode_step import _kernel
-from kvfold.ops.pdl import Overlap
+from kvfold.ops.attend.gluon.cards import card_of
+from kvfold.ops.attend.gluon.decode_step import _kernel
+from kvfold.ops.pdl import ALONE, Overlap
 
 KEYS = {
     2: [(32, 4), (64, 2), (32, 1)],
@@ -28,6 +29,7 @@ class Case(NamedTuple):
     bits: int  # of KEYS and VALUES
     ratio: int
     page: int
+    capability: tuple[int, int]
     sink: int = 0
     recent: int = 0
     doubled: bool = False  # twice the coordinates
@@ -40,12 +42,12 @@ class Case(NamedTuple):
 
 
 CASES = [
-    Case(2, 4, 64),
-    Case(2, 8, 16, sink=5, recent=20),
-    Case(3, 3, 64, recent=1),
-    Case(3, 7, 16),
-    Case(4, 1, 128, sink=70),
-    Case(2, 2, 32, recent=9, doubled=True),
+    Case(2, 4, 64, (9, 0)),
+    Case(2, 8, 16, (8, 0), sink=5, recent=20),
+    Case(3, 3, 64, (8, 6), recent=1),
+    Case(3, 7, 16, (9, 0)),
+    Case(4, 1, 128, (8, 9), sink=70),
+    Case(2, 2, 32, (8, 0), recent=9, doubled=True),
 ]
 
 
@@ -67,13 +69,14 @@ def compile_all(folder: Path) -> list[Compiled]:
     return [Compiled.load(folder, number) for number in range(len(CASES))]
 
 
-def _compile(layout: PageLayout, ratio: int) -> Any:
-    """The kernel for an H200, as `decode_step` would launch it."""
-    kernel, heads = _kernel(layout), 4 if ratio <= 4 else 8
+def _compile(case: Case) -> Any:
+    """The kernel as `decode_step` would launch it."""
+    layout, card, heads = case.layout, card_of(case.capability), 4 if case.ratio <= 4 else 8
+    kernel, overlap = _kernel(layout, card), Overlap("start", "end") if card.overlaps else ALONE
     constants = {
         "KEY": kernel.key, "VALUE": kernel.value, "DIMS": layout.key.dims, "PAGE": layout.page_size,
-        "PAGE_WORDS": layout.page_bytes // 4, "RATIO": ratio, "HEADS": heads, "COLUMNS": 8, "ORDER": 1,
-        "OVERLAP": Overlap("start", "end"),
+        "PAGE_WORDS": layout.page_bytes // 4, "RATIO": case.ratio, "HEADS": heads, "COLUMNS": 8, "ORDER": 1,
+        "SHARED": card.shared, "OVERLAP": overlap,
     }  # fmt: skip
     types = {"q": "*fp32", "outs": "*fp32", "weights": "*fp32", "pool": "*i32", "table": "*i64", "lengths": "*i32"}
     names = kernel.decode.arg_names
@@ -87,13 +90,13 @@ def _compile(layout: PageLayout, ratio: int) -> Any:
         constexprs={(names.index(name),): x for name, x in constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in ("q", "outs", "weights", "pool")},
     )
-    options = {"num_warps": 1, "maxnreg": kernel.registers, "launch_pdl": True}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    options, (major, minor) = {"num_warps": 1, "maxnreg": kernel.registers, **overlap.launch}, case.capability
+    return triton.compile(source, target=GPUTarget("cuda", 10 * major + minor, 32), options=options)
 
 
 if __name__ == "__main__":
     for number, case in enumerate(CASES):
-        kernel, path = _compile(case.layout, case.ratio), Path(sys.argv[1]) / str(number)
+        kernel, path = _compile(case), Path(sys.argv[1]) / str(number)
         path.with_suffix(".ptx").write_text(kernel.asm["ptx"])
         path.with_suffix(".cubin").write_bytes(kernel.asm["cubin"])
         path.with_suffix(".json").write_text(json.dumps(kernel.metadata.shared))

@@ -1,4 +1,4 @@
-"""The Hopper decode kernels in PyTorch, as hopper/decode_step.py calls them: what they read and return, in float64.
+"""The Gluon decode kernels in PyTorch, as gluon/decode_step.py calls them: what they read and return, in float64.
 
 Their own code needs a GPU. With this in its place, everything around them runs in Triton's interpreter.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from kvfold.format.codec import Codec
 from kvfold.format.layout import PageLayout
 from kvfold.ops import pdl
-from kvfold.ops.attend.hopper import decode_step as gluon
+from kvfold.ops.attend.gluon import decode_step as gluon
 
 UNSEEN = -1e30
 
@@ -59,8 +59,8 @@ class Decode:
 
 
 def use(monkeypatch: Any) -> None:
-    """Replace the Hopper decode kernels by these. The interpreter runs one kernel after the other, so none waits."""
+    """Replace the Gluon decode kernels by these. The interpreter runs one kernel after the other, so none waits."""
     kernel = gluon._kernel
-    monkeypatch.setattr(gluon, "_kernel", lambda layout: kernel(layout)._replace(decode=Decode(layout)))
+    monkeypatch.setattr(gluon, "_kernel", lambda layout, card: kernel(layout, card)._replace(decode=Decode(layout)))
     for name in ("gdc_wait", "gdc_launch_dependents"):
         monkeypatch.setattr(pdl, name, lambda: None)

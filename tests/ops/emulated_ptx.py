@@ -1,6 +1,6 @@
 """PTX of kernels with one warp per CTA, run by NumPy: a register is an array of 32 lanes.
 
-It knows the instructions that the Hopper decode kernels are made of. Lanes must branch together. What is copied to
+It knows the instructions that the Gluon decode kernels are made of. Lanes must branch together. What is copied to
 shared memory arrives when the kernel waits for it, not before.
 """
 

@@ -9,7 +9,7 @@ import torch
 from kvfold.format.layout import PageLayout, affine_slot, channel_slot
 from kvfold.format.windows import Windows
 from kvfold.ops.attend import attend_torch
-from kvfold.ops.dispatch import HOPPER, check_dtype, choose
+from kvfold.ops.dispatch import AMPERE, HOPPER, check_dtype, choose
 from kvfold.ops.pages import Logits
 from kvfold.paged import PagedCache
 from kvfold.recipes import parse
@@ -47,6 +47,32 @@ def test_gpus_of_amd_are_refused(monkeypatch, capability):
     assert choose(INT4, 4, torch.device("cpu")).store.implementation in ("numba", "torch")
 
 
+@pytest.mark.parametrize("capability", [AMPERE, (8, 6), (8, 9), HOPPER, (10, 0), (12, 0), (13, 7)])
+@pytest.mark.parametrize("recipe", ["saw-int4", "oscar-int2", "fold3", "gtq-k2v2"])
+def test_all_gpus_since_ampere_get_the_fast_kernel(triton, recipe, capability):
+    layout = PageLayout(*parse(recipe).layouts(128, 128, {}), 64)
+    ops = choose(layout, 4, GPU, capability)
+    assert [choice.implementation for choice in ops] == ["triton", "gluon", "unpacked"]
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (7, 0), (6, 1)])
+def test_on_older_gpus_pytorch_does_it_and_says_so(capability):
+    """Turing has no `cp.async` and no bfloat16."""
+    version = ".".join(map(str, capability))
+    said = rf"the GPU has compute capability {version}, and the kernels need 8\.0, .*; PyTorch's operators do its work"
+    with pytest.warns(UserWarning, match=said) as warned:
+        ops = choose(INT4, 4, GPU, capability)
+    assert len(warned) == 1
+    assert {choice.implementation for choice in ops} == {"torch"}
+
+
+def test_an_older_gpu_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    with pytest.warns(UserWarning, match=r"^Tesla T4 has compute capability 7\.5"):
+        choose(INT4, 4, GPU)
+
+
 # --- older Triton
 
 
@@ -59,7 +85,7 @@ KERNELS = [
     f"kvfold.ops.{name}"
     for name in ("tiles", "store.store_gpu", "attend.attend_gpu", "attend.unpacked_prefill", "dequantize_gpu")
 ]
-GLUON = [f"kvfold.ops.attend.hopper.{name}" for name in ("decode_step", "integer_decode", "codebook_decode")]
+GLUON = [f"kvfold.ops.attend.gluon.{name}" for name in ("decode_step", "integer_decode", "codebook_decode")]
 
 
 def test_without_triton_pytorch_does_it_and_says_so(monkeypatch):
@@ -91,7 +117,6 @@ def test_before_triton_3_6_the_portable_kernel_decodes(monkeypatch, triton):
     with pytest.warns(UserWarning, match="portable kernel decodes.*Triton 3.6 or newer, which torch 2.10 has.*mma_v2"):
         ops = choose(INT4, 4, GPU, HOPPER)
     assert [choice.implementation for choice in ops] == ["triton", "triton", "unpacked"]
-    assert choose(INT4, 4, GPU, (8, 0)).decode.reason == "the GPU is older than Hopper: (8, 0)"
 
 
 # --- head dimensions

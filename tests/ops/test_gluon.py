@@ -17,11 +17,12 @@ from kvfold.bench import selftest
 from kvfold.bench.selftest import Case, Tokens
 from kvfold.format.codec import Codec
 from kvfold.format.layout import PageLayout, Segment, SlotLayout, affine_slot, codebook_slot, mixed_slot
-from kvfold.ops.attend.hopper import codebook_decode as kernel
-from kvfold.ops.attend.hopper import decode_step as gluon
-from kvfold.ops.attend.hopper import level_lookup as levels
-from kvfold.ops.attend.hopper.decode_step import unsupported
-from kvfold.ops.dispatch import HOPPER, Choice, Ops, choose
+from kvfold.ops.attend.gluon import codebook_decode as kernel
+from kvfold.ops.attend.gluon import decode_step as gluon
+from kvfold.ops.attend.gluon import level_lookup as levels
+from kvfold.ops.attend.gluon.cards import card_of
+from kvfold.ops.attend.gluon.decode_step import unsupported
+from kvfold.ops.dispatch import AMPERE, HOPPER, Choice, Ops, choose
 from kvfold.ops.store import store_gpu as store
 from kvfold.recipes import parse
 
@@ -46,11 +47,11 @@ def layout(recipe: str, dims: int, page: int = 16) -> PageLayout:
         "gtq-k3v3:widths=two",
     ],
 )
-def test_integers_and_codebooks_are_decoded_on_hopper(recipe, dims, ratio):
+def test_integers_and_codebooks_are_decoded_by_the_fast_kernels(recipe, dims, ratio):
     recipe = recipe.format(half=dims // 2)
-    choice = choose(layout(recipe, dims), ratio, GPU, HOPPER).decode
+    choice = choose(layout(recipe, dims), ratio, GPU, AMPERE).decode
     assert choice.implementation == "gluon"
-    assert choice.reason == "integers, evenly spaced levels or codebooks on Hopper"
+    assert choice.reason == "integers, evenly spaced levels or codebooks"
 
 
 @pytest.mark.parametrize(
@@ -181,13 +182,15 @@ def test_outputs_are_those_of_the_codec(columns, bits):
 @torch.no_grad()
 def test_a_step_stores_and_reads_what_the_definitions_do(case, monkeypatch):
     if not interpret:
-        pytest.skip("the kernels around those for Hopper are interpreted here; tests/gpu has them all")
+        pytest.skip("the kernels around the fast ones are interpreted here; tests/gpu has them all")
     emulated_gluon.use(monkeypatch)
-    stored = Choice("triton", "interpreted", partial(store.store, overlaps=True))
-    ops = Ops(stored, Choice("gluon", "emulated", gluon.attend, gluon.store_and_attend, gluon.read), stored)
+    card = card_of((9, 0))
+    stored, read = Choice("triton", "interpreted", partial(store.store, overlaps=True)), partial(gluon.read, card)
+    both = partial(gluon.store_and_attend, card)
+    ops = Ops(stored, Choice("gluon", "emulated", partial(gluon.attend, card), both, read), stored)
     monkeypatch.setattr(selftest, "choose", lambda *_, **__: ops)
     layer = selftest.Layer(case, torch.device("cpu"))
-    for row in (layer.step(), layer.attend("decode", ops.decode), layer.attend("read", Choice("", "", gluon.read))):
+    for row in (layer.step(), layer.attend("decode", ops.decode), layer.attend("read", Choice("", "", read))):
         assert row.ok, row
 
 
@@ -195,10 +198,10 @@ def test_a_step_stores_and_reads_what_the_definitions_do(case, monkeypatch):
     ("recipe", "dims", "implementation", "said"),
     [
         ("kivi-2", 128, "triton", "no kernel that stores these keys: whole pages .* many times slower"),
-        ("kivi-2", 128, "triton", "several times slower than the one for Hopper: keys are not affine integers"),
+        ("kivi-2", 128, "triton", "several times slower than the fast one: keys are not affine integers"),
         ("kitty-2", 128, "triton", "no kernel that stores these keys: whole pages .* many times slower"),
         ("int4:group=4", 128, "torch", "no kernel for these keys: 4 coordinates .* many times slower"),
-        ("int2", 32, "triton", "several times slower than the one for Hopper: keys have 32 coordinates"),
+        ("int2", 32, "triton", "several times slower than the fast one: keys have 32 coordinates"),
     ],
 )
 def test_what_is_slow_on_a_gpu_is_said(recipe, dims, implementation, said):

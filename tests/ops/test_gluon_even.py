@@ -1,4 +1,5 @@
-"""The Gluon kernel for evenly spaced levels: compiled for Hopper, and its PTX run by NumPy (see emulated_ptx.py)."""
+"""The Gluon kernel for evenly spaced levels: compiled for several GPUs, and its PTX run by NumPy (see
+emulated_ptx.py)."""
 
 import math
 import re
@@ -16,11 +17,11 @@ from torch import Tensor
 
 from kvfold.format.codec import Codec
 from kvfold.format.layout import PageLayout, affine_slot, even_slot
-from kvfold.ops.attend.hopper import even_decode, even_layouts
-from kvfold.ops.attend.hopper.decode_step import _kernel, unsupported
-from kvfold.ops.attend.hopper.decode_tiles import TILE
-from kvfold.ops.attend.hopper.even_pages import even_sides
-from kvfold.ops.attend.hopper.integer_decode import SHARED
+from kvfold.ops.attend.gluon import even_decode, even_layouts
+from kvfold.ops.attend.gluon.cards import card_of, tiles_at_once
+from kvfold.ops.attend.gluon.decode_step import _kernel, unsupported
+from kvfold.ops.attend.gluon.decode_tiles import TILE
+from kvfold.ops.attend.gluon.even_pages import even_sides
 
 REGISTERS = 65536  # of an SM
 
@@ -98,7 +99,8 @@ def test_the_kernel_computes_attention_over_packed_tokens(number: int, kernels: 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=map(str, CASES))
 def test_as_many_ctas_fit_on_an_sm_as_are_launched(number: int, kernels: list[Compiled]) -> None:
     """And nothing is spilled."""
-    kernel, warps = kernels[number], _kernel(CASES[number].layout).warps
+    kernel, card = kernels[number], card_of(CASES[number].capability)
+    warps = _kernel(CASES[number].layout, card).warps
     dump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     command = [dump, "--dump-resource-usage", kernel.cubin]
     usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -106,7 +108,7 @@ def test_as_many_ctas_fit_on_an_sm_as_are_launched(number: int, kernels: list[Co
     assert used["STACK"] == used["LOCAL"] == 0
     assert 32 * warps * used["REG"] <= REGISTERS
     taken = kernel.shared + 1024
-    assert warps * taken <= SHARED < (warps + 1) * taken
+    assert warps * taken <= card.shared < (warps + 1) * taken
 
 
 @pytest.mark.parametrize(("dims", "bits"), [(32, 1), (64, 1), (128, 1), (32, 2), (64, 2), (128, 2), (32, 4), (64, 8)])
@@ -122,14 +124,17 @@ def test_every_code_of_a_key_has_an_index(dims: int, bits: int) -> None:
         assert found == 4 * word + byte + code * 4 * words  # as packing.py orders codes
 
 
-@pytest.mark.parametrize(("bits", "heads", "tiles"), [(2, 4, 2), (2, 8, 1), (3, 4, 1), (4, 4, 1)])
-def test_two_tiles_are_read_at_once_where_as_many_ctas_fit(bits: int, heads: int, tiles: int) -> None:
-    layout = Case(bits, heads, 64).layout
+@pytest.mark.parametrize(
+    ("bits", "heads", "shared", "tiles"),
+    [(2, 4, 228, 2), (2, 4, 164, 2), (2, 4, 100, 1), (2, 8, 228, 1), (3, 4, 228, 1), (4, 4, 228, 1)],
+)
+def test_two_tiles_are_read_at_once_where_as_many_ctas_fit(bits: int, heads: int, shared: int, tiles: int) -> None:
+    layout, shared = Case(bits, heads, 64, (9, 0)).layout, 1024 * shared
     key, value = even_sides(layout)
     rows = 4 if key.segments + value.segments <= 4 else 8  # of scales
     bytes_per_token = layout.key.code_bytes + layout.value.code_bytes + rows
-    assert even_decode.tiles_at_once(bytes_per_token // 4, value.segments, heads) == tiles
-    assert even_decode.room(key, value) * (2 * tiles * TILE * bytes_per_token + 1024) <= SHARED
+    assert tiles_at_once(bytes_per_token // 4, value.segments, heads, shared) == tiles
+    assert even_decode.room(key, value, shared) * (2 * tiles * TILE * bytes_per_token + 1024) <= shared
 
 
 @pytest.mark.parametrize(

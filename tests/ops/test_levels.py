@@ -8,7 +8,7 @@ import torch
 
 from kvfold.format.codec import Codec
 from kvfold.format.layout import codebook_slot
-from kvfold.ops.attend.hopper import level_lookup as levels
+from kvfold.ops.attend.gluon import level_lookup as levels
 from kvfold.quantizers import lloyd_max
 
 Registers = dict[str, np.ndarray]

@@ -16,7 +16,8 @@ from kvfold.ops import naive
 from kvfold.ops.attend import attend_gpu as portable
 from kvfold.ops.attend import attend_torch
 from kvfold.ops.attend import unpacked_prefill as unpacked
-from kvfold.ops.attend.hopper import decode_step as gluon
+from kvfold.ops.attend.gluon import decode_step as gluon
+from kvfold.ops.attend.gluon.cards import card_of
 from kvfold.ops.pages import LayerPages
 
 pytestmark = pytest.mark.usefixtures("_poisoned_memory")
@@ -35,7 +36,7 @@ def numba_attend(*arguments) -> torch.Tensor:
 def gluon_attend(*arguments) -> torch.Tensor:
     with pytest.MonkeyPatch.context() as patched:
         emulated_gluon.use(patched)
-        return gluon.attend(*arguments)
+        return gluon.attend(card_of((9, 0)), *arguments)
 
 
 def unpacked_attend(*arguments) -> torch.Tensor:

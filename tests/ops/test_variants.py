@@ -24,7 +24,8 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from kvfold.bench.random_fits import random_artifact
 from kvfold.engines.serving import Config, Plan, Served
 from kvfold.ops.attend import parts
-from kvfold.ops.attend.hopper import decode_step as gluon
+from kvfold.ops.attend.gluon import decode_step as gluon
+from kvfold.ops.attend.gluon.cards import card_of
 from kvfold.ops.attend import attend_gpu as portable
 from kvfold.ops.attend import unpacked_prefill as unpacked
 from kvfold.ops.dispatch import Choice, Ops
@@ -64,8 +65,12 @@ with tempfile.TemporaryDirectory() as folder:
 engine = Served(plan, 64, logging.getLogger())
 engine.open(2048)
 layers = [engine.attach(number, layout.allocate(2048, KV_HEADS)) for number, layout in plan.layouts.items()]
-hopper = Choice("", "", gluon.attend, gluon.store_and_attend), Choice("", "", unpacked.attend)
-older = Choice("", "", portable.attend), Choice("", "", portable.attend)
+CARD = card_of((9, 0))
+fast = (
+    Choice("", "", partial(gluon.attend, CARD), partial(gluon.store_and_attend, CARD)),
+    Choice("", "", unpacked.attend),
+)
+slow = Choice("", "", portable.attend), Choice("", "", portable.attend)
 
 def ops(decode, extend):
     return Ops(Choice("", "", partial(store.store, overlaps=decode.store_and_attend is not None)), decode, extend)
@@ -83,7 +88,7 @@ def served(requests, kind):
         layer.ops = ops(*kind)
         layer.attend(steps, q, k, v, Logits(0.125), out)
 
-layers[0].ops = ops(*hopper)
+layers[0].ops = ops(*fast)
 layers[0].warm_up()
 warm = set(compiled)
 batches = (
@@ -92,12 +97,12 @@ batches = (
     [(0, 64)] * 5, [(0, 700)] * 3, [(0, 16)] * 120,
 )
 for requests in batches:
-    served(requests, hopper)
+    served(requests, fast)
 new = sorted(compiled - warm)
 for count in (1, 3, 300):  # of which graphs are captured
-    served([(70, 71)] * count, hopper)
+    served([(70, 71)] * count, fast)
 for requests in batches:
-    served(requests, older)
+    served(requests, slow)
 print(json.dumps({"variants": {name: sorted(found) for name, found in variants.items()}, "new": new}))
 """
 

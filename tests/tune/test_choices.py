@@ -47,7 +47,7 @@ def test_sizes_are_what_is_allocated(calibrated):
 def test_the_fast_kernel_reads_all_choices(dims: int):
     """As far as it can be told without a GPU."""
     pytest.importorskip("triton")
-    from kvfold.ops.attend.hopper.decode_step import unsupported
+    from kvfold.ops.attend.gluon.decode_step import unsupported
 
     for key, value in itertools.product(*OPTIONS.values()):
         slots = (even_slot(runs(widths_of(option.quarters, dims))) for option in (key, value))

@@ -14,14 +14,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvfold.bench import targets
 from kvfold.bench.attention_libraries import FP8, library_calls
 from kvfold.bench.cuda_graphs import Calls, copies, times
 from kvfold.bench.expected_ops import attend_error, store_error
 from kvfold.bench.kernel_cases import CASES, Case
 from kvfold.bench.random_fits import random_codecs, random_states
+from kvfold.bench.targets import Capability
 from kvfold.format.layout import PageLayout
 from kvfold.format.windows import Windows
-from kvfold.ops.dispatch import HOPPER, Choice, New, Ops, choose
+from kvfold.ops.dispatch import Choice, New, Ops, choose
 from kvfold.ops.pages import LayerPages
 from kvfold.paged import PagedCache
 from kvfold.recipe import Recipe
@@ -59,6 +61,7 @@ class Row:
     error: float  # relative
     allowed_error: float  # twice the error of the definition in the same precision
     gpu: str
+    target: str  # what its kernels were built for
     torch: str
     triton: str
     date: str
@@ -76,18 +79,24 @@ def cases(ops: Sequence[str] | None, texts: Sequence[str] | None, **shape: Any) 
 
 
 def run(
-    cases: Sequence[Case], recipes: Sequence[Recipe], progress: Callable[[float], None] = lambda share: None
+    cases: Sequence[Case],
+    recipes: Sequence[Recipe],
+    progress: Callable[[float], None] = lambda share: None,
+    target: str | None = None,
 ) -> Iterator[Row]:
-    """Verify and time every case with every recipe. A recipe without a kernel is refused before anything runs."""
+    """Verify and time every case with every recipe. A recipe without a kernel is refused before anything runs.
+
+    Kernels are built for `target`, as in targets.py.
+    """
     if not torch.cuda.is_available():
         raise ValueError(
             f"kernels are timed on a GPU, and torch {torch.__version__} sees none: run this on a machine with one, "
             "with a CUDA build of torch, or ask with --explain what would run there"
         )
-    device = torch.device("cuda")
+    device, capability = torch.device("cuda"), targets.build_for(target)
     for case in cases:
         for recipe in recipes:
-            choice = _choice(case, ops_of(case, recipe, device))
+            choice = _choice(case, ops_of(case, recipe, device, capability))
             if choice.implementation == "torch":
                 raise ValueError(f"{recipe} has no kernel for {case}: {choice.reason}")
     copied = torch.empty(COPIED // 4, dtype=torch.int32, device=device).random_()
@@ -96,14 +105,16 @@ def run(
     del copied
     for case in cases:
         for recipe in recipes:
-            yield measure(case, recipe, 2 * COPIED / copy_us, device)
+            yield measure(case, recipe, 2 * COPIED / copy_us, device, capability)
             progress(1 / (len(cases) * len(recipes)))
 
 
-def explain(cases: Sequence[Case], recipes: Sequence[Recipe]) -> list[dict[str, Any]]:
-    """Which kernel each op gets with each recipe, and why: on this machine's GPU, or on Hopper if there is none."""
-    there = torch.cuda.is_available()
-    gpu, capability = (torch.cuda.get_device_name(), None) if there else ("Hopper", HOPPER)
+def explain(cases: Sequence[Case], recipes: Sequence[Recipe], target: str | None = None) -> list[dict[str, Any]]:
+    """Which kernel each op gets with each recipe, and why: on the target, on this machine's GPU, or on an H200."""
+    if target is None and torch.cuda.is_available():
+        gpu, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    else:
+        gpu, capability = target or "an H200", targets.parse(target or "sm_90")
     rows = []
     for recipe in recipes:
         for case in {case.op: case for case in cases}.values():
@@ -114,9 +125,11 @@ def explain(cases: Sequence[Case], recipes: Sequence[Recipe]) -> list[dict[str, 
 
 
 @torch.no_grad()
-def measure(case: Case, recipe: Recipe, copy_rate: float, device: torch.device) -> Row:
+def measure(
+    case: Case, recipe: Recipe, copy_rate: float, device: torch.device, capability: Capability | None = None
+) -> Row:
     """One case with one recipe; `copy_rate` is in bytes per microsecond."""
-    filled = fill(case, recipe, device)
+    filled = fill(case, recipe, device, capability)
     ops, pages, q, k, v, new = filled
     if case.op == "store":
         error, allowed = store_error(pages, k, v, new)
@@ -129,7 +142,7 @@ def measure(case: Case, recipe: Recipe, copy_rate: float, device: torch.device) 
     runs, others, fp8 = {"own": _calls(case, filled, size)}, dict[str, Calls](), dict[str, Calls]()
     if case.op == "store":
         runs["copy"] = _copy_calls(k, v)
-        plain = fill(case, parse(PLAIN_STORE), device)
+        plain = fill(case, parse(PLAIN_STORE), device, capability)
         others[PLAIN_STORE] = _calls(case, plain, moved_bytes(case, plain.pages.layout, plain.pages.windows))
     else:
         others = library_calls(case, device, case.torch_dtype)
@@ -157,6 +170,7 @@ def measure(case: Case, recipe: Recipe, copy_rate: float, device: torch.device) 
         error=float(f"{error:.3g}"),
         allowed_error=float(f"{allowed:.3g}"),
         gpu=torch.cuda.get_device_name() if device.type == "cuda" else device.type,
+        target=targets.name(capability) if capability else device.type,
         torch=torch.__version__,
         triton=version("triton") if find_spec("triton") else "",
         date=datetime.now(UTC).date().isoformat(),
@@ -195,7 +209,7 @@ class Filled(NamedTuple):
     new: New
 
 
-def fill(case: Case, recipe: Recipe, device: torch.device) -> Filled:
+def fill(case: Case, recipe: Recipe, device: torch.device, capability: Capability | None = None) -> Filled:
     """Let the op itself store random tokens, in pages of random order."""
     key, value = random_codecs(recipe, case.head_dim, case.q_heads, case.kv_heads, case.torch_dtype)
     cache = PagedCache(
@@ -210,7 +224,7 @@ def fill(case: Case, recipe: Recipe, device: torch.device) -> Filled:
     pages = case.batch * -(-case.context // case.page)
     order = torch.randperm(pages, generator=torch.Generator().manual_seed(0)).tolist()
     cache.tables.references, cache.tables.free = [0] * pages, order
-    generator, ops = torch.Generator(device).manual_seed(0), ops_of(case, recipe, device)
+    generator, ops = torch.Generator(device).manual_seed(0), ops_of(case, recipe, device, capability)
 
     def tokens(n: int, heads: int) -> Tensor:
         return random_states((case.batch * n, heads, case.head_dim), generator).to(case.torch_dtype)
@@ -225,7 +239,7 @@ def fill(case: Case, recipe: Recipe, device: torch.device) -> Filled:
     return Filled(ops, cache.pages(0), q, k, v, ops.store.run(cache.pages(0), k, v))
 
 
-def ops_of(case: Case, recipe: Recipe, device: torch.device, capability: tuple[int, int] | None = None) -> Ops:
+def ops_of(case: Case, recipe: Recipe, device: torch.device, capability: Capability | None = None) -> Ops:
     key, value = random_codecs(recipe, case.head_dim, case.q_heads, case.kv_heads, case.torch_dtype)
     layout = PageLayout(key.layout, value.layout, case.page)
     return choose(layout, case.q_heads // case.kv_heads, device, capability)

@@ -4,7 +4,7 @@ A case is one layer with a recipe and a shape. Its history is packed by `naive.s
 tokens per sequence, then one. The definitions run on the CPU; attention is computed in float64. Before each op the
 device gets the bytes of the definition, so a wrong `store` does not make `decode` look wrong.
 
-On Hopper the cases compile hundreds of variants of kernels.
+On a GPU the cases compile hundreds of variants of kernels.
 """
 
 import math
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import count
@@ -24,6 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvfold.bench import targets
 from kvfold.bench.expected_ops import (
     allowed_error,
     differing_share,
@@ -35,6 +37,7 @@ from kvfold.bench.expected_ops import (
     relative_error,
 )
 from kvfold.bench.random_fits import random_codecs, random_states
+from kvfold.bench.targets import Capability
 from kvfold.format.codec import Codec
 from kvfold.format.layout import PageLayout
 from kvfold.ops import naive
@@ -154,7 +157,7 @@ CASES = (
     Case("gtq-k2v2:sink=64,recent=256", 128, 6, 64),
     Case("tq-k6v5", 128, 5, 16),
     Case("tq-k1v6:recent=1", 128, 7, 16),
-    # decoded by the portable kernel, on Hopper too
+    # decoded by the portable kernel
     Case("bf16", 128, 4, 64, LONG),
     Case("bf16", 64, 8, 16, PROMPT, "float16"),
     Case("int4:group=32,sink=2,recent=9", 128, 3, 64),
@@ -198,26 +201,29 @@ class Row:
     ok: bool
     problem: str
     device: str
+    target: str  # what its kernels were built for
     kvfold: str
     torch: str
     triton: str
     date: str
 
 
-def run(progress: Callable[[float], None] = lambda share: None) -> Iterator[Row]:
-    """The rows of all cases, on the GPU if there is one. On a GPU several processes compile kernels in parallel."""
+def run(progress: Callable[[float], None] = lambda share: None, target: str | None = None) -> Iterator[Row]:
+    """The rows of all cases, on the GPU if there is one. On a GPU several processes compile kernels in parallel, for
+    `target` as in targets.py."""
     if find_spec("transformers") is None:
         raise ValueError(
             "selftest fits recipes to random layers, and needs transformers for that: pip install transformers"
         )
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and target is None:
         yield from _advancing(map(check, CPU_CASES), progress)
         return
+    capability = targets.build_for(target)
     longest_first = sorted(CASES, key=lambda case: case.tokens.pairs, reverse=True)
     workers = min(WORKERS, os.cpu_count() or 1)
     try:
         with ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-            yield from _advancing(pool.map(check, longest_first), progress)
+            yield from _advancing(pool.map(partial(check, capability=capability), longest_first), progress)
     except BrokenExecutor as error:
         raise ValueError(f"a kernel ended the process that checked it: {error}") from None
 
@@ -229,11 +235,11 @@ def _advancing(checked: Iterable[list[Row]], progress: Callable[[float], None]) 
 
 
 @torch.no_grad()
-def check(case: Case) -> list[Row]:
+def check(case: Case, capability: Capability | None = None) -> list[Row]:
     """The rows of one case, one per path."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the column `reason` says what `choose` warns of
-        layer = Layer(case, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        layer = Layer(case, torch.device("cuda" if torch.cuda.is_available() else "cpu"), capability)
     rows = [layer.store()]
     if case.tokens.pairs <= MOST_PAIRS:
         rows.append(layer.attend("extend", layer.ops.extend))
@@ -259,9 +265,11 @@ class Found(NamedTuple):
 class Layer:
     """The layer of a case: a cache on the device, and the same cache as the definitions fill it."""
 
-    def __init__(self, case: Case, device: torch.device) -> None:
+    def __init__(self, case: Case, device: torch.device, capability: Capability | None = None) -> None:
         self.case, recipe, (key, value) = case, parse(case.recipe), case.codecs
-        self.ops = choose(PageLayout(key.layout, value.layout, case.page), case.ratio, device, cap=case.cap is not None)
+        self.target = targets.name(capability) if capability else device.type
+        layout = PageLayout(key.layout, value.layout, case.page)
+        self.ops = choose(layout, case.ratio, device, capability, case.cap is not None)
         self.cache = _poisoned_cache(case, recipe, (key.to(device), value.to(device)), device)
         self.generator = torch.Generator().manual_seed(0)
         self.turn = count()
@@ -422,6 +430,7 @@ class Layer:
             ok=not found.wrong,
             problem=found.wrong,
             device=torch.cuda.get_device_name() if on_gpu else platform.machine(),
+            target=self.target,
             kvfold=__version__,
             torch=torch.__version__,
             triton=version("triton") if find_spec("triton") else "",

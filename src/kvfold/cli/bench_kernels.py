@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from kvfold.cli.inputs import check_files
-from kvfold.cli.options import CsvFile, JsonFile
+from kvfold.cli.options import CsvFile, JsonFile, Target
 from kvfold.cli.output import collect_rows, err, new_table, out, write_csv, write_json
 from kvfold.fitted import Fitted
 from kvfold.geometry import Geometry
@@ -36,6 +36,7 @@ def kernels(
     explain: Annotated[
         bool, typer.Option("--explain", help="Say which kernel each recipe gets, and why. Needs no GPU.")
     ] = False,
+    target: Target = None,
     json_file: JsonFile = None,
     csv_file: CsvFile = None,
 ) -> None:
@@ -57,7 +58,7 @@ def kernels(
     shape = {"page": page, "head_dim": head_dim, "q_heads": q_heads, "kv_heads": kv_heads, "dtype": dtype}
     cases = run.cases(op, case, **shape)
     if explain:
-        rows = run.explain(cases, panel)
+        rows = run.explain(cases, panel, target)
         write_csv(csv_file, rows)
         if not write_json(json_file, rows):
             _print_choices(rows)
@@ -65,7 +66,7 @@ def kernels(
     if any(each.op != "store" for each in cases):
         for name in missing():
             err.print(f"{name} is not installed, so it is not compared with", highlight=False)
-    rows = collect_rows("Timing", lambda advance: run.run(cases, panel, advance), csv_file)
+    rows = collect_rows("Timing", lambda advance: run.run(cases, panel, advance, target), csv_file)
     if not write_json(json_file, rows):
         _print_times(rows)
 
@@ -107,7 +108,8 @@ def _print_times(rows: list[dict[str, Any]]) -> None:
     first = rows[0]
     out.print(
         f"{first['q_heads']} query and {first['kv_heads']} KV heads of {first['head_dim']}, {first['dtype']}, pages of "
-        f"{first['page']} tokens; {first['gpu']}, torch {first['torch']}, triton {first['triton']}. A large copy moves "
-        f"{first['copy_tb_per_s']:.2f} TB/s. All were verified first: errors reach {worst:.2f} of what is allowed.",
+        f"{first['page']} tokens; {first['gpu']}, built for {first['target']}, torch {first['torch']}, triton "
+        f"{first['triton']}. A large copy moves {first['copy_tb_per_s']:.2f} TB/s. All were verified "
+        f"first: errors reach {worst:.2f} of what is allowed.",
         highlight=False,
     )

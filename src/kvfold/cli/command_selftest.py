@@ -7,11 +7,11 @@ from typing import Any
 from rich.markup import escape
 
 from kvfold.cli.inputs import check_files
-from kvfold.cli.options import CsvFile, JsonFile
+from kvfold.cli.options import CsvFile, JsonFile, Target
 from kvfold.cli.output import collect_rows, new_table, out, write_json
 
 
-def selftest(json_file: JsonFile = None, csv_file: CsvFile = None) -> None:
+def selftest(target: Target = None, json_file: JsonFile = None, csv_file: CsvFile = None) -> None:
     """Check every kernel that a recipe can get on this device against its definition.
 
     Example: `kvfold selftest --csv selftest.csv`
@@ -19,7 +19,7 @@ def selftest(json_file: JsonFile = None, csv_file: CsvFile = None) -> None:
     from kvfold.bench import selftest as run
 
     check_files(json_file, csv_file)
-    rows = collect_rows("Checking", run.run, csv_file)
+    rows = collect_rows("Checking", lambda advance: run.run(advance, target), csv_file)
     if not write_json(json_file, rows):
         _print_checks(rows)
     if wrong := [row for row in rows if not row["ok"]]:

@@ -8,6 +8,10 @@ import typer
 Model = Annotated[str, typer.Argument(help="`embedded`, a model folder, a .gguf file or a Hugging Face Hub id.")]
 JsonFile = Annotated[str | None, typer.Option("--json", help="Write rows as JSON to this file; `-` for the terminal.")]
 CsvFile = Annotated[Path | None, typer.Option("--csv", help="Write tidy rows to this CSV file.")]
+Target = Annotated[
+    str | None,
+    typer.Option(help="Build the kernels of another GPU, as in `sm_80`, and run them on this one. Default: this GPU."),
+]
 TextFile = Annotated[
     Path | None, typer.Option("--text", help="A UTF-8 text file instead of Python's own documentation.")
 ]

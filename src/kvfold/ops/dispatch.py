@@ -14,7 +14,7 @@ from kvfold.ops.attend import attend_torch
 from kvfold.ops.pages import LayerPages, Logits
 
 New = tuple[Tensor, Tensor] | None
-AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities
+AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities: the first with kernels, and the first with PDL (see pdl.py)
 OLD_TRITON = (ImportError, AttributeError)  # raised by importing kernels if Triton is too old or missing
 
 
@@ -65,7 +65,7 @@ def choose(
     cap: bool = False,
 ) -> Ops:
     """The ops for pages of this layout, with `ratio` query heads per KV head, on this device. `capability` overrides
-    that of the device, to ask about another GPU. `cap`: whether logits have a soft-cap."""
+    that of the device, to ask about another GPU, or to run what it would. `cap`: whether logits have a soft-cap."""
     if device.type == "cpu":
         return _cpu(layout)
     if device.type != "cuda":
@@ -74,6 +74,14 @@ def choose(
         raise ValueError(
             f"kvfold has kernels for NVIDIA's GPUs, and this torch is built for AMD's (ROCm {torch.version.hip}): run "
             "the model on the CPU, or on a GPU of NVIDIA"
+        )
+    own = capability or torch.cuda.get_device_capability(device)
+    if own < AMPERE:
+        name = "the GPU" if capability else torch.cuda.get_device_name(device)
+        return _slow(
+            "{} has compute capability {}.{}, and the kernels need 8.0, which Ampere has, or a later one".format(
+                name, *own
+            )
         )
     try:
         from kvfold.ops import tiles
@@ -86,24 +94,18 @@ def choose(
         )
     if reason := tiles.unreadable(layout):
         return _slow(reason)
-    capability = capability or torch.cuda.get_device_capability(device)
-    store_here = partial(store.store, overlaps=capability >= HOPPER)
-    stored = Choice("triton", "segments are affine, even, codebooks or raw", store_here)
+    stored = Choice(
+        "triton", "segments are affine, even, codebooks or raw", partial(store.store, overlaps=own >= HOPPER)
+    )
     if unstored := tiles.unsupported_side(layout):
         reason = "there is no kernel that stores these {}: {}".format(*unstored)
         warn(f"{reason}; PyTorch's operators do that on the GPU, many times slower", stacklevel=2)
         stored = Choice("torch", reason, naive.store)
-    if capability < HOPPER:
-        decode = Choice("triton", f"the GPU is older than Hopper: {capability}", attend.attend)
-    else:
-        decode = _hopper(layout, ratio, cap, stored, attend.attend)
-    if capability < AMPERE:
-        extend = Choice("triton", f"the GPU is older than Ampere: {capability}", attend.attend)
-    elif reason := "flash attention has no soft-cap" if cap else unpacked.unsupported(layout):
+    if reason := "flash attention has no soft-cap" if cap else unpacked.unsupported(layout):
         extend = Choice("triton", reason, attend.attend)
     else:
         extend = Choice("unpacked", "torch has flash attention for heads of this size", unpacked.attend)
-    return Ops(stored, decode, extend)
+    return Ops(stored, _decode(layout, ratio, own, cap, stored, attend.attend), extend)
 
 
 def check_dtype(ops: Iterable[Ops], dtype: torch.dtype) -> None:
@@ -115,19 +117,29 @@ def check_dtype(ops: Iterable[Ops], dtype: torch.dtype) -> None:
         )
 
 
-def _hopper(layout: PageLayout, ratio: int, cap: bool, store: Choice, portable: Callable[..., Tensor]) -> Choice:
-    """The decode op on Hopper or later."""
+def _decode(
+    layout: PageLayout,
+    ratio: int,
+    capability: tuple[int, int],
+    cap: bool,
+    store: Choice,
+    portable: Callable[..., Tensor],
+) -> Choice:
+    """The decode op on NVIDIA's GPUs since Ampere."""
     try:
-        from kvfold.ops.attend.hopper import decode_step as gluon
+        from kvfold.ops.attend.gluon import cards
+        from kvfold.ops.attend.gluon import decode_step as gluon
     except OLD_TRITON as error:
         reason: str | None = f"that needs Triton 3.6 or newer, which torch 2.10 has: pip install -U torch ({error})"
     else:
         reason = "logits have a soft-cap" if cap else gluon.unsupported(layout, ratio)
     if reason:
-        warn(f"the portable kernel decodes, several times slower than the one for Hopper: {reason}", stacklevel=3)
+        warn(f"the portable kernel decodes, several times slower than the fast one: {reason}", stacklevel=3)
         return Choice("triton", reason, portable)
-    both = gluon.store_and_attend if store.implementation == "triton" else None
-    return Choice("gluon", "integers, evenly spaced levels or codebooks on Hopper", gluon.attend, both, gluon.read)
+    card = cards.card_of(capability)
+    both = partial(gluon.store_and_attend, card) if store.implementation == "triton" else None
+    run, read = partial(gluon.attend, card), partial(gluon.read, card)
+    return Choice("gluon", "integers, evenly spaced levels or codebooks", run, both, read)
 
 
 def _cpu(layout: PageLayout) -> Ops:

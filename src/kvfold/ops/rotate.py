@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 
 from kvfold.ops.pdl import ALONE, BESIDE, LAST, Overlap, release, wait
 from kvfold.ops.sizes import ceil_div, power_of_two
@@ -88,7 +89,7 @@ def terms_and_shift(
         if shift is not None:  # −mean times the rounded A: the error of A is then multiplied by x − mean, not by x
             matrix = exact * torch.stack(terms).double().sum(dim=0)
             shift = (shift.double().unsqueeze(-2) @ matrix).squeeze(-2).float()
-        kept = torch.float32 if device.type == "cpu" else dtype  # Triton's interpreter cannot multiply bfloat16
+        kept = torch.float32 if knobs.runtime.interpret else dtype  # Triton's interpreter cannot multiply bfloat16
         terms = tuple(term.to(kept).contiguous() for term in terms)
     if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
         torch.cuda.current_stream(device).synchronize()
@@ -126,7 +127,7 @@ def _rotate_to(out: Tensor, x: Tensor, matrices: _Matrices, mean: Tensor | None,
         WIDTH=width,
         ROWS=tile.vectors,
         OVERLAP=overlap,
-        num_warps=tile.warps,
+        num_warps=tile.warps if dims <= 128 else 2 * tile.warps,  # a CTA holds its matrices in registers
         **overlap.launch,
     )
     return out

@@ -49,7 +49,8 @@ class QueryTiles:
         dims = max(pages.layout.key.dims, pages.layout.value.dims)
         self.tokens = 64 if dims <= 128 else 32  # keys that a tile reads at once
         self.num_warps = 8 if self.rows > 64 else 4
-        self.registers = 128 if self.rows == 16 else None  # per thread, so that four CTAs fit on an SM
+        # per thread, at most: so that four CTAs fit on an SM, or three, and no register is spilled
+        self.registers = None if self.rows > 16 else 128 if dims <= 128 else 168
 
     def splits(self, tokens: int, device: torch.device) -> int:
         """Over how many CTAs `tokens` tokens of a sequence are split, so that every SM has work."""

@@ -172,10 +172,12 @@ def _windows(
         own = (token + end - length).to(tl.int64) * KV_HEADS + head
         exists &= shadow >= 0
         k_at = tl.where(of_step, new_k + own * KEY_DIMS, old + token % PAGE * KEY_DIMS)
+        k_at = tl.multiple_of(k_at, alignment(KEY_DIMS))  # which `where` makes the compiler forget
         k = tl.load(k_at[:, None] + of_key, mask=exists[:, None] & (of_key < KEY_DIMS), other=0.0)
         v_at = tl.where(of_step, new_v + own * VALUE_DIMS, old + (PAGE * KEY_DIMS + token % PAGE * VALUE_DIMS))
+        v_at = tl.multiple_of(v_at, alignment(VALUE_DIMS))
         v = tl.load(v_at[:, None] + of_value, mask=exists[:, None] & (of_value < VALUE_DIMS), other=0.0)
-        out, highest, total = _read(queries, k, v, cap, lacked, seen & exists[None, :], out, highest, total)
+        out, highest, total = _read(queries, k, v, cap, lacked, seen, out, highest, total)
 
     place = (split.to(tl.int64) * tokens + query) * Q_HEADS + q_head
     tl.store(weights + place, tl.where(total > 0, highest + tl.log2(total), UNSEEN), mask=live)
@@ -183,6 +185,12 @@ def _windows(
     tl.store(outs + place[:, None] * VALUE_DIMS + of_value, mean, mask=live[:, None] & (of_value < VALUE_DIMS))
     release(OVERLAP, "end")
     wait(OVERLAP, "end")
+
+
+@triton.constexpr_function
+def alignment(dims):
+    """Bytes that divide the addresses of 16-bit vectors after one another in aligned memory; loads have up to 16."""
+    return min(16, 2 * dims & -2 * dims)
 
 
 @triton.jit

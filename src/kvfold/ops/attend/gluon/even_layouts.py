@@ -6,8 +6,8 @@ A token has `words` words of a segment. Either a lane of a run has words of its 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.ops.attend.hopper.decode_tiles import log2
-from kvfold.ops.attend.hopper.integer_layouts import PLACES, masked, unpack_bytes
+from kvfold.ops.attend.gluon.decode_tiles import log2
+from kvfold.ops.attend.gluon.integer_layouts import PLACES, masked, unpack_bytes
 
 
 @gluon.constexpr_function

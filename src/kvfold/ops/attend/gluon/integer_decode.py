@@ -33,8 +33,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from kvfold.format.layout import SlotLayout
-from kvfold.ops.attend.hopper.decode_tiles import (
-    TILE,
+from kvfold.ops.attend.gluon.cards import STAGES, ctas, meta_stages
+from kvfold.ops.attend.gluon.decode_tiles import (
     UNSEEN,
     faded,
     float_pair,
@@ -51,7 +51,7 @@ from kvfold.ops.attend.hopper.decode_tiles import (
     wait_for_stored,
     weights_operand,
 )
-from kvfold.ops.attend.hopper.integer_layouts import (
+from kvfold.ops.attend.gluon.integer_layouts import (
     around_bits,
     copy_layout,
     flat,
@@ -72,9 +72,6 @@ from kvfold.ops.store.quantize_tiles import ROUNDER
 async_load = getattr(async_copy, "async_load", async_copy.async_copy_global_to_shared)
 REINTERPRETS = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
-WARPS = 8  # CTAs per SM, at most: two per scheduler
-STAGES = gl.constexpr(2)  # tiles in shared memory: one is read while the other is copied
-SHARED = 228 * 1024  # bytes of an SM's shared memory, of which a CTA takes 1024 beside what it asks for
 UNIT = gl.constexpr(2.0**24)  # 1 / the smallest subnormal float16
 
 
@@ -92,32 +89,9 @@ def integer_words(slot: SlotLayout, codes: int, meta: int) -> IntegerWords:
     return IntegerWords(slot.segments[0].bits, len(slot.segments), slot.code_bytes // 4, codes // 4, meta // 4)
 
 
-def room(key: IntegerWords, value: IntegerWords) -> int:
-    """How many CTAs an SM takes."""
-    return ctas(key.per_token + value.per_token + key.segments + value.segments)
-
-
-@gluon.constexpr_function
-def ctas(words):
-    """How many CTAs an SM takes, if a stage has `words` words per token: as many as fit, at most WARPS.
-
-    From four on, each of its four schedulers gets as many as the others. They share the work equally, so they would
-    wait for a scheduler that has more.
-    """
-    fit = min(WARPS, SHARED // (4 * TILE * STAGES.value * words + 1024))
-    return fit // 4 * 4 or fit
-
-
-@gluon.constexpr_function
-def meta_stages(segments, others):
-    """How many stages of key metadata a CTA allocates. Per token, a stage has `segments` words of key metadata and
-    `others` words of the rest.
-
-    The CTA uses STAGES of them. The rest is padding. Without it, the first SM to become free would take more CTAs than
-    its share. The padding is as small as possible, because a CTA that reads windows needs 20 KiB beside them.
-    """
-    least = SHARED // (ctas(segments + others) + 1) - 1023
-    return max(STAGES.value, -((4 * TILE * STAGES.value * others - least) // (4 * TILE * segments)))
+def room(key: IntegerWords, value: IntegerWords, shared: int) -> int:
+    """How many CTAs an SM with `shared` bytes of shared memory takes."""
+    return ctas(key.per_token + value.per_token + key.segments + value.segments, shared)
 
 
 @gluon.jit(
@@ -146,6 +120,7 @@ def decode(
     HEADS: gl.constexpr,  # RATIO, up to 4 or 8
     COLUMNS: gl.constexpr,  # of outputs: one or two per head
     ORDER: gl.constexpr,  # of the Hadamard matrices that rotate queries here; 1: none
+    SHARED: gl.constexpr,  # bytes of an SM's shared memory
     OVERLAP: gl.constexpr,
 ):
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
@@ -161,8 +136,9 @@ def decode(
     VALUES: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
     META: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     OTHERS: gl.constexpr = KEY.per_token + VALUE.per_token + VALUE.segments
+    META_STAGES: gl.constexpr = meta_stages(KEY.segments, OTHERS, SHARED)
     keys = gl.allocate_shared_memory(gl.int32, [STAGES, 8, 8 * KEY.per_token], KEYS)
-    key_meta = gl.allocate_shared_memory(gl.int32, [meta_stages(KEY.segments, OTHERS), 8, 8 * KEY.segments], META)
+    key_meta = gl.allocate_shared_memory(gl.int32, [META_STAGES, 8, 8 * KEY.segments], META)
     values = gl.allocate_shared_memory(gl.int32, [STAGES, 8, 8 * VALUE.per_token], VALUES)
     value_meta = gl.allocate_shared_memory(gl.int32, [STAGES, 8, 8 * VALUE.segments], META)
     shared = (keys, key_meta, values, value_meta)

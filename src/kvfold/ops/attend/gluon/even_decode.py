@@ -13,7 +13,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from kvfold.ops.attend.hopper.decode_tiles import (
+from kvfold.ops.attend.gluon.cards import STAGES, ctas, meta_stages, tiles_at_once
+from kvfold.ops.attend.gluon.decode_tiles import (
     UNSEEN,
     exp2,
     in_columns,
@@ -27,7 +28,7 @@ from kvfold.ops.attend.hopper.decode_tiles import (
     wait_by,
     weights_operand,
 )
-from kvfold.ops.attend.hopper.even_layouts import (
+from kvfold.ops.attend.gluon.even_layouts import (
     codes_per_lane,
     key_coordinate,
     key_middle,
@@ -36,7 +37,7 @@ from kvfold.ops.attend.hopper.even_layouts import (
     sharing_layout,
     unpack_shared_bytes,
 )
-from kvfold.ops.attend.hopper.even_pages import (
+from kvfold.ops.attend.gluon.even_pages import (
     EvenSide,
     copy_tiles,
     dims_of,
@@ -47,16 +48,8 @@ from kvfold.ops.attend.hopper.even_pages import (
     start_of,
     tile_pages,
 )
-from kvfold.ops.attend.hopper.integer_decode import (
-    STAGES,
-    UNIT,
-    codes_alone,
-    ctas,
-    meta_stages,
-    read_values,
-    value_operand,
-)
-from kvfold.ops.attend.hopper.integer_layouts import around_bits, registers, repeated, with_bits
+from kvfold.ops.attend.gluon.integer_decode import UNIT, codes_alone, read_values, value_operand
+from kvfold.ops.attend.gluon.integer_layouts import around_bits, registers, repeated, with_bits
 from kvfold.ops.store.quantize_tiles import ROUNDER
 
 # A byte at the place of a float32 is 2^119 times too small. So units of queries are 2^64 times too large, which is far
@@ -69,17 +62,9 @@ BACK = gl.constexpr(2.0**-3)
 EXACT = gl.constexpr(2.0**22 - 2.0**12)  # products up to this are the low bits of ROUNDER + product
 
 
-def room(key: EvenSide, value: EvenSide) -> int:
-    """How many CTAs an SM takes."""
-    return ctas(key.words + value.words + scale_rows(key.segments + value.segments) // 4)
-
-
-@gluon.constexpr_function
-def tiles_at_once(words, value_segments, heads):
-    """How many tiles a CTA reads at once, with `words` words per token in shared memory: two, if as many CTAs fit then.
-    What it does once per loop then counts half. But with two segments of values, two tiles take longer; and with eight
-    heads they would take nearly all registers."""
-    return 2 if value_segments == 1 and heads == 4 and ctas(2 * words) == ctas(words) else 1
+def room(key: EvenSide, value: EvenSide, shared: int) -> int:
+    """How many CTAs an SM with `shared` bytes of shared memory takes."""
+    return ctas(key.words + value.words + scale_rows(key.segments + value.segments) // 4, shared)
 
 
 @gluon.jit(
@@ -109,6 +94,7 @@ def decode(
     HEADS: gl.constexpr,  # RATIO, up to 4 or 8
     COLUMNS: gl.constexpr,  # not used: there are always 8
     ORDER: gl.constexpr,  # 1: queries come rotated
+    SHARED: gl.constexpr,  # bytes of an SM's shared memory
     OVERLAP: gl.constexpr,
 ):
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
@@ -123,14 +109,14 @@ def decode(
     pool += head.to(gl.int64) * PAGE_WORDS
 
     WORDS: gl.constexpr = KEY.words + VALUE.words + ROWS // 4
-    TILES: gl.constexpr = tiles_at_once(WORDS, VALUE.segments, HEADS)
+    TILES: gl.constexpr = tiles_at_once(WORDS, VALUE.segments, HEADS, SHARED)
     keys, values = (), ()
     for i in gl.static_range(len(KEY.each)):
         keys += (_allocate(TILES, KEY.each[i].per_token, shared_words(KEY.each[i].per_token)),)
     for i in gl.static_range(len(VALUE.each)):
         values += (_allocate(TILES, VALUE.each[i].per_token, gl.SwizzledSharedLayout(4, 1, 8, [1, 0])),)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    PADDED: gl.constexpr = meta_stages(TILES * (ROWS // 4), TILES * (WORDS - ROWS // 4))
+    PADDED: gl.constexpr = meta_stages(TILES * (ROWS // 4), TILES * (WORDS - ROWS // 4), SHARED)
     scales = gl.allocate_shared_memory(gl.int32, [TILES * PADDED, 8, ROWS, 2], FLAT)
     shared = (keys, values, scales)
     pages = tile_pages(table, first, table_pages, kv_heads, KEY, VALUE, TILES, PAGE)

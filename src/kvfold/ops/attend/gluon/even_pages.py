@@ -10,10 +10,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from kvfold.format.layout import PageLayout
-from kvfold.ops.attend.hopper.decode_tiles import joined, wait_for_stored
-from kvfold.ops.attend.hopper.even_layouts import copied_scales, scale_layout, unpack_scales
-from kvfold.ops.attend.hopper.integer_decode import IntegerWords, async_load, page_row
-from kvfold.ops.attend.hopper.integer_layouts import copy_layout, flat, key_layout, repeated
+from kvfold.ops.attend.gluon.decode_tiles import joined, wait_for_stored
+from kvfold.ops.attend.gluon.even_layouts import copied_scales, scale_layout, unpack_scales
+from kvfold.ops.attend.gluon.integer_decode import IntegerWords, async_load, page_row
+from kvfold.ops.attend.gluon.integer_layouts import copy_layout, flat, key_layout, repeated
 
 
 class EvenSide(NamedTuple):

@@ -1,6 +1,8 @@
-"""Decode on Hopper: the launches of a step, around a Gluon kernel for integers, evenly spaced levels or codebooks.
+"""Decode on Ampere or later: the launches of a step, around a Gluon kernel for integers, evenly spaced levels or
+codebooks.
 
-docs/structure.md says which kernels of a step overlap.
+docs/structure.md says which kernels of a step overlap, on cards that can. On others every kernel begins when the
+previous one has ended, and so reads all that was written before it.
 """
 
 from functools import lru_cache
@@ -11,22 +13,25 @@ from torch import Tensor
 
 from kvfold.format.layout import PageLayout, SlotLayout
 from kvfold.ops.attend import window_kernel
-from kvfold.ops.attend.hopper import codebook_decode as codebooks
-from kvfold.ops.attend.hopper import even_decode as even
-from kvfold.ops.attend.hopper import integer_decode as integers
-from kvfold.ops.attend.hopper import level_lookup as levels
-from kvfold.ops.attend.hopper.decode_tiles import TILE
-from kvfold.ops.attend.hopper.even_pages import even_sides
+from kvfold.ops.attend.gluon import codebook_decode as codebooks
+from kvfold.ops.attend.gluon import even_decode as even
+from kvfold.ops.attend.gluon import integer_decode as integers
+from kvfold.ops.attend.gluon import level_lookup as levels
+from kvfold.ops.attend.gluon.cards import Card
+from kvfold.ops.attend.gluon.decode_tiles import TILE
+from kvfold.ops.attend.gluon.even_pages import even_sides
 from kvfold.ops.attend.parts import LOG2_E, Sinks, empty, learned_sinks, merge, sms
 from kvfold.ops.decode_prologue import prologue
 from kvfold.ops.pages import LayerPages, Logits
-from kvfold.ops.pdl import Overlap, Place
+from kvfold.ops.pdl import ALONE, Overlap, Place
 from kvfold.ops.rotate import dual
 from kvfold.ops.sizes import ceil_div
 from kvfold.ops.store.store_gpu import pack, store
 from kvfold.transforms import Hadamard
 
 MAX_SPLITS = 256
+# per thread: with a limit, even the highest, the compiler uses what it needs; else it stops at 168 and may spill
+MOST_REGISTERS = 255
 
 
 def unsupported(layout: PageLayout, ratio: int) -> str | None:
@@ -93,7 +98,7 @@ def _no_codebooks(slot: SlotLayout, side: str) -> str | None:
 
 
 def store_and_attend(
-    pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, logits: Logits, out: Tensor | None = None
+    card: Card, pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, logits: Logits, out: Tensor | None = None
 ) -> Tensor:
     """`store` k and v [sequences, kv_heads, d], then `attend`.
 
@@ -102,20 +107,26 @@ def store_and_attend(
     not rotated, queries need no prologue.
     """
     if pages.key.transform.rotation is None or pages.windows.recent < 2 or q.dtype != k.dtype:
-        return attend(pages, q, store(pages, k, v, overlaps=True), logits, out)
+        return attend(card, pages, q, store(pages, k, v, overlaps=card.overlaps), logits, out)
     sinks = learned_sinks(pages, q, logits)
-    begun = prologue(pages, q, k, v, overlaps=True)
-    return _attend(pages, begun.q, 1, "start", begun.new, begun.kv, logits, sinks, out)
+    begun = prologue(pages, q, k, v, overlaps=card.overlaps)
+    return _attend(card, pages, begun.q, 1, "start", begun.new, begun.kv, logits, sinks, out)
 
 
 def read(
-    pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, logits: Logits, out: Tensor | None = None
+    card: Card,
+    pages: LayerPages,
+    q: Tensor,
+    new: tuple[Tensor, Tensor] | None,
+    logits: Logits,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`attend` where the previous kernel is not `store`. It may write the queries, so nothing overlaps with it."""
-    return attend(pages, q, new, logits, out, stored=False)
+    return attend(card, pages, q, new, logits, out, stored=False)
 
 
 def attend(
+    card: Card,
     pages: LayerPages,
     q: Tensor,
     new: tuple[Tensor, Tensor] | None,
@@ -128,19 +139,20 @@ def attend(
     `new` is what `store` returned for the same step. `stored`: `store` is the previous kernel.
     """
     rotation, rotated, sinks = pages.key.transform.rotation, q, learned_sinks(pages, q, logits)
-    in_kernel = _kernel(pages.layout).rotates and new is None
+    in_kernel = _kernel(pages.layout, card).rotates and new is None
     order = rotation.order if in_kernel and isinstance(rotation, Hadamard) else 1
     # `dual` may overlap with `store`, which does not write queries, but not with a kernel that copies them
     if copied := rotated.stride()[1:] != (q.shape[-1], 1):
         rotated = rotated.contiguous()
     if order == 1:
-        rotated = dual(pages.key.transform, rotated, overlaps=stored and not copied)
+        rotated = dual(pages.key.transform, rotated, overlaps=card.overlaps and stored and not copied)
     fresh = copied or (order == 1 and rotation is not None)
     wait: Place = ("start" if fresh else "end") if stored else "never"
-    return _attend(pages, rotated, order, wait, new, None, logits, sinks, out)
+    return _attend(card, pages, rotated, order, wait, new, None, logits, sinks, out)
 
 
 def _attend(
+    card: Card,
     pages: LayerPages,
     q: Tensor,
     order: int,
@@ -157,7 +169,7 @@ def _attend(
     - `wait`: where the kernel waits, "start" if the previous kernel writes the queries.
     - `kv`: keys and values that the prologue transformed; they are packed beside decoding.
     """
-    step, layout, kernel = pages.step, pages.layout, _kernel(pages.layout)
+    step, layout, kernel = pages.step, pages.layout, _kernel(pages.layout, card)
     sequences, q_heads, dims = q.shape
     kv_heads = pages.pool.shape[1]
     ratio = q_heads // kv_heads
@@ -169,6 +181,7 @@ def _attend(
     # before it releases them. Without windows, the next kernel merges.
     beside = new is not None
     overlap = Overlap("start" if beside and wait == "end" else wait, "start" if beside else "end")
+    overlap = overlap if card.overlaps else ALONE
     kernel.decode[(splits, kv_heads, sequences)](
         q,
         outs,
@@ -191,6 +204,7 @@ def _attend(
         HEADS=heads,
         COLUMNS=max(8, heads * kernel.value.segments),
         ORDER=order,
+        SHARED=card.shared,
         OVERLAP=overlap,
         num_warps=1,
         maxnreg=kernel.registers,
@@ -198,10 +212,10 @@ def _attend(
         **overlap.launch,
     )
     if kv is not None:
-        pack(pages, kv, overlaps=True)
+        pack(pages, kv, overlaps=card.overlaps)
     if new is not None:  # beside decoding, where it leaves room on SMs
-        window_kernel.attend(pages, q, new, logits, outs[splits:], weights[splits:], overlaps=True)
-    return merge(outs, weights, pages.value.transform, out, overlaps=True, sinks=sinks)
+        window_kernel.attend(pages, q, new, logits, outs[splits:], weights[splits:], overlaps=card.overlaps)
+    return merge(outs, weights, pages.value.transform, out, overlaps=card.overlaps, sinks=sinks)
 
 
 def _splits(heads: int, tiles: int, warps: int, device: torch.device) -> int:
@@ -221,7 +235,7 @@ class Kernel(NamedTuple):
 
 
 @lru_cache
-def _kernel(layout: PageLayout) -> Kernel:
+def _kernel(layout: PageLayout, card: Card) -> Kernel:
     key, value, at = layout.key, layout.value, layout.offsets
     if _has_codebooks(layout):
         # lookups, not loads, take the time: a third warp per scheduler fills the gaps of the other two
@@ -230,7 +244,7 @@ def _kernel(layout: PageLayout) -> Kernel:
         return Kernel(codebooks.decode, *looked_up, False, warps, registers)
     if _has_even(layout):
         sides = even_sides(layout)
-        # with a limit, even the highest, the compiler uses what it needs; else it stops at 168 and spills
-        return Kernel(even.decode, *sides, False, even.room(*sides), 255)
+        return Kernel(even.decode, *sides, False, even.room(*sides, card.shared), MOST_REGISTERS)
     both = integers.integer_words(key, at[0], at[2]), integers.integer_words(value, at[1], at[3])
-    return Kernel(integers.decode, *both, True, integers.room(*both), None)
+    registers = MOST_REGISTERS if key.dims > 128 else None
+    return Kernel(integers.decode, *both, True, integers.room(*both, card.shared), registers)

@@ -12,8 +12,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from kvfold.format.layout import SlotLayout
-from kvfold.ops.attend.hopper import level_lookup as levels
-from kvfold.ops.attend.hopper.decode_tiles import (
+from kvfold.ops.attend.gluon import level_lookup as levels
+from kvfold.ops.attend.gluon.decode_tiles import (
     UNSEEN,
     faded,
     float_pair,
@@ -30,7 +30,7 @@ from kvfold.ops.attend.hopper.decode_tiles import (
     wait_for_stored,
     weights_operand,
 )
-from kvfold.ops.attend.hopper.level_lookup import Lookup, Word, codebook, coordinate, lane_lookups, lane_words, share
+from kvfold.ops.attend.gluon.level_lookup import Lookup, Word, codebook, coordinate, lane_lookups, lane_words, share
 
 KEY_LANES, VALUE_LANES = gl.constexpr(levels.KEY_LANES), gl.constexpr(levels.VALUE_LANES)
 
@@ -96,6 +96,7 @@ def decode(
     HEADS: gl.constexpr,  # RATIO, up to 4 or 8
     COLUMNS: gl.constexpr,  # 8: one or two per head
     ORDER: gl.constexpr,  # 1: queries come rotated
+    SHARED: gl.constexpr,  # not used: what is loaded goes to registers
     OVERLAP: gl.constexpr,
 ):
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])

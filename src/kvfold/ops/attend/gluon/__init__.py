@@ -1,0 +1,1 @@
+"""Decode attention in Gluon, for NVIDIA's GPUs since Ampere: of integers, evenly spaced levels and codebooks."""

@@ -1,1 +1,0 @@
-"""Decode attention for Hopper in Gluon: a kernel for integers and one for codebooks."""

@@ -1,0 +1,143 @@
+"""The kernels of decode steps fit on GPUs that are not here: as compiled for them, and as NVIDIA states their sizes."""
+
+import re
+
+import pytest
+from compiled_steps import Compiled, Step, compile_all
+
+from kvfold.bench.targets import parse
+from kvfold.ops.attend.gluon.cards import card_of
+from kvfold.ops.attend.window_kernel import alignment
+
+pytestmark = pytest.mark.timeout(7200)  # with --whole-product
+
+# KiB of shared memory per SM and per CTA at most, from the CUDA programming guide
+SHARED = {
+    "sm_80": (164, 163),
+    "sm_86": (100, 99),
+    "sm_89": (100, 99),
+    "sm_90": (228, 227),
+    "sm_100": (228, 227),
+    "sm_120": (100, 99),
+}
+REGISTERS = 65536  # of an SM
+OWN = 1024  # bytes of shared memory that a CTA takes beside what it asks for
+NEWER = {  # instructions and types, and the first compute capability that has them
+    r"griddepcontrol|wgmma|cp\.async\.bulk|tensormap|mbarrier\.try_wait|setmaxnreg|elect\.sync|\.cluster": (9, 0),
+    r"e4m3|e5m2": (8, 9),
+    r"tcgen05": (10, 0),
+}
+SPILLED = {  # bytes per thread, at most: docs/gpus.md says why
+    ("decode", "tq-k4v4", 256): 80,
+    ("decode", "fold4", 256): 8,
+    ("decode", "gtq-k2v2", 128): 24,
+}
+LAYOUTS = [  # all of them with --whole-product
+    ("saw-int4", 128),
+    ("saw-int4:values=true,sink=4,recent=40", 256),
+    ("oscar-int2", 128),
+    ("oscar-int2:group=128", 128),
+    ("int2", 64),
+    ("int4:group=32", 64),
+    ("int8", 128),
+    ("int8", 256),
+    ("fold2", 128),
+    ("fold3", 128),
+    ("fold4", 128),
+    ("fold4", 256),
+    ("gtq-k2v2", 128),
+    ("gtq-k3v3", 64),
+    ("tq-k4v4", 256),
+]
+STEPS = [  # test_gluon_even.py has more of evenly spaced levels
+    Step("sm_80", "saw-int4", 128, 4),
+    Step("sm_80", "oscar-int2", 128, 8),
+    Step("sm_80", "gtq-k2v2:recent=2", 64, 4),
+    Step("sm_86", "saw-int4:values=true,sink=4,recent=40", 256, 4),
+    Step("sm_86", "oscar-int2:group=128", 128, 4, 16, all=False),
+    Step("sm_86", "tq-k4v4", 128, 8, all=False),
+    Step("sm_89", "int8", 256, 8, 16, all=False),
+    Step("sm_90", "saw-int4", 128, 8, all=False),
+    Step("sm_90", "gtq-k3v3", 64, 4, all=False),
+    Step("sm_100", "oscar-int2:group=128", 128, 8),
+    Step("sm_100", "tq-k4v4", 128, 4, all=False),
+    Step("sm_120", "saw-int4", 128, 4),
+    Step("sm_120", "fold4", 128, 4, 16, all=False),
+]
+
+
+@pytest.fixture(scope="module")
+def kernels(request: pytest.FixtureRequest) -> list[Compiled]:
+    whole = [Step(target, *layout, ratio) for target in SHARED for layout in LAYOUTS for ratio in (4, 8)]
+    return compile_all(whole if request.config.getoption("--whole-product") else STEPS)
+
+
+def of(kernels: list[Compiled], target: str) -> list[Compiled]:
+    found = [kernel for kernel in kernels if kernel.step.target == target]
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("target", SHARED)
+def test_every_kernel_fits_on_an_sm_and_spills_nothing(target: str, kernels: list[Compiled]) -> None:
+    for kernel in of(kernels, target):
+        assert kernel.shared <= 1024 * SHARED[target][1], kernel.step
+        assert 32 * kernel.warps * kernel.registers <= REGISTERS, kernel.step
+        assert kernel.stack <= SPILLED.get((kernel.kernel, *kernel.step[1:3]), 0), (kernel.kernel, kernel.step)
+
+
+@pytest.mark.parametrize("target", SHARED)
+def test_as_many_ctas_decode_on_an_sm_as_are_launched(target: str, kernels: list[Compiled]) -> None:
+    shared = 1024 * SHARED[target][0]
+    decoding = [kernel for kernel in of(kernels, target) if kernel.ctas]
+    assert decoding
+    for kernel in decoding:
+        assert kernel.ctas is not None
+        assert kernel.ctas * 32 * kernel.registers <= REGISTERS, kernel.step
+        assert kernel.ctas * (kernel.shared + OWN) <= shared, kernel.step
+        if kernel.shared:  # else what is loaded goes to registers
+            assert shared < (kernel.ctas + 1) * (kernel.shared + OWN), kernel.step
+
+
+@pytest.mark.parametrize("target", SHARED)
+def test_kernels_have_no_instruction_of_newer_gpus(target: str, kernels: list[Compiled]) -> None:
+    """The assembler has taken them for this target. Where GPUs have PDL, it is used."""
+    for kernel in of(kernels, target):
+        assert re.search(rf"^\.target {target}a?$", kernel.ptx, re.MULTILINE)
+        for instructions, first in NEWER.items():
+            if parse(target) < first:
+                assert re.search(instructions, kernel.ptx) is None, (kernel.kernel, kernel.step)
+        assert ("griddepcontrol" in kernel.ptx) == (parse(target) >= (9, 0)), (kernel.kernel, kernel.step)
+
+
+def test_windows_are_loaded_in_vectors(kernels: list[Compiled]) -> None:
+    """Of 16 bytes. Triton must know how pointers are aligned, of which each is one of two."""
+    windows = [kernel for kernel in kernels if kernel.kernel == "_windows"]
+    assert windows
+    for kernel in windows:
+        assert re.search(r"ld\.global\S*\.v4\.b32", kernel.ptx), kernel.step
+        assert re.search(r"ld\.global\S*b16", kernel.ptx) is None, kernel.step
+
+
+@pytest.mark.parametrize("dims", [8, 20, 36, 64, 80, 97, 128])
+def test_vectors_after_one_another_are_aligned_as_stated(dims: int) -> None:
+    sizes = [size for size in (2, 4, 8, 16) if all(2 * dims * n % size == 0 for n in range(16))]
+    assert alignment(dims) == max(sizes)
+
+
+def test_all_kernels_of_a_step_were_compiled(kernels: list[Compiled]) -> None:
+    for target in ("sm_80", "sm_100"):
+        names = {kernel.kernel for kernel in of(kernels, target)}
+        assert names >= {"_prologue", "decode", "_store", "_windows", "_merge", "_rotate"}
+
+
+@pytest.mark.parametrize("target", SHARED)
+def test_sizes_are_those_that_nvidia_states(target: str) -> None:
+    card = card_of(parse(target))
+    assert card.shared == 1024 * SHARED[target][0]
+    assert card.overlaps == (parse(target) >= (9, 0))
+
+
+def test_an_unknown_gpu_is_taken_for_the_smallest() -> None:
+    assert card_of((15, 3)) == (1024 * min(shared for shared, _ in SHARED.values()), True)
+    assert card_of((8, 3)) == (1024 * min(shared for shared, _ in SHARED.values()), False)
