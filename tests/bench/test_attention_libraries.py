@@ -168,7 +168,7 @@ def test_what_is_not_installed_is_named_and_left_out(install: Any):
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
-        (flash_attn(False, wrong=1.1), "FlashAttention 2 is left out: it is wrong by 0.1"),
+        (flash_attn(False, wrong=1.1), "FlashAttention 2 is left out: it is wrong by 0."),
         (SimpleNamespace(), "FlashAttention 2 is left out: .* no attribute 'flash_attn_with_kvcache'"),
     ],
 )
