@@ -36,9 +36,9 @@ class Server:
         lines = [line for line in self.get(path).splitlines() if not line.startswith("#")]
         return {name: float(value) for name, value in (line.rsplit(maxsplit=1) for line in lines)}
 
-    def complete(self) -> str:
-        """What comes after PROMPT."""
-        asked = {"model": "embedded", "prompt": PROMPT, "max_tokens": 40, "temperature": 0}
+    def complete(self, prompt: str | list[int] = PROMPT, tokens: int = 40) -> str:
+        """What comes after a prompt, which may be tokens."""
+        asked = {"model": "embedded", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
         return json.loads(self.get("/v1/completions", **asked))["choices"][0]["text"]
 
 

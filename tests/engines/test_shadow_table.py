@@ -156,7 +156,7 @@ def test_it_does_what_the_model_does(update, data):
     shadows = data.draw(st.integers(1, 12))  # fewer than are needed at times
     device = "cuda" if update is not ShadowTable.update and torch.cuda.is_available() else "cpu"
     table, model = ShadowTable(windows, page_size, pool, shadows, device), Model(windows, page_size, shadows)
-    pages = Pages(data.draw, page_size, pool, most_requests=4, most_tokens=40)
+    pages, restored = Pages(data.draw, page_size, pool, most_requests=4, most_tokens=40), 0
     for _ in range(data.draw(st.integers(1, 12))):
         if data.draw(st.booleans()):
             resting = [(0, *request) for request in pages.requests if data.draw(st.booleans())]
@@ -169,10 +169,12 @@ def test_it_does_what_the_model_does(update, data):
             pages_, shadows_, count = update(table, *tensors)
             model.update(batch)
             assert dict(zip(pages_[:count].tolist(), shadows_[:count].tolist(), strict=True)) == model.restored
+            restored += len(model.restored)
         found = {page: shadow for page, shadow in enumerate(table.of[:-1].tolist()) if shadow >= 0}
         assert found == model.of
         assert table.of[-1] == -1
         assert table.used == len(model.of)
+        assert table.restored == restored
 
 
 @settings(max_examples=100, deadline=None)

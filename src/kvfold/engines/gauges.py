@@ -24,12 +24,17 @@ _token_bytes, _compression, _shadows, _shadows_used = (
         ("shadow_pages_used", "Shadow pages that belong to a page."),
     )
 )
-# Several ranks may count the same token, so a sum over processes would be too large.
-_non_finite = Gauge(
-    "kvfold:non_finite_tokens",
-    "Tokens stored as zeros, because keys or values held NaN, Inf or numbers beyond the range of 16-bit floats. The "
-    "largest count of all ranks.",
-    multiprocess_mode="max",
+# Several ranks may count the same page or token, so a sum over processes would be too large.
+_restored, _non_finite = (
+    Gauge(f"kvfold:{name}", f"{text} The largest count of all ranks.", multiprocess_mode="max")
+    for name, text in (
+        ("restored_pages", "Pages whose shadow pages were restored from packed tokens, since the start."),
+        (
+            "non_finite_tokens",
+            "Tokens that were refused and stored as zeros, because keys or values held NaN, Inf or numbers beyond the "
+            "range of 16-bit floats, since the start.",
+        ),
+    )
 )
 
 
@@ -40,17 +45,19 @@ class Gauges:
         _token_bytes.set(token_bytes)
         _compression.set(raw_token_bytes / token_bytes)
         self.steps = 0
-        self.used = Late(device)
+        self.used, self.restored = Late(device), Late(device)
         self.log = FaultLog(logger)
 
     def update(self, groups: Sequence[tuple[ShadowTable, Faults]]) -> None:
-        """Before each step: show how many shadows are in use and how many tokens could not be stored, as of a few steps
-        ago. Each of `groups` has a page table of its own. The same token may count in several of them."""
+        """Before each step: show how many shadows are in use, how many were restored and how many tokens could not be
+        stored, as of a few steps ago. Each of `groups` has a page table of its own. The same token may count in several
+        of them."""
         if self.steps % EVERY == 0:
             tables = [table for table, _ in groups]
             _shadows.set(sum(len(table.owner) - 1 for table in tables))
             if tables[0].windows:
                 _shadows_used.set(self.used.read(torch.stack([table.used for table in tables]).sum()))
+                _restored.set(self.restored.read(torch.stack([table.restored for table in tables]).sum()))
             count = max(faults.count() for _, faults in groups)
             _non_finite.set(count)
             self.log.tell(count)

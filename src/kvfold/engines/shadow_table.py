@@ -29,6 +29,7 @@ class ShadowTable:
         self.of = torch.full((pages + 1,), -1, device=device)  # per page: its shadow, -1: none
         self.owner = torch.full((shadows + 1,), -1, device=device)  # per shadow: its page, -1: none
         self.needed = torch.zeros(shadows + 1, dtype=torch.int64, device=device)  # per shadow: last step in use
+        self.restored = torch.zeros((), dtype=torch.int64, device=device)  # pages whose shadows had to be restored
         self._first = torch.zeros(pages + 1, dtype=torch.int64, device=device)  # per page: where a list first names it
         self._written = torch.zeros(pages + 1, dtype=torch.int64, device=device)  # per page: last step that began it
 
@@ -66,8 +67,10 @@ class ShadowTable:
 
         self._written[fresh] = self.clock
         restored = given & (self._written[reached] != self.clock)
+        count = restored.sum(dtype=torch.int32)
+        self.restored += count
         order = (~restored).byte().argsort(stable=True)
-        return page[order], shadow[order], restored.sum(dtype=torch.int32).view(1)
+        return page[order], shadow[order], count.view(1)
 
     def rest(self, lengths: Tensor, table: Tensor) -> None:
         """Before a step without these requests: keep the shadows that their windows need."""
@@ -79,7 +82,7 @@ class ShadowTable:
     ) -> tuple[Tensor, Tensor, Tensor]:
         from kvfold.engines.shadow_update import update
 
-        state = (self.clock, self.of, self.owner, self.needed, self._first, self._written)
+        state = (self.clock, self.of, self.owner, self.needed, self.restored, self._first, self._written)
         sink, recent = self.windows.sink, self.windows.recent
         columns = most_pages(sink, self.page_size), most_pages(recent - 1, self.page_size)
         return update(state, locations, starts, lengths, table, sink, recent, columns, self.page_size)

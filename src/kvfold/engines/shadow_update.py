@@ -15,7 +15,7 @@ TILE = 1024  # locations or pages at a time
 
 
 def update(
-    state: tuple[Tensor, ...],  # step, of, owner, needed, first, written: see ShadowTable
+    state: tuple[Tensor, ...],  # step, of, owner, needed, all_restored, first, written: see ShadowTable
     locations: Tensor,
     starts: Tensor,
     lengths: Tensor,
@@ -58,7 +58,7 @@ def update(
 
 @triton.jit(do_not_specialize=["tokens", "reached", "table_pages", "table_stride", "room", "sink", "recent"])
 def _update(
-    step, of, owner, needed, first, written,
+    step, of, owner, needed, all_restored, first, written,
     locations, starts, lengths, table, given, restored_pages, restored_shadows, restored,
     tokens, reached, table_pages, table_stride, room, sink, recent,
     SINK_PAGES: tl.constexpr, RECENT_PAGES: tl.constexpr, PAGE: tl.constexpr, ROOM: tl.constexpr, TILE: tl.constexpr,
@@ -119,6 +119,7 @@ def _update(
                 tl.store(restored_shadows + lost, shadow)
                 lost += 1
     tl.store(restored, lost)
+    tl.store(all_restored, tl.load(all_restored) + lost)
     tl.store(step, now)
 
 

@@ -16,6 +16,7 @@ import torch
 from forked import Ended, forked
 from prometheus_client import REGISTRY
 from recorded_graphs import KERNELS, recorder
+from operations_files import metrics_asked_for
 from served import serving
 from sglang.srt import runtime_context
 from sglang.srt.environ import envs
@@ -324,6 +325,8 @@ def test_nan_of_one_request_changes_nothing_for_others(artifact, embedded, monke
 def test_the_server_answers_and_shows_its_gauges():
     flags = ("--context-length", "512", "--max-running-requests", "4", "--enable-metrics")
     with serving("--engine", "sglang", "-r", "saw-int4:sink=4,recent=40,centre=false", *flags) as server:
+        server.complete(tokens := list(range(100, 500)), 1)
+        server.complete([*tokens[:200], *range(600, 650)], 1)
         assert server.complete().startswith(" Berlin")
         gauges = server.metrics("/metrics/")
     assert gauges["kvfold:bytes_per_token"] == (32 + 4) * 2 * 3 * 30
@@ -331,8 +334,10 @@ def test_the_server_answers_and_shows_its_gauges():
     # of 4 requests: one page of the first 4 tokens, 4 of the last 39; and up to 4 that a step begins
     assert gauges["kvfold:shadow_pages"] == 4 * (1 + 4 + 4)
     assert gauges["kvfold:shadow_pages_used"] >= 1
+    assert gauges["kvfold:restored_pages"] == 3  # the second prompt begins at token 192 and reads 153 to 191
     assert gauges["kvfold:non_finite_tokens"] == 0
-    assert any(name.startswith("sglang:prompt_tokens_total") for name in gauges)
+    exported = {name.partition("{")[0] for name in gauges}
+    assert metrics_asked_for("sglang") | metrics_asked_for("kvfold") <= exported
     assert "30 packed" in server.printed
 
 
