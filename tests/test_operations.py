@@ -1,4 +1,4 @@
-"""What operators copy: the dashboard, the Dockerfiles and the Kubernetes example, held against the package and the CLI.
+"""What operators copy and read: dashboard, Dockerfiles, Kubernetes example, notes. They are held against the package.
 
 The engines' tests hold them against running servers: every metric of the dashboard is exported there, and vLLM's parser
 takes the flags of the Kubernetes example.
@@ -19,6 +19,8 @@ import typer
 from operations_files import ROOT, container, dashboard, kubernetes, metrics_asked_for
 from packaging.requirements import Requirement
 
+from kvfold.artifact import SCHEMA
+from kvfold.artifact.metadata import read
 from kvfold.cli import app
 from kvfold.recipes import parse
 
@@ -169,4 +171,14 @@ def test_kubernetes_arguments_are_those_of_the_command():
     context = served_by([*entry, *container()["args"]])
     assert context.params["engine"] == "vllm"
     parse(context.params["recipe"])
-    assert [flag.partition("=")[0] for flag in context.args] == ["--host", "--port", "--max-model-len", "--max-num-seqs"]
+    given = [flag.partition("=")[0] for flag in context.args]
+    assert given == ["--host", "--port", "--max-model-len", "--max-num-seqs"]
+
+
+def test_the_upgrade_note_quotes_the_message_of_an_older_artifact():
+    older = {"schema_version": 3, "recipes": ["oscar-int2"]}
+    with pytest.raises(ValueError, match="another kvfold") as caught:
+        read(Path("fits/kvfold.json"), json.dumps(older).encode())
+    note = (ROOT / "docs" / "upgrade.md").read_text()
+    assert str(caught.value) in note
+    assert f"writes and reads {SCHEMA}." in note

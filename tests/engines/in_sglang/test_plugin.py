@@ -14,9 +14,9 @@ from unittest.mock import MagicMock, call
 import pytest
 import torch
 from forked import Ended, forked
+from operations_files import metrics_asked_for
 from prometheus_client import REGISTRY
 from recorded_graphs import KERNELS, recorder
-from operations_files import metrics_asked_for
 from served import serving
 from sglang.srt import runtime_context
 from sglang.srt.environ import envs
@@ -118,6 +118,7 @@ def test_shadow_pages_come_off_the_budget_first(artifact):
         ("int4", {"speculative_algorithm": "NGRAM"}, "--speculative-algorithm NGRAM does not go together"),
         ("int4", {"enable_hierarchical_cache": True}, "--enable-hierarchical-cache True does not go together"),
         ("int4", {"disaggregation_mode": "prefill"}, "--disaggregation-mode prefill does not go together"),
+        ("int4", {"disaggregation_mode": "decode"}, "--disaggregation-mode decode does not go together"),
         ("int4", {"pp_size": 2}, "--pp-size 2 does not go together"),
         ("int4", {"page_size": 8}, "a multiple of 16 tokens, not --page-size 8"),
     ],

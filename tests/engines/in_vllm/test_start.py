@@ -19,6 +19,9 @@ from operations_files import container, metrics_asked_for
 from served import kvfold, serving
 from tiny_models import HYBRIDS, SIZES
 from vllm import EngineArgs
+from vllm.config import KVTransferConfig
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention.backend import AttentionBackend
 
 from kvfold.engines.start import RECIPE
@@ -62,7 +65,10 @@ def test_memory_as_measured_with_another_recipe_is_refused(config, monkeypatch):
         ("model_config", "enable_sleep_mode", True, "--enable-sleep-mode would lose means and rotations"),
         ("parallel_config", "pipeline_parallel_size", 2, "pipeline parallelism is not supported"),
         ("parallel_config", "decode_context_parallel_size", 2, "context parallelism is not supported"),
-        (None, "kv_transfer_config", object(), "KV connectors would ship pages"),
+        *(
+            (None, "kv_transfer_config", KVTransferConfig(kv_connector=name, kv_role=role), "KV connectors would ship")
+            for name, role in (("NixlConnector", "kv_producer"), ("LMCacheConnectorV1", "kv_consumer"))
+        ),
         (None, "speculative_config", object(), "speculative decoding is not supported"),
     ],
 )
@@ -343,6 +349,14 @@ def test_the_server_says_in_one_line_that_vllm_cannot_be_imported(tmp_path):
     with kvfold("serve", "embedded", "-r", "int4", env={**os.environ, "PYTHONPATH": path}) as server:
         assert server.communicate()[0] == "error: vllm is broken\n"
     assert server.returncode == 1
+
+
+def test_flags_of_the_kubernetes_example_are_flags_of_vllm():
+    model, *flags = container()["args"]
+    own = [flag for flag in flags if not flag.startswith("--recipe=")]
+    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args([model, *own])
+    assert (parsed.model_tag, parsed.host, parsed.port) == (model, "0.0.0.0", 8000)
+    assert (parsed.max_model_len, parsed.max_num_seqs) == (32768, 64)
 
 
 def test_the_server_answers_and_shows_its_gauges():
