@@ -18,7 +18,7 @@ from kvfold.ops.pages import Logits
 
 pytestmark = pytest.mark.usefixtures("_poisoned_memory")
 
-RECIPE = "int4:centre=false,sink=4,recent=20"
+RECENT = 20
 PAGE, PAGES, WIDTH = 16, 24, 8
 KV_HEADS, RATIO, DIMS = 2, 2, 64
 
@@ -66,12 +66,13 @@ class Device:
 
 
 @pytest.fixture
-def config(tmp_path, monkeypatch):
+def config(request, tmp_path, monkeypatch):
+    recent = getattr(request, "param", RECENT)
     tiny(head_dim=DIMS).save_pretrained(tmp_path)
     monkeypatch.setattr(engine, "get_tensor_model_parallel_rank", lambda: 0)
     monkeypatch.setattr(engine.Engine, "current", None)
     given = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "block_size": PAGE, "max_model_len": WIDTH * PAGE}
-    asked = {"kvfold": {"recipe": RECIPE}}
+    asked = {"kvfold": {"recipe": f"int4:centre=false,sink=4,recent={recent}"}}
     config = EngineArgs(str(tmp_path), dtype="float16", additional_config=asked, **given).create_engine_config()
     config.cache_config.num_gpu_blocks = PAGES
     return config
@@ -132,6 +133,27 @@ def test_kernels_read_what_the_definition_says(config, ratio):
             assert (tokens, len(gpu.steps)) == (slice(4), 1)
             kept.add((step.table.data_ptr(), step.starts.data_ptr()))
     assert len(kept) == 1, "a CUDA graph reads where the first step lay"
+
+
+@pytest.mark.parametrize("config", [0, 3, 20, 256], indirect=True, ids="recent={}".format)
+def test_tokens_taken_back_leave_no_trace(config):
+    """Drafts are rejected, some of them behind the end of a page. The kernels read what the definition reads, which
+    never saw them."""
+    gpu, definition = (Device(config, gpu) for gpu in (True, False))
+    drafted, accepted = Requests(1), Requests(1)
+    randn = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    for counts, kept in (
+        ([1, 13, 30], [1, 13, 30]),
+        ([1, 4, 4], [1, 1, 2]),  # tokens 16 of one request, and 32 and 33 of another are taken back
+        ([1, 4, 4], [1, 3, 1]),
+        ([1, 1, 1], [1, 1, 1]),
+    ):
+        q, k, v = (randn(sum(counts), heads, DIMS).half() for heads in (KV_HEADS * RATIO, KV_HEADS, KV_HEADS))
+        rows = torch.cat([torch.arange(n) < m for n, m in zip(counts, kept, strict=True)])
+        found = gpu.run(drafted.step(counts), q, k, v)[rows]
+        expected = definition.run(accepted.step(kept), q[rows], k[rows], v[rows])
+        torch.testing.assert_close(found, expected, atol=5e-3, rtol=1e-2)
+        drafted.lengths = list(accepted.lengths)
 
 
 def test_layers_that_vllm_gives_to_another_backend_are_refused(config):
