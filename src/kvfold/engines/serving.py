@@ -362,11 +362,12 @@ class Served:
                 self.restore(*lost)
 
     def decode(
-        self, locations: Tensor, query_starts: Tensor, starts: Tensor, lengths: Tensor, table: Tensor
+        self, locations: Tensor, query_starts: Tensor, starts: Tensor, lengths: Tensor, table: Tensor, queries: int = 1
     ) -> tuple[slice, Step]:
-        """The step of requests with one new token each. Only the device knows their lengths."""
-        step = Step(locations, query_starts, starts, lengths, table, self.shadow_table.of, self.plan.page_size, 1)
-        return slice(len(lengths)), step
+        """The step of requests with one new token each, or with drafts, up to `queries` tokens in all. Only the device
+        knows their lengths."""
+        step = Step(locations, query_starts, starts, lengths, table, self.shadow_table.of, self.plan.page_size, queries)
+        return slice(0, len(locations)), step
 
     def steps(self, host: HostLengths, locations: Tensor, starts: Tensor, lengths: Tensor, table: Tensor) -> Steps:
         """Split a batch into steps of neighbouring requests: either all of them decode, or none. `starts` and `lengths`

@@ -13,6 +13,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from kvfold.engines.vllm import backend, engine
 from kvfold.ops import naive
+from kvfold.ops.attend import unpacked_prefill
 from kvfold.ops.dispatch import Choice, Ops
 from kvfold.ops.pages import Logits
 
@@ -86,8 +87,10 @@ class Requests:
         self.table, self.block = order.view(3, WIDTH // ratio).int(), ratio * PAGE
         self.lengths = [0, 0, 0]
 
-    def step(self, counts: list[int], padding: int = 0) -> CommonAttentionMetadata:
-        """So many tokens of each request, and rows of padding for a CUDA graph."""
+    def step(self, counts: list[int], padding: int = 0, tokens: int | None = None) -> CommonAttentionMetadata:
+        """So many tokens of each request, and rows of padding for a CUDA graph, with `tokens` tokens, by default one
+        each."""
+        tokens = padding if tokens is None else tokens
         slots = []
         for row, count in enumerate(counts):
             for token in range(self.lengths[row], self.lengths[row] + count):
@@ -101,11 +104,11 @@ class Requests:
             seq_lens=lengths,
             seq_lens_cpu_upper_bound=lengths,
             num_reqs=len(lengths),
-            num_actual_tokens=len(slots) + padding,
+            num_actual_tokens=len(slots) + tokens,
             max_query_len=max(counts),
             max_seq_len=max(self.lengths),
             block_table_tensor=torch.cat((self.table, self.table.new_zeros(padding, self.table.shape[1]))),
-            slot_mapping=torch.tensor(slots + [-1] * padding),
+            slot_mapping=torch.tensor(slots + [-1] * tokens),
         )
 
 
@@ -130,7 +133,7 @@ def test_kernels_read_what_the_definition_says(config, ratio):
         assert torch.equal(gpu.shadow_of, definition.shadow_of)
         tokens, step = gpu.steps[0]
         if decodes:
-            assert (tokens, len(gpu.steps)) == (slice(4), 1)
+            assert (tokens, len(gpu.steps)) == (slice(0, 4), 1)
             kept.add((step.table.data_ptr(), step.starts.data_ptr()))
     assert len(kept) == 1, "a CUDA graph reads where the first step lay"
 
@@ -139,21 +142,31 @@ def test_kernels_read_what_the_definition_says(config, ratio):
 def test_tokens_taken_back_leave_no_trace(config):
     """Drafts are rejected, some of them behind the end of a page. The kernels read what the definition reads, which
     never saw them."""
+    config.speculative_config = SimpleNamespace(method="ngram", num_speculative_tokens=3)
     gpu, definition = (Device(config, gpu) for gpu in (True, False))
+    gpu.layer.ops = KERNELS._replace(extend=Choice("unpacked", "", unpacked_prefill.attend))
     drafted, accepted = Requests(1), Requests(1)
     randn = partial(torch.randn, generator=torch.Generator().manual_seed(0))
-    for counts, kept in (
-        ([1, 13, 30], [1, 13, 30]),
-        ([1, 4, 4], [1, 1, 2]),  # tokens 16 of one request, and 32 and 33 of another are taken back
-        ([1, 4, 4], [1, 3, 1]),
-        ([1, 1, 1], [1, 1, 1]),
+    places = set()
+    for counts, kept, padding in (
+        ([1, 13, 30], [1, 13, 30], 0),
+        ([1, 3, 4], [1, 1, 2], 0),  # tokens 14 and 15 of one request, and 32 and 33 of another are taken back
+        ([4, 4, 4], [2, 3, 1], 1),  # and a row of padding, as where a CUDA graph would run
+        ([4, 4, 4], [1, 1, 4], 1),  # tokens 18 to 20 and others
+        ([1, 1, 1], [1, 1, 1], 0),
     ):
-        q, k, v = (randn(sum(counts), heads, DIMS).half() for heads in (KV_HEADS * RATIO, KV_HEADS, KV_HEADS))
-        rows = torch.cat([torch.arange(n) < m for n, m in zip(counts, kept, strict=True)])
-        found = gpu.run(drafted.step(counts), q, k, v)[rows]
+        tokens = sum(counts) + 4 * padding
+        q, k, v = (randn(tokens, heads, DIMS).half() for heads in (KV_HEADS * RATIO, KV_HEADS, KV_HEADS))
+        rows = torch.cat([torch.arange(n) < m for n, m in zip(counts, kept, strict=True)]).nonzero().squeeze(1)
+        found = gpu.run(drafted.step(counts, padding, 4 * padding), q, k, v)[rows]
         expected = definition.run(accepted.step(kept), q[rows], k[rows], v[rows])
         torch.testing.assert_close(found, expected, atol=5e-3, rtol=1e-2)
         drafted.lengths = list(accepted.lengths)
+        if padding:
+            ((of_step, step),) = gpu.steps
+            assert (of_step, step.max_queries, step.host) == (slice(0, tokens), 4, None)
+            places.add((step.table.data_ptr(), step.starts.data_ptr()))
+    assert len(places) == 1, "a CUDA graph reads where the first step lay"
 
 
 def test_layers_that_vllm_gives_to_another_backend_are_refused(config):
