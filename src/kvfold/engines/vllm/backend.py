@@ -131,15 +131,15 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         if decodes < step.num_reqs:
             others = slice(decodes, step.num_reqs)
             locations = step.slot_mapping[decodes : step.num_actual_tokens]
-            described = self.starts[others], step.seq_lens[others], table[others]
+            requests = self.starts[others], step.seq_lens[others], table[others]
             if max(counts[others]) <= 1 + self.drafts:
                 query_starts = step.query_start_loc[decodes : step.num_reqs + 1]
                 query_starts = query_starts - decodes if decodes else query_starts
-                rest: Steps = [served.decode(locations, query_starts, *described, queries=1 + self.drafts)]
+                rest: Steps = [served.decode(locations, query_starts, *requests, queries=1 + self.drafts)]
             else:
                 lengths = step.seq_lens_cpu_upper_bound.tolist()  # exact: with ngram, vLLM schedules no step ahead
                 before = [length - count for length, count in zip(lengths, counts, strict=True)]
-                rest = served.steps(HostLengths(before[others], lengths[others]), locations, *described)
+                rest = served.steps(HostLengths(before[others], lengths[others]), locations, *requests)
             for tokens, part in rest:
                 steps.append((slice(decodes + tokens.start, decodes + tokens.stop), part))
         return steps
