@@ -131,15 +131,16 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         if decodes < step.num_reqs:
             others = slice(decodes, step.num_reqs)
             locations = step.slot_mapping[decodes : step.num_actual_tokens]
-            requests = self.starts[others], step.seq_lens[others], table[others]
+            lengths = self.starts[others], step.seq_lens[others]
             if max(counts[others]) <= 1 + self.drafts:
                 query_starts = step.query_start_loc[decodes : step.num_reqs + 1]
                 query_starts = query_starts - decodes if decodes else query_starts
-                rest: Steps = [served.decode(locations, query_starts, *requests, queries=1 + self.drafts)]
+                described = locations, query_starts, *lengths, self.table[others]
+                rest: Steps = [served.decode(*described, queries=1 + self.drafts)]
             else:
-                lengths = step.seq_lens_cpu_upper_bound.tolist()  # exact: with ngram, vLLM schedules no step ahead
-                before = [length - count for length, count in zip(lengths, counts, strict=True)]
-                rest = served.steps(HostLengths(before[others], lengths[others]), locations, *requests)
+                after = step.seq_lens_cpu_upper_bound.tolist()  # exact: with ngram, vLLM schedules no step ahead
+                before = [length - count for length, count in zip(after, counts, strict=True)]
+                rest = served.steps(HostLengths(before[others], after[others]), locations, *lengths, table[others])
             for tokens, part in rest:
                 steps.append((slice(decodes + tokens.start, decodes + tokens.stop), part))
         return steps
