@@ -1,5 +1,7 @@
 """The shadow table against a model of it in plain Python: dictionaries, one page after the other."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -36,9 +38,12 @@ class Model:
                 self.restored[page] = self.of[page]
 
     def rest(self, requests):
+        """Requests are (least, most, pages)."""
         self.step += 1
-        for _, length, pages in requests:
-            tokens = (*range(min(self.windows.sink, length)), *range(max(0, length + 1 - self.windows.recent), length))
+        for least, most, pages in requests:
+            tokens = [*range(min(self.windows.sink, most))]
+            for length in (least, most):
+                tokens += range(max(0, length + 1 - self.windows.recent), length)
             for page in {pages[token // self.page_size] for token in tokens} & self.of.keys():
                 self.needed[self.of[page]] = self.step
 
@@ -55,14 +60,26 @@ class Model:
         return bool(free or old)
 
 
+@dataclass(eq=False)
+class Request:
+    length: int
+    pages: list[int]
+    last: tuple[int, int]  # the least and the most tokens that it may have after its last step, as a worker is told
+
+    @property
+    def told(self):
+        return *self.last, list(self.pages)
+
+
 class Pages:
-    """An engine's scheduler: requests come, grow, sit steps out, share full pages of a prefix, and go. The pages of one
-    that has gone can be found again as a prefix until they are given to another."""
+    """An engine's scheduler: requests come, grow, sit steps out, share full pages of a prefix, and go. Of a step with
+    few tokens, some may be taken back. The pages of one that has gone can be found again as a prefix until they are
+    given to another."""
 
     def __init__(self, draw, page_size, pool, most_requests, most_tokens):
         self.draw, self.page_size, self.free = draw, page_size, list(range(pool))
         self.most_requests, self.most_tokens = most_requests, most_tokens
-        self.requests, self.pauses = [], []  # [length, pages], and how many steps each will sit out
+        self.requests, self.pauses = [], []  # and how many steps each will sit out
         self.gone = []  # full pages of those that have gone, and how often each had been given away
         self.held, self.given = [0] * pool, [0] * pool
 
@@ -70,11 +87,11 @@ class Pages:
         """(start, length, pages) of every request in the step, after some have gone and others have come."""
         for number in reversed(range(len(self.requests))):
             if self.draw(st.integers(0, 9)) == 0:
-                length, pages = self.requests.pop(number)
+                request = self.requests.pop(number)
                 self.pauses.pop(number)
-                full = pages[: length // self.page_size]
+                full = self.full(request)
                 self.gone.append((full, [self.given[page] for page in full]))
-                for page in pages:
+                for page in request.pages:
                     self.drop(page)
         tokens, batch, self.resting = self.most_tokens, [], []
         for number, request in enumerate(self.requests):
@@ -82,16 +99,18 @@ class Pages:
                 self.pauses[number] = max(0, self.pauses[number] - 1)
                 self.resting.append(request)
                 continue
-            most = self.draw(st.sampled_from((1, 1, 3, 24)))  # a token, or a chunk of a prompt
+            most = self.draw(st.sampled_from((1, 1, 3, 24)))  # a token, a token and drafts, or a chunk of a prompt
             count = self.draw(st.integers(1, min(most, tokens)))
-            if self.grow(request, count, batch):
+            drafts = count - 1 if most == 3 and count <= self.page_size else 0
+            if self.grow(request, count, batch, drafts):
                 tokens -= count
                 self.pauses[number] = self.draw(st.sampled_from((0, 0, 0, 1, 9)))
             else:
                 self.resting.append(request)
         while len(self.requests) < self.most_requests and tokens > 0 and self.draw(st.booleans()):
             pages = self.prefix() if self.draw(st.booleans()) else []
-            request = [len(pages) * self.page_size, pages]
+            length = len(pages) * self.page_size
+            request = Request(length, pages, (length, length))
             tokens -= (count := self.draw(st.integers(1, tokens)))
             if self.grow(request, count, batch):
                 self.requests.append(request)
@@ -103,7 +122,7 @@ class Pages:
 
     def prefix(self):
         """Full pages of another request, which this one holds too."""
-        running = [pages[: length // self.page_size] for length, pages in self.requests]
+        running = [self.full(request) for request in self.requests]
         kept = [full for full, given in self.gone if given == [self.given[page] for page in full]]
         if not running + kept:
             return []
@@ -115,8 +134,12 @@ class Pages:
             self.held[page] += 1
         return pages
 
-    def grow(self, request, count, batch):
-        start, pages = request
+    def full(self, request):
+        return request.pages[: request.length // self.page_size]
+
+    def grow(self, request, count, batch, drafts=0):
+        """Whether there are pages for `count` more tokens, some of which may be drafts."""
+        start, pages = request.length, request.pages
         wanted = -(-(start + count) // self.page_size) - len(pages)
         if wanted > len(self.free):
             return False
@@ -124,8 +147,9 @@ class Pages:
             pages.append(self.free.pop(self.draw(st.integers(0, len(self.free) - 1))))
             self.held[pages[-1]] = 1
             self.given[pages[-1]] += 1
-        request[0] = start + count
-        batch.append((start, request[0], list(pages)))
+        most = start + count
+        request.length, request.last = most - self.draw(st.integers(0, drafts)), (most - drafts, most)
+        batch.append((start, most, list(pages)))
         return True
 
     def drop(self, page):
@@ -159,9 +183,9 @@ def test_it_does_what_the_model_does(update, data):
     pages, restored = Pages(data.draw, page_size, pool, most_requests=4, most_tokens=40), 0
     for _ in range(data.draw(st.integers(1, 12))):
         if data.draw(st.booleans()):
-            resting = [(0, *request) for request in pages.requests if data.draw(st.booleans())]
-            _, _, lengths, tables = (tensor.to(device) for tensor in device_tensors(resting, page_size, 1))
-            table.rest(lengths, tables)
+            resting = [request.told for request in pages.requests if data.draw(st.booleans())]
+            _, *tensors = (tensor.to(device) for tensor in device_tensors(resting, page_size, 1))
+            table.rest(*tensors)
             model.rest(resting)
         if batch := pages.step():
             padding = data.draw(st.integers(0, 2))
@@ -180,7 +204,7 @@ def test_it_does_what_the_model_does(update, data):
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_requests_that_run_never_lose_a_shadow(data):
-    """Be they in the step or not, for however long, and whoever comes."""
+    """Be they in the step or not, for however long, whoever comes, and whatever is taken back."""
     windows = Windows(data.draw(st.integers(0, 10)), data.draw(st.integers(0, 14)))
     page_size, requests = data.draw(st.sampled_from((1, 2, 4, 8))), data.draw(st.integers(1, 5))
     tokens = data.draw(st.sampled_from((8, 40)))
@@ -194,19 +218,34 @@ def test_requests_that_run_never_lose_a_shadow(data):
         return {held[token // page_size] for token in tokens}
 
     for _ in range(data.draw(st.integers(1, 20))):
-        before = [(request, window(request[0], *request)) for request in pages.requests]
+        before = [(each, window(each.length, each.length, each.pages)) for each in pages.requests]
         batch = pages.step()
-        running = [id(request) for request in pages.requests]
-        kept = set().union(*(reads for request, reads in before if id(request) in running))
-        resting = [(0, *request) for request in pages.resting]
+        kept = set().union(*(reads for request, reads in before if request in pages.requests))
+        resting = [request.told for request in pages.resting]
         if resting:
             if data.draw(st.booleans()):  # an engine may tell of all that run
-                resting += [(0, start, held) for start, _, held in batch]
-            table.rest(*device_tensors(resting, page_size, 0)[2:])
+                resting += [(start, start, held) for start, _, held in batch]
+            table.rest(*device_tensors(resting, page_size, 0)[1:])
         if batch:
             restored, _, count = table.update(*device_tensors(batch, page_size, 0))
             assert not kept & set(restored[:count].tolist())
-        for length, held in pages.requests:
-            assert all(table.of[page] >= 0 for page in window(length, length, held))
+        for each in pages.requests:
+            assert all(table.of[page] >= 0 for page in window(each.length, each.length, each.pages))
         for start, length, held in batch:
             assert all(table.of[page] >= 0 for page in window(length, start, held))
+
+
+def test_a_request_that_rests_keeps_what_it_needs_if_its_drafts_were_rejected():
+    """While another goes through many pages. Its drafts began a page, and its window ends before that page."""
+    windows, page_size = Windows(0, 3), 4
+    table = ShadowTable(windows, page_size, 32, shadows_needed(windows, page_size, 2, 8), "cpu")
+    rests = (4, 6, [0, 1])  # token 3 and two drafts were its last step
+    table.update(*device_tensors([(0, 3, [0])], page_size, 0))
+    table.update(*device_tensors([(3, 6, [0, 1])], page_size, 0))
+    before, pages = table.of[0].item(), list(range(2, 32))
+    for start in range(0, 100, 4):
+        table.rest(*device_tensors([rests], page_size, 0)[1:])
+        table.update(*device_tensors([(start, start + 4, pages)], page_size, 0))
+    assert table.of[0] == before >= 0
+    _, _, count = table.update(*device_tensors([(4, 6, [0, 1])], page_size, 0))
+    assert count == 0, "nothing is restored"

@@ -393,7 +393,6 @@ def test_the_last_part_makes_outputs(first):
     [
         (128, (9, 0), "unpacked", "flash attention"),
         (96, (8, 0), "unpacked", "flash attention"),
-        (128, (7, 5), "triton", "older than Ampere"),
         (512, (9, 0), "triton", "heads have 512 dims"),
         ((192, 128), (9, 0), "triton", "keys have 192 dims and values 128, and flash attention takes equal ones"),
     ],

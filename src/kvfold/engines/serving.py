@@ -341,17 +341,17 @@ class Served:
         """Whether all layers are attached."""
         return len(self.layers) == len(self.plan.codecs)
 
-    def before_step(self, resting: tuple[Tensor, Tensor] | None = None) -> None:
+    def before_step(self, resting: tuple[Tensor, Tensor, Tensor] | None = None) -> None:
         """Before each step, outside of CUDA graphs: update the gauges, and keep the shadows of running requests that
-        sit the step out. `resting`: their lengths and pages."""
+        sit the step out. `resting`: the arguments of `ShadowTable.rest`."""
         self.gauges.update([self.shown])
         if resting is not None:
             self.rest(*resting)
 
-    def rest(self, lengths: Tensor, table: Tensor) -> None:
-        """Keep the shadows of running requests that sit the step out."""
+    def rest(self, least: Tensor, most: Tensor, table: Tensor) -> None:
+        """Keep the shadows of running requests that sit the step out. The arguments are those of `ShadowTable.rest`."""
         if self.plan.windows:
-            self.shadow_table.rest(lengths, table)
+            self.shadow_table.rest(least, most, table)
 
     def begin(self, locations: Tensor, starts: Tensor, lengths: Tensor, table: Tensor) -> None:
         """Begin a step, on the device. After this, every page that a window reaches into has a shadow. The arguments
@@ -362,11 +362,12 @@ class Served:
                 self.restore(*lost)
 
     def decode(
-        self, locations: Tensor, query_starts: Tensor, starts: Tensor, lengths: Tensor, table: Tensor
+        self, locations: Tensor, query_starts: Tensor, starts: Tensor, lengths: Tensor, table: Tensor, queries: int = 1
     ) -> tuple[slice, Step]:
-        """The step of requests with one new token each. Only the device knows their lengths."""
-        step = Step(locations, query_starts, starts, lengths, table, self.shadow_table.of, self.plan.page_size, 1)
-        return slice(len(lengths)), step
+        """The step of requests with one new token each, or with drafts, up to `queries` tokens in all. Only the device
+        knows their lengths."""
+        step = Step(locations, query_starts, starts, lengths, table, self.shadow_table.of, self.plan.page_size, queries)
+        return slice(0, len(locations)), step
 
     def steps(self, host: HostLengths, locations: Tensor, starts: Tensor, lengths: Tensor, table: Tensor) -> Steps:
         """Split a batch into steps of neighbouring requests: either all of them decode, or none. `starts` and `lengths`

@@ -19,6 +19,8 @@ class ShadowTable:
       whose shadows are gone.
     - A page that is written anew loses the shadow of its former contents.
     - Running requests that sit a step out keep their shadows by `rest`. An engine calls it before the step.
+    - The last tokens of a step may be taken back before the next one (speculative decoding). Shadows of the windows
+      that end there are kept: at most as many tokens as a page has lie between the windows before and after the step.
 
     All tensors have a spare last entry, index -1. Writes that must have no effect go there.
     """
@@ -72,10 +74,11 @@ class ShadowTable:
         order = (~restored).byte().argsort(stable=True)
         return page[order], shadow[order], count.view(1)
 
-    def rest(self, lengths: Tensor, table: Tensor) -> None:
-        """Before a step without these requests: keep the shadows that their windows need."""
+    def rest(self, least: Tensor, most: Tensor, table: Tensor) -> None:
+        """Before a step without these requests: keep the shadows that their windows need. They have from `least` to
+        `most` tokens: some of their last step may have been taken back."""
         self.clock += 1
-        self.needed[self.of[self._windows(lengths.long(), lengths.long(), table)]] = self.clock
+        self.needed[self.of[self._windows(least.long(), most.long(), table)]] = self.clock
 
     def _update_in_one_launch(
         self, locations: Tensor, starts: Tensor, lengths: Tensor, table: Tensor
@@ -126,6 +129,7 @@ def shadows_needed(windows: Windows, page_size: int, requests: int, tokens: int)
     - Every running request needs the pages of its sink and of its recent window, also if it sits the step out.
     - The step begins at most one page per request and one per `page_size` tokens. Per request, the recent window
       reaches into at most as many of them as it has pages.
+    - A request that sits the step out may have begun one page with tokens that were taken back.
     """
     sink, recent = -(-windows.sink // page_size), most_pages(windows.recent - 1, page_size)
     begun = min(requests + tokens // page_size, requests * recent)

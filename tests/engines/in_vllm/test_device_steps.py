@@ -1,11 +1,12 @@
 """How a step is described on a GPU: the kernels that read the description give what the definition says."""
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from recorded_graphs import KERNELS
+from recorded_graphs import KERNELS, Recording
 from tiny_models import tiny
 from vllm import EngineArgs
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -13,12 +14,13 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from kvfold.engines.vllm import backend, engine
 from kvfold.ops import naive
+from kvfold.ops.attend import unpacked_prefill
 from kvfold.ops.dispatch import Choice, Ops
 from kvfold.ops.pages import Logits
 
 pytestmark = pytest.mark.usefixtures("_poisoned_memory")
 
-RECIPE = "int4:centre=false,sink=4,recent=20"
+RECENT = 20
 PAGE, PAGES, WIDTH = 16, 24, 8
 KV_HEADS, RATIO, DIMS = 2, 2, 64
 
@@ -65,13 +67,40 @@ class Device:
         return out
 
 
+class Graph:
+    """The attention of a step as a CUDA graph (recorded_graphs.py). vLLM describes later steps in the same memory."""
+
+    def __init__(self, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.device, self.monkeypatch = device, monkeypatch
+
+    def capture(self, step: CommonAttentionMetadata, *tokens: torch.Tensor) -> torch.Tensor:
+        self.step, self.tokens, self.out = step, tokens, torch.full_like(tokens[0], torch.nan)
+        steps = self.device.builder.build(0, step).steps
+        self.recording = Recording(self.monkeypatch)
+        with self.recording:
+            self.device.layer.attend(steps, *tokens, Logits(DIMS**-0.5), self.out)
+        self.recording.live = False
+        return self.out.clone()
+
+    def replay(self, step: CommonAttentionMetadata, *tokens: torch.Tensor) -> torch.Tensor:
+        for kept, new in zip(self.tokens, tokens, strict=True):
+            kept.copy_(new)
+        described = {name: new for name, new in vars(step).items() if isinstance(new, torch.Tensor)}
+        placed = {name: getattr(self.step, name).copy_(new) for name, new in described.items()}
+        self.device.builder.build(0, replace(step, **placed))
+        self.out.fill_(torch.nan)
+        self.recording.replay()
+        return self.out
+
+
 @pytest.fixture
-def config(tmp_path, monkeypatch):
+def config(request, tmp_path, monkeypatch):
+    recent = getattr(request, "param", RECENT)
     tiny(head_dim=DIMS).save_pretrained(tmp_path)
     monkeypatch.setattr(engine, "get_tensor_model_parallel_rank", lambda: 0)
     monkeypatch.setattr(engine.Engine, "current", None)
     given = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "block_size": PAGE, "max_model_len": WIDTH * PAGE}
-    asked = {"kvfold": {"recipe": RECIPE}}
+    asked = {"kvfold": {"recipe": f"int4:centre=false,sink=4,recent={recent}"}}
     config = EngineArgs(str(tmp_path), dtype="float16", additional_config=asked, **given).create_engine_config()
     config.cache_config.num_gpu_blocks = PAGES
     return config
@@ -85,8 +114,10 @@ class Requests:
         self.table, self.block = order.view(3, WIDTH // ratio).int(), ratio * PAGE
         self.lengths = [0, 0, 0]
 
-    def step(self, counts: list[int], padding: int = 0) -> CommonAttentionMetadata:
-        """So many tokens of each request, and rows of padding for a CUDA graph."""
+    def step(self, counts: list[int], padding: int = 0, tokens: int | None = None) -> CommonAttentionMetadata:
+        """So many tokens of each request, and rows of padding for a CUDA graph, with `tokens` tokens, by default one
+        each."""
+        tokens = padding if tokens is None else tokens
         slots = []
         for row, count in enumerate(counts):
             for token in range(self.lengths[row], self.lengths[row] + count):
@@ -100,11 +131,11 @@ class Requests:
             seq_lens=lengths,
             seq_lens_cpu_upper_bound=lengths,
             num_reqs=len(lengths),
-            num_actual_tokens=len(slots) + padding,
+            num_actual_tokens=len(slots) + tokens,
             max_query_len=max(counts),
             max_seq_len=max(self.lengths),
             block_table_tensor=torch.cat((self.table, self.table.new_zeros(padding, self.table.shape[1]))),
-            slot_mapping=torch.tensor(slots + [-1] * padding),
+            slot_mapping=torch.tensor(slots + [-1] * tokens),
         )
 
 
@@ -129,9 +160,36 @@ def test_kernels_read_what_the_definition_says(config, ratio):
         assert torch.equal(gpu.shadow_of, definition.shadow_of)
         tokens, step = gpu.steps[0]
         if decodes:
-            assert (tokens, len(gpu.steps)) == (slice(4), 1)
+            assert (tokens, len(gpu.steps)) == (slice(0, 4), 1)
             kept.add((step.table.data_ptr(), step.starts.data_ptr()))
     assert len(kept) == 1, "a CUDA graph reads where the first step lay"
+
+
+@pytest.mark.parametrize("config", [0, 3, 20, 256], indirect=True, ids="recent={}".format)
+def test_tokens_taken_back_leave_no_trace(config, monkeypatch):
+    """Drafts are rejected, some of them behind the end of a page. The kernels read what the definition reads, which
+    never saw them."""
+    config.speculative_config = SimpleNamespace(method="ngram", num_speculative_tokens=3)
+    gpu, definition = (Device(config, gpu) for gpu in (True, False))
+    gpu.layer.ops = KERNELS._replace(extend=Choice("unpacked", "", unpacked_prefill.attend))
+    drafted, accepted = Requests(1), Requests(1)
+    randn = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    graph = Graph(gpu, monkeypatch)
+    for counts, kept, run in (
+        ([1, 13, 30], [1, 13, 30], gpu.run),
+        ([1, 3, 4], [1, 1, 2], gpu.run),  # two tokens of a request are taken back, and of another one tokens 32 and 33
+        ([4, 4, 4], [2, 3, 1], graph.capture),
+        ([4, 4, 4], [1, 1, 4], graph.replay),
+        ([1, 1, 1], [1, 1, 1], gpu.run),
+    ):
+        padding = 0 if run == gpu.run else 1  # a request of 4 tokens
+        tokens = sum(counts) + 4 * padding
+        q, k, v = (randn(tokens, heads, DIMS).half() for heads in (KV_HEADS * RATIO, KV_HEADS, KV_HEADS))
+        rows = torch.cat([torch.arange(n) < m for n, m in zip(counts, kept, strict=True)]).nonzero().squeeze(1)
+        found = run(drafted.step(counts, padding, 4 * padding), q, k, v)[rows]
+        expected = definition.run(accepted.step(kept), q[rows], k[rows], v[rows])
+        torch.testing.assert_close(found, expected, atol=5e-3, rtol=1e-2)
+        drafted.lengths = list(accepted.lengths)
 
 
 def test_layers_that_vllm_gives_to_another_backend_are_refused(config):

@@ -7,8 +7,9 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from kvfold.engines.vllm.requests import Requests
 
 
-def step(new=(), cached=(), resumed=(), finished=(), preempted=()) -> SchedulerOutput:
-    """Requests are (name, blocks of group 1 that are new, tokens before the step, tokens in it)."""
+def step(new=(), cached=(), resumed=(), finished=(), preempted=(), drafts=()) -> SchedulerOutput:
+    """Requests are (name, blocks of group 1 that are new, tokens before the step, tokens in it), drafts (name, tokens
+    among these)."""
     told = CachedRequestData.make_empty()
     for name, pages, before, _ in cached:
         told.req_ids.append(name)
@@ -22,6 +23,7 @@ def step(new=(), cached=(), resumed=(), finished=(), preempted=()) -> SchedulerO
     ]
     output.scheduled_cached_reqs = told
     output.num_scheduled_tokens = {name: tokens for name, _, _, tokens in (*new, *cached)}
+    output.scheduled_spec_decode_tokens = {name: [1] * tokens for name, tokens in drafts}
     output.finished_req_ids, output.preempted_req_ids = set(finished), set(preempted)
     return output
 
@@ -34,10 +36,17 @@ def requests():
     return requests
 
 
+def bounds(requests: Requests) -> tuple[list[int], list[int], list[list[int]]]:
+    least, most, table = requests.described(1, torch.device("cpu"))
+    assert requests.described(0, torch.device("cpu"))[2].tolist() == (7 * table).tolist()
+    return least.tolist(), most.tolist(), table.tolist()
+
+
 def described(requests: Requests) -> tuple[list[int], list[list[int]]]:
-    lengths, table = requests.described(1, torch.device("cpu"))
-    assert requests.described(0, torch.device("cpu"))[1].tolist() == (7 * table).tolist()
-    return lengths.tolist(), table.tolist()
+    """Without drafts."""
+    least, most, table = bounds(requests)
+    assert least == most
+    return most, table
 
 
 def test_a_request_rests_with_all_its_tokens_until_it_is_in_a_step_again(requests):
@@ -50,6 +59,15 @@ def test_a_request_rests_with_all_its_tokens_until_it_is_in_a_step_again(request
     requests.follow(step())
     assert described(requests) == ([22, 33], [[1, 2, 0], [3, 4, 9]])
     requests.follow(step(cached=[("a", [], 22, 1), ("b", [], 33, 1)]))
+    assert not requests.resting
+
+
+def test_a_request_may_rest_without_the_drafts_of_its_last_step(requests):
+    """The step after tells how many were rejected, and a request that rests is not in it."""
+    requests.follow(step(cached=[("a", [5], 20, 4), ("b", [], 26, 1)], drafts=[("a", 3)]))
+    requests.follow(step(cached=[("b", [], 27, 1)]))
+    assert bounds(requests) == ([21], [24], [[1, 2, 5]])
+    requests.follow(step(cached=[("a", [], 22, 1), ("b", [], 28, 4)], drafts=[("b", 3)]))
     assert not requests.resting
 
 

@@ -29,6 +29,11 @@ from kvfold.engines.vllm import backend, engine, plan, plugin
 from kvfold.models import embedded_folder
 
 
+def drafts(method: str, tokens: int) -> SimpleNamespace:
+    """What vLLM's configuration says of speculative decoding."""
+    return SimpleNamespace(method=method, num_speculative_tokens=tokens)
+
+
 @pytest.fixture(scope="module")
 def config(artifact):
     """The configuration of an engine that can be served."""
@@ -38,6 +43,9 @@ def config(artifact):
 
 def test_nothing_is_refused_that_works(config):
     assert plan.make_plan(config).token_bytes == (32 + 4) * 2 * 3 * 30
+    speculating = copy.copy(config)
+    speculating.speculative_config = drafts("ngram", 127)
+    plan.refuse(speculating)
 
 
 def test_what_is_made_for_layers_does_not_depend_on_the_default_device(config, monkeypatch):
@@ -69,7 +77,8 @@ def test_memory_as_measured_with_another_recipe_is_refused(config, monkeypatch):
             (None, "kv_transfer_config", KVTransferConfig(kv_connector=name, kv_role=role), "KV connectors would ship")
             for name, role in (("NixlConnector", "kv_producer"), ("LMCacheConnectorV1", "kv_consumer"))
         ),
-        (None, "speculative_config", object(), "speculative decoding is not supported"),
+        (None, "speculative_config", drafts("eagle3", 3), "speculative decoding by eagle3 is not tested yet: use"),
+        (None, "speculative_config", drafts("ngram", 128), "num_speculative_tokens has to be below --block-size 128"),
     ],
 )
 def test_configurations_that_are_refused(config, part, field, value, reason):

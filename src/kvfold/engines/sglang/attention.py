@@ -72,7 +72,7 @@ class PackedBackend(AttentionBackend):
         tokens = self.req_to_token[requests.unsqueeze(1), self.firsts]
         torch.div(tokens, self.pool.page_size, rounding_mode="floor", out=table)
 
-    def _resting(self, forward_batch: ForwardBatch) -> tuple[Tensor, Tensor] | None:
+    def _resting(self, forward_batch: ForwardBatch) -> tuple[Tensor, Tensor, Tensor] | None:
         """Lengths and pages of all running requests, if some of them sit the step out:
         - requests that decode, during a prefill;
         - a prompt between two chunks, while others decode.
@@ -85,7 +85,7 @@ class PackedBackend(AttentionBackend):
         rows = torch.tensor(running, dtype=torch.int64, pin_memory=self.lengths.is_cuda)
         rows = rows.to(self.lengths.device, non_blocking=True)
         self._read_pages(rows, table := self._table(len(rows)))
-        return self.lengths[rows], table
+        return self.lengths[rows], self.lengths[rows], table
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         """Begin the step, on the device."""

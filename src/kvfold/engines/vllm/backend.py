@@ -91,6 +91,7 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         self.group = self.engine.group(layer_names[0])
         # layers of unequal size have a builder per size, and one page table
         self.leads, self.group.led = not self.group.led, True
+        self.drafts = config.num_speculative_tokens  # of a request in a step, at most
         requests, ratio = config.scheduler_config.max_num_seqs, self.group.ratio
         self.starts = torch.zeros(requests, dtype=torch.int32, device=device)
         self.table = torch.zeros(requests, block_table_width * ratio, dtype=torch.int64, device=device)
@@ -115,12 +116,11 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         return self._device_steps(step, starts, table)
 
     def _device_steps(self, step: CommonAttentionMetadata, starts: Tensor, table: Tensor) -> Steps:
-        """Requests that decode are one step, in tensors that stay in place for CUDA graphs. The others follow."""
+        """Requests that decode are one step. The others follow, in one step if they only have drafts beside a token.
+        If all requests are of one kind, their step is in tensors that stay in place for CUDA graphs."""
         served = self.group.served
         self.starts[: step.num_reqs].copy_(starts)
         counts = step.query_start_loc_cpu.diff().tolist()
-        lengths = step.seq_lens_cpu_upper_bound.tolist()  # the lengths themselves, without speculative decoding
-        before = [length - count for length, count in zip(lengths, counts, strict=True)]
         decodes = next((row for row, count in enumerate(counts) if count > 1), len(counts))
         steps = []
         if decodes:
@@ -130,9 +130,18 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
             steps.append(served.decode(*described))
         if decodes < step.num_reqs:
             others = slice(decodes, step.num_reqs)
-            host = HostLengths(before[others], lengths[others])
-            rest = step.slot_mapping[decodes:], self.starts[others], step.seq_lens[others], table[others]
-            for tokens, part in served.steps(host, *rest):
+            locations = step.slot_mapping[decodes : step.num_actual_tokens]
+            lengths = self.starts[others], step.seq_lens[others]
+            if max(counts[others]) <= 1 + self.drafts:
+                query_starts = step.query_start_loc[decodes : step.num_reqs + 1]
+                query_starts = query_starts - decodes if decodes else query_starts
+                described = locations, query_starts, *lengths, self.table[others]
+                rest: Steps = [served.decode(*described, queries=1 + self.drafts)]
+            else:
+                after = step.seq_lens_cpu_upper_bound.tolist()  # exact: with ngram, vLLM schedules no step ahead
+                before = [length - count for length, count in zip(after, counts, strict=True)]
+                rest = served.steps(HostLengths(before[others], after[others]), locations, *lengths, table[others])
+            for tokens, part in rest:
                 steps.append((slice(decodes + tokens.start, decodes + tokens.stop), part))
         return steps
 

@@ -159,8 +159,8 @@ class Engine:
         if group is self.groups[0]:
             self.served.gauges.update([group.served.shown for group in self.groups])
         if self.requests.resting:
-            lengths, blocks = self.requests.described(group.number, group.served.plan.device)
-            group.served.rest(lengths, group.pages(blocks))
+            least, most, blocks = self.requests.described(group.number, group.served.plan.device)
+            group.served.rest(least, most, group.pages(blocks))
 
 
 def _engine(module: Any) -> Any:

@@ -44,7 +44,7 @@ def refuse(config: VllmConfig) -> None:
     """Refuse what would give wrong answers, before anything is loaded."""
     require()
     parallel, cache, model = config.parallel_config, config.cache_config, config.model_config
-    geometry = geometry_of(config)
+    geometry, speculation = geometry_of(config), config.speculative_config
     kinds = {layer.kind for layer in geometry.layers}
     reasons = {
         f"--kv-cache-dtype {cache.cache_dtype} packs the cache in another way: leave it at auto": (
@@ -69,7 +69,11 @@ def refuse(config: VllmConfig) -> None:
         "KV connectors would ship pages to where they cannot be read: leave out --kv-transfer-config": (
             config.kv_transfer_config is not None
         ),
-        "speculative decoding is not supported yet": config.speculative_config is not None,
+        f"speculative decoding by {speculation and speculation.method} is not tested yet: use the method ngram": (
+            speculation is not None and speculation.method != "ngram"
+        ),
+        f"num_speculative_tokens has to be below --block-size {cache.block_size}, so that a step taken back loses no "
+        "shadow page": config.num_speculative_tokens >= cache.block_size,
         "pipeline parallelism is not supported yet": parallel.pipeline_parallel_size > 1,
         "context parallelism is not supported": (
             parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1

@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 class Requests:
     def __init__(self) -> None:
         self.blocks: dict[str, list[list[int]]] = {}  # per running request and group of layers
-        self.resting: dict[str, int] = {}  # tokens per running request that sits the step out
+        # per running request that sits the step out: how many tokens it has at least, and at most
+        self.resting: dict[str, tuple[int, int]] = {}
         self._last: SchedulerOutput | None = None
-        self._described: dict[int, tuple[Tensor, Tensor]] = {}  # per group
+        self._described: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # per group
 
     def follow(self, step: "SchedulerOutput") -> None:
         """Record a step before it runs."""
@@ -50,20 +51,24 @@ class Requests:
         if self.resting != before:
             self._described.clear()
 
-    def described(self, group: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Lengths [requests] and blocks [requests, blocks] of the resting requests, in device memory."""
+    def described(self, group: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Least and most tokens [requests] and blocks [requests, blocks] of the resting requests, in device memory."""
         if group not in self._described:
-            lengths = torch.tensor(list(self.resting.values()), pin_memory=device.type == "cuda", device="cpu")
+            bounds = list(zip(*self.resting.values(), strict=True))
+            lengths = torch.tensor(bounds, pin_memory=device.type == "cuda", device="cpu")
             rows = [torch.tensor(self.blocks[name][group], device="cpu") for name in self.resting]
             table = pad_sequence(rows, batch_first=True)
             table = table.pin_memory() if device.type == "cuda" else table
-            self._described[group] = lengths.to(device, non_blocking=True), table.to(device, non_blocking=True)
+            least, most = lengths.to(device, non_blocking=True)
+            self._described[group] = least, most, table.to(device, non_blocking=True)
         return self._described[group]
 
 
-def _lengths(step: "SchedulerOutput") -> dict[str, int]:
-    """Tokens per request of a step, with the step."""
+def _lengths(step: "SchedulerOutput") -> dict[str, tuple[int, int]]:
+    """Tokens per request after a step, without its drafts and with them: some may be rejected."""
     cached = step.scheduled_cached_reqs
     computed = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
     computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    return {name: tokens + step.num_scheduled_tokens[name] for name, tokens in computed.items()}
+    most = {name: tokens + step.num_scheduled_tokens[name] for name, tokens in computed.items()}
+    drafts = step.scheduled_spec_decode_tokens
+    return {name: (length - len(drafts.get(name, ())), length) for name, length in most.items()}

@@ -59,8 +59,11 @@ def attend(
 ) -> Tensor:
     """Queries [tokens, q_heads, d] -> outputs of the same shape, float32 or in `out`.
 
-    `new` is what `store` returned for the same step. Neighbouring sequences of one kind are taken together.
+    `new` is what `store` returned for the same step. Neighbouring sequences of one kind are taken together. If only the
+    device knows their lengths, they are requests that decode with drafts, which have few queries.
     """
+    if pages.step.host is None:
+        return portable.attend(pages, q, new, logits, out)
     kinds = pages.step.once(_kinds, pages.windows)
     if len(set(kinds)) < 2:
         return (_attend if Kind.LONG in kinds else portable.attend)(pages, q, new, logits, out)
