@@ -68,7 +68,6 @@ def refuse(config: VllmConfig) -> None:
         "--kv-sharing-fast-prefill is not supported": cache.kv_sharing_fast_prefill,
         "KV connectors would ship pages to where they cannot be read": config.kv_transfer_config is not None,
         "speculative decoding is not supported yet": config.speculative_config is not None,
-        "pipeline parallelism is not supported yet": parallel.pipeline_parallel_size > 1,
         "context parallelism is not supported": (
             parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1
         ),
