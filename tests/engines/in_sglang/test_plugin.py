@@ -117,7 +117,7 @@ def test_shadow_pages_come_off_the_budget_first(artifact):
         ("int4", {"speculative_algorithm": "NGRAM"}, "--speculative-algorithm NGRAM does not go together"),
         ("int4", {"enable_hierarchical_cache": True}, "--enable-hierarchical-cache True does not go together"),
         ("int4", {"disaggregation_mode": "prefill"}, "--disaggregation-mode prefill does not go together"),
-        ("int4", {"pp_size": 2}, "--pp-size 2 does not go together"),
+        ("int4", {"enable_dp_attention": True}, "--enable-dp-attention True does not go together"),
         ("int4", {"page_size": 8}, "a multiple of 16 tokens, not --page-size 8"),
     ],
 )

@@ -59,7 +59,6 @@ def test_memory_as_measured_with_another_recipe_is_refused(config, monkeypatch):
         ("cache_config", "prefix_match_unit", 16, "--prefix-match-unit would copy parts of pages"),
         ("cache_config", "kv_sharing_fast_prefill", True, "--kv-sharing-fast-prefill is not supported"),
         ("model_config", "enable_sleep_mode", True, "--enable-sleep-mode would lose means and rotations"),
-        ("parallel_config", "pipeline_parallel_size", 2, "pipeline parallelism is not supported"),
         ("parallel_config", "decode_context_parallel_size", 2, "context parallelism is not supported"),
         (None, "kv_transfer_config", object(), "KV connectors would ship pages"),
         (None, "speculative_config", object(), "speculative decoding is not supported"),
@@ -119,8 +118,7 @@ def test_packed_layers_of_unequal_size_beside_others_are_refused(config):
 
 
 @pytest.mark.parametrize(("rank", "packed", "sliding"), [(0, [2], 2), (1, [5], 2)])
-def test_a_rank_of_a_pipeline_packs_its_own_layers(config, monkeypatch, rank, packed, sliding):
-    monkeypatch.setattr(plan, "refuse", lambda _: None)  # vLLM's pipelines are not supported yet
+def test_a_rank_of_a_pipeline_packs_its_own_layers(config, rank, packed, sliding):
     fields = {**SIZES, **HYBRIDS["Gemma3"][0], "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
     changed = of_model(config, fields, get_layers_start_end_indices=lambda _: (3 * rank, 3 * rank + 3))
     changed.additional_config = {"kvfold": {"recipe": "int4:centre=false"}}

@@ -40,7 +40,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {  # arguments, and the values that go toget
     "kv_cache_dtype": ("auto", "bfloat16", "bf16"),
     "kv_canary": ("none",),
     **dict.fromkeys(("disaggregation_mode", "decoupled_spec_role"), ("null",)),
-    **dict.fromkeys(("pp_size", "dcp_size", "attn_cp_size", "attn_dp_size"), (1,)),
+    **dict.fromkeys(("dcp_size", "attn_cp_size", "attn_dp_size"), (1,)),
     "cuda_graph_config": (None,),  # it would override the next three
     "cuda_graph_backend_prefill": (None, "disabled"),  # a prefill step needs its lengths on the host
     "cuda_graph_backend_decode": (None, "full", "disabled"),
