@@ -521,8 +521,9 @@ def test_a_rank_of_a_pipeline_packs_its_own_layers(monkeypatch, tmp_path):
     source = SimpleNamespace(
         model_path=str(tmp_path), trust_remote_code=False, revision=None, json_model_override_args="{}"
     )
-    for start, end, packed, beside in ((0, 3, [2], [0, 1]), (3, 6, [5], [3, 4])):
-        rank = SimpleNamespace(
+
+    def rank(start: int, end: int) -> SimpleNamespace:
+        return SimpleNamespace(
             server_args=source,
             page_size=PAGE,
             model_dtype=torch.bfloat16,
@@ -530,8 +531,12 @@ def test_a_rank_of_a_pipeline_packs_its_own_layers(monkeypatch, tmp_path):
             is_hybrid_swa=False,
             layer_info=SimpleNamespace(start_layer=start, end_layer=end),
         )
-        assert list(hooks.plan_of(rank).layouts) == packed
-        assert hooks.beside_in(rank) == beside
+
+    for start, end, packed, beside in ((0, 3, [2], [0, 1]), (3, 6, [5], [3, 4])):
+        assert list(hooks.plan_of(rank(start, end)).layouts) == packed
+        assert hooks.beside_in(rank(start, end)) == beside
+    with pytest.raises(ValueError, match="layers 0, 1 of a pipeline hold none to be packed: use fewer ranks"):
+        hooks.plan_of(rank(0, 2))
 
 
 class Crowd:

@@ -1,7 +1,7 @@
 """Tensor and pipeline parallelism through real vLLM: two ranks answer as one does.
 
-vLLM would spawn its workers. Here they are forked from this process, which has imported vLLM: that takes longer than all
-else.
+vLLM would spawn its workers. Here they are forked from this process, which has imported vLLM: that takes longer than
+all else.
 """
 
 import multiprocessing
@@ -48,7 +48,8 @@ def logprobs(model: Path, **parallel: int) -> np.ndarray:
         kv_cache_memory_bytes=2**24,
         **parallel,
     )
-    sampling = SamplingParams(temperature=0, max_tokens=TOKENS, prompt_logprobs=0, logprobs=0, detokenize=False)
+    asked = {"max_tokens": TOKENS, "prompt_logprobs": 0, "logprobs": 0, "ignore_eos": True}
+    sampling = SamplingParams(temperature=0, detokenize=False, **asked)
     prompts = [TokensPrompt(prompt_token_ids=random_tokens(n, seed=n).tolist()) for n in LENGTHS]
     outputs = engine.llm.generate(prompts, sampling, use_tqdm=False)
     engine.close()
@@ -56,14 +57,22 @@ def logprobs(model: Path, **parallel: int) -> np.ndarray:
     return np.array([next(iter(token.values())).logprob for token in tokens])
 
 
-@pytest.mark.parametrize(("heads", "kinds"), [(2, ("tensor", "pipeline")), (1, ("tensor",))])
-def test_two_ranks_answer_as_one(tmp_path, heads, kinds):
+@pytest.mark.parametrize(
+    ("name", "options", "kinds"),
+    [
+        ("Llama", {"head_dim": 64}, ("tensor", "pipeline")),
+        ("Llama", {"head_dim": 64, "num_key_value_heads": 1}, ("tensor",)),
+        ("Gemma3", {}, ("pipeline",)),
+    ],
+    ids=("two KV heads", "one KV head", "sliding layers"),
+)
+def test_two_ranks_answer_as_one(tmp_path, name, options, kinds):
     """Sums of two ranks are rounded otherwise, which may give a number another code: noise of 1e-5 in the embeddings
     moves these log-probabilities by 0.0003. Means of the other head move them by 0.015.
 
-    A single KV head is on both ranks. Each rank of a pipeline has a layer.
+    A single KV head is on both ranks. Each rank of a pipeline has one of two packed layers.
     """
-    model = tiny(head_dim=64, num_key_value_heads=heads)
+    model = tiny(name, **options)
     model.save_pretrained(tmp_path)
     calibrate(model, random_tokens(512), 256, [parse(RECIPE)]).save(tmp_path / "fits")
     one = logprobs(tmp_path)
@@ -71,6 +80,6 @@ def test_two_ranks_answer_as_one(tmp_path, heads, kinds):
         with defined_attention() as found:
             two = logprobs(tmp_path, **{f"{kind}_parallel_size": 2})
         assert np.abs(one - two).mean() < 0.003
-        assert found.queries == QUERIES * (4 if kind == "tensor" else 2)  # layers of both ranks
+        assert found.queries == QUERIES * {"tensor": 4, "pipeline": 2}[kind]  # packed layers of both ranks
         assert found.restored == 0, "a request keeps its shadow pages in the steps of others"
         assert found.error < 1e-5

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ import vllm
 from forked import Ended, forked
 from model_configs import MODELS
 from served import kvfold, serving
-from tiny_models import HYBRIDS, SIZES
+from tiny_models import HYBRIDS, SIZES, tiny
 from vllm import EngineArgs
 from vllm.v1.attention.backend import AttentionBackend
 
@@ -126,6 +127,19 @@ def test_a_rank_of_a_pipeline_packs_its_own_layers(config, rank, packed, sliding
     assert list(made.codecs) == packed
     assert f"1 packed ({packed[0]}), {sliding} sliding as the engine has them" in made.report(8, 0)
     assert made.token_bytes == 2 * 2 * (16 + 4)
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "refused"),
+    [("Gemma3", 2, False), ("Gemma3", 3, True), ("Gemma3n", 2, True), ("GptOss", 2, False), ("GptOss", 4, True)],
+)
+def test_a_pipeline_needs_ranks_that_are_alike(config, model, ranks, refused):
+    """Else blocks of one group would have different sizes, or none to pack, or a target on another rank."""
+    changed = of_model(config, tiny(model).config.to_dict())
+    changed.parallel_config = copy.copy(config.parallel_config)
+    changed.parallel_config.pipeline_parallel_size = ranks
+    with pytest.raises(ValueError, match="each rank of a pipeline needs layers") if refused else nullcontext():
+        plan.refuse(changed)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -3,6 +3,7 @@
 import torch
 import vllm
 from vllm.config import VllmConfig
+from vllm.distributed.utils import get_pp_indices
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec
@@ -68,6 +69,9 @@ def refuse(config: VllmConfig) -> None:
         "--kv-sharing-fast-prefill is not supported": cache.kv_sharing_fast_prefill,
         "KV connectors would ship pages to where they cannot be read": config.kv_transfer_config is not None,
         "speculative decoding is not supported yet": config.speculative_config is not None,
+        "each rank of a pipeline needs layers of every kind that the model has: use fewer ranks": any(
+            {geometry.layers[number].kind for number in layers} != kinds for layers in _pipeline(config, geometry)
+        ),
         "context parallelism is not supported": (
             parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1
         ),
@@ -83,6 +87,12 @@ def refuse(config: VllmConfig) -> None:
     for reason, applies in reasons.items():
         if applies:
             raise ValueError(f"kvfold: {reason}")
+
+
+def _pipeline(config: VllmConfig, geometry: Geometry) -> list[range]:
+    """The layers of each rank of a pipeline."""
+    ranks, layers = config.parallel_config.pipeline_parallel_size, len(geometry.layers)
+    return [range(*get_pp_indices(layers, rank, ranks)) for rank in range(ranks)]
 
 
 def geometry_of(config: VllmConfig) -> Geometry:
