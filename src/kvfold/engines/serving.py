@@ -112,8 +112,6 @@ class Plan:
         codecs = fitted.codecs(raw_dtype, device)
         if layers is not None:
             codecs = {number: pair for number, pair in codecs.items() if number in layers}
-            if not codecs:
-                raise ValueError(f"layers {listed(layers)} of a pipeline hold none to be packed: use fewer ranks")
         heads = geometry.kv_heads // parts, geometry.q_heads // max(ranks, geometry.kv_heads)
         plan = cls(recipe, geometry, *heads, codecs, page_size, raw_dtype, torch.device(device), layers, checked)
         for ops in plan.ops.values() if plan.device.type == "cuda" else ():
