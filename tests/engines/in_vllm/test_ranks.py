@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from defined_attention import defined_attention
 from tiny_models import random_tokens, tiny
 from vllm import SamplingParams, TokensPrompt
@@ -34,6 +35,8 @@ def _forked(monkeypatch):
     # is not compiled.
     monkeypatch.setattr(CPUWorker, "_should_warm_up_model", lambda _: True)
     monkeypatch.setattr(CPUModelRunner, "warming_up_model", CPUModelRunner.profile_run)
+    with torch.compiler.set_stance("force_eager"):  # the compiler's threads would not outlive a fork
+        yield
 
 
 def logprobs(model: Path, **parallel: int) -> np.ndarray:
