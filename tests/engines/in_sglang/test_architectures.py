@@ -161,6 +161,24 @@ def test_layers_of_unequal_size_have_pages_of_their_own(tmp_path):
     assert [answer.tokens for answer in own.warm] == own.tokens
 
 
+def test_a_pipeline_of_two_ranks_answers_as_one(tmp_path, monkeypatch):
+    """Of a model with sliding layers. The packed layer of the first rank is in 16 bits, and that of the second is not.
+    The larger tokens of the first decide how many fit."""
+    tiny("GptOss", **MODELS["GptOss"][0]).save_pretrained(tmp_path)
+    options = {**ENGINE, **SLIDING, "model_path": str(tmp_path)}
+
+    def served(ranks: int) -> tuple[Served, int, int]:
+        monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "|".join("0" * ranks))
+        with defined_attention() as found:
+            answers = serve(twice, "int8:centre=false,sink=4,recent=20,skip=1", pp_size=ranks, **options)
+        assert found.error < 1e-5
+        return answers, found.queries, found.restored
+
+    (alone, *reads), (shared, *shared_reads) = served(1), served(2)
+    check_equal(shared, alone)
+    assert shared_reads == reads
+
+
 def test_a_multimodal_model_reads_text(tmp_path):
     torch.manual_seed(0)
     text = {**SIZES, "hidden_size": 128, "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6]}}

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from defined_attention import defined_attention
 from sglang_engine import Answer, ask, ask_alone, be_batch_invariant, forget, retract_often, serve
+from tiny_models import random_tokens, tiny
 from typer.testing import CliRunner
 
+from kvfold.calibration import calibrate
 from kvfold.cli import app
 
 WINDOWS = "oscar-int2:sink=16,recent=40"
@@ -123,6 +125,32 @@ def test_answers_of_three_ranks_are_those_of_one(prompts, served, monkeypatch):
     assert found.error < 1e-5
     assert shared.tokens == alone.tokens
     assert np.abs(np.subtract(shared.logprobs, alone.logprobs)).max() < 0.02
+
+
+def test_answers_of_two_ranks_are_those_of_one(tmp_path, monkeypatch):
+    """Of tensor parallelism with the only KV head on both, and of a pipeline with a layer on each. The embedded model
+    shares weights between its first and last layer, which SGLang's pipelines do not."""
+    model, lengths, tokens = tiny(head_dim=64, num_key_value_heads=1), (100, 37, 64, 50), 24
+    model.save_pretrained(tmp_path)
+    calibrate(model, random_tokens(512), 256).save(tmp_path / "fits")
+    prompts = [random_tokens(n, seed=n).tolist() for n in lengths]
+    steps = {"chunked_prefill_size": 64, "context_length": 256, "max_running_requests": 4, "max_total_tokens": 2048}
+
+    def answers(**ranks: int) -> list[Answer]:
+        monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "|".join("0" * next(iter(ranks.values()))))
+        given = {"artifact": str(tmp_path / "fits"), "model_path": str(tmp_path), **steps, **ranks}
+        return serve(partial(ask, prompts=prompts, tokens=tokens), "saw-int4:sink=4,recent=20", **given)
+
+    alone = answers(tp_size=1)
+    for kind, layers in (("tp_size", 4), ("pp_size", 2)):  # layers of both ranks
+        with defined_attention() as found:
+            shared = answers(**{kind: 2})
+        assert found.queries == layers * (sum(lengths) + len(lengths) * (tokens - 1))
+        assert found.restored == 0
+        assert found.error < 1e-5
+        for one, two in zip(alone, shared, strict=True):
+            assert two.tokens == one.tokens
+            assert np.abs(np.subtract(two.logprobs, one.logprobs)).max() < 0.003
 
 
 def test_answers_of_a_folded_model_are_those_of_the_original(prompts, served, small, small_artifact, tmp_path):

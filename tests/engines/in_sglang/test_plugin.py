@@ -119,7 +119,7 @@ def test_shadow_pages_come_off_the_budget_first(artifact):
         ("int4", {"enable_hierarchical_cache": True}, "--enable-hierarchical-cache True does not go together"),
         ("int4", {"disaggregation_mode": "prefill"}, "--disaggregation-mode prefill does not go together"),
         ("int4", {"disaggregation_mode": "decode"}, "--disaggregation-mode decode does not go together"),
-        ("int4", {"pp_size": 2}, "--pp-size 2 does not go together"),
+        ("int4", {"enable_dp_attention": True}, "--enable-dp-attention True does not go together"),
         ("int4", {"page_size": 8}, "a multiple of 16 tokens, not --page-size 8"),
     ],
 )
@@ -528,8 +528,9 @@ def test_a_rank_of_a_pipeline_packs_its_own_layers(monkeypatch, tmp_path):
     source = SimpleNamespace(
         model_path=str(tmp_path), trust_remote_code=False, revision=None, json_model_override_args="{}"
     )
-    for start, end, packed, beside in ((0, 3, [2], [0, 1]), (3, 6, [5], [3, 4])):
-        rank = SimpleNamespace(
+
+    def rank(start: int, end: int) -> SimpleNamespace:
+        return SimpleNamespace(
             server_args=source,
             page_size=PAGE,
             model_dtype=torch.bfloat16,
@@ -537,8 +538,14 @@ def test_a_rank_of_a_pipeline_packs_its_own_layers(monkeypatch, tmp_path):
             is_hybrid_swa=False,
             layer_info=SimpleNamespace(start_layer=start, end_layer=end),
         )
-        assert list(hooks.plan_of(rank).layouts) == packed
-        assert hooks.beside_in(rank) == beside
+
+    for start, end, packed, beside in ((0, 3, [2], [0, 1]), (3, 6, [5], [3, 4])):
+        assert list(hooks.plan_of(rank(start, end)).layouts) == packed
+        assert hooks.beside_in(rank(start, end)) == beside
+    whole = hooks.plan_of(rank(0, 6))
+    hooks.refuse_idle_ranks(whole, 2)
+    with pytest.raises(ValueError, match="--pp-size 3 leaves a rank only layers 0, 1, which are not packed"):
+        hooks.refuse_idle_ranks(whole, 3)
 
 
 class Crowd:

@@ -20,7 +20,7 @@ from kvfold.artifact import digest_model
 from kvfold.engines.serving import Config, Plan
 from kvfold.engines.start import aborting
 from kvfold.format.layout import ALIGNMENT
-from kvfold.geometry import Geometry
+from kvfold.geometry import Geometry, listed
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -40,7 +40,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {  # arguments, and the values that go toget
     "kv_cache_dtype": ("auto", "bfloat16", "bf16"),
     "kv_canary": ("none",),
     **dict.fromkeys(("disaggregation_mode", "decoupled_spec_role"), ("null",)),
-    **dict.fromkeys(("pp_size", "dcp_size", "attn_cp_size", "attn_dp_size"), (1,)),
+    **dict.fromkeys(("dcp_size", "attn_cp_size", "attn_dp_size"), (1,)),
     "cuda_graph_config": (None,),  # it would override the next three
     "cuda_graph_backend_prefill": (None, "disabled"),  # a prefill step needs its lengths on the host
     "cuda_graph_backend_decode": (None, "full", "disabled"),
@@ -141,10 +141,21 @@ def prepare(config: Config, arguments: "ServerArgs") -> Geometry:
     weights = digest_model(arguments.model_path) if config.artifact else None
     model, ranks = configuration(*source(arguments)), arguments.tp_size
     plan = Plan.make(config, model, arguments.page_size, torch.bfloat16, ranks=ranks, weights=weights)
+    refuse_idle_ranks(plan, arguments.pp_size)
     for name in BACKENDS:
         if (given := getattr(arguments, name)) is not None and not beside(plan.geometry):
             raise ValueError(f"--{name.replace('_', '-')} {given} does not go together with a packed cache")
     return plan.geometry
+
+
+def refuse_idle_ranks(plan: Plan, ranks: int) -> None:
+    """Refuse a pipeline with a rank that has nothing to pack."""
+    from sglang.srt.distributed.utils import get_pp_indices
+
+    for rank in range(ranks):
+        layers = range(*get_pp_indices(len(plan.geometry.layers), rank, ranks))
+        if plan.codecs.keys().isdisjoint(layers):
+            raise ValueError(f"--pp-size {ranks} leaves a rank only layers {listed(layers)}, which are not packed")
 
 
 @aborting

@@ -3,6 +3,7 @@
 import torch
 import vllm
 from vllm.config import VllmConfig
+from vllm.distributed.utils import get_pp_indices
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec
@@ -74,7 +75,12 @@ def refuse(config: VllmConfig) -> None:
         ),
         f"num_speculative_tokens has to be below --block-size {cache.block_size}, so that a step taken back loses no "
         "shadow page": config.num_speculative_tokens >= cache.block_size,
-        "pipeline parallelism is not supported yet": parallel.pipeline_parallel_size > 1,
+        "speculative decoding in a pipeline is not tested yet: leave out one of the two": (
+            speculation is not None and parallel.pipeline_parallel_size > 1
+        ),
+        "each rank of a pipeline needs layers of every kind that the model has: use fewer ranks": any(
+            {geometry.layers[number].kind for number in layers} != kinds for layers in _pipeline(config, geometry)
+        ),
         "context parallelism is not supported": (
             parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1
         ),
@@ -90,6 +96,12 @@ def refuse(config: VllmConfig) -> None:
     for reason, applies in reasons.items():
         if applies:
             raise ValueError(f"kvfold: {reason}")
+
+
+def _pipeline(config: VllmConfig, geometry: Geometry) -> list[range]:
+    """The layers of each rank of a pipeline."""
+    ranks, layers = config.parallel_config.pipeline_parallel_size, len(geometry.layers)
+    return [range(*get_pp_indices(layers, rank, ranks)) for rank in range(ranks)]
 
 
 def geometry_of(config: VllmConfig) -> Geometry:
