@@ -60,7 +60,7 @@ def load_model(
 
 
 def default_device() -> str:
-    """The device that models are loaded to."""
+    """What models and kernels run on, if nothing else is asked for."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -9,8 +9,9 @@ import torch
 from kvfold.format.layout import PageLayout, affine_slot, channel_slot
 from kvfold.format.windows import Windows
 from kvfold.ops.attend import attend_torch
-from kvfold.ops.dispatch import AMPERE, HOPPER, check_dtype, choose
+from kvfold.ops.dispatch import AMPERE, check_dtype, choose
 from kvfold.ops.pages import Logits
+from kvfold.ops.pdl import HOPPER
 from kvfold.paged import PagedCache
 from kvfold.recipes import parse
 

@@ -16,7 +16,9 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from kvfold.bench.cuda_graphs import Calls, copies
+from kvfold.bench.expected_ops import relative_error
 from kvfold.bench.kernel_cases import Case
+from kvfold.ops.sizes import ceil_div
 
 FP8 = torch.float8_e4m3fn
 WORKSPACE = 2**29  # bytes for FlashInfer's partial results
@@ -61,7 +63,7 @@ def _flash_attn(module: Any, case: Case, q: Tensor, dtype: torch.dtype) -> Calla
 
 
 def _flashinfer(module: Any, case: Case, q: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Call]:
-    pages = -(-case.context // case.page)
+    pages = ceil_div(case.context, case.page)
     padding = pages * case.page - case.context
     numbers = partial(torch.arange, dtype=torch.int32, device=q.device)
     table = (
@@ -140,7 +142,7 @@ def _check(out: Tensor, case: Case, q: Tensor, kv: Tensor, allowed: float) -> No
     weights = logits.masked_fill(hidden, -math.inf).softmax(-1)  # [kv_heads, ratio, 2, context]
     expected = (weights @ v.unsqueeze(1)).flatten(0, 1).transpose(0, 1)  # [2, q_heads, d]
     got = out.reshape(case.batch, case.new, case.q_heads, case.head_dim)[0, rows].float()
-    error = float((got - expected).norm() / expected.norm())
+    error = relative_error(got, expected)
     if not error <= allowed:
         raise ValueError(f"it is wrong by {error:.2g}")
 

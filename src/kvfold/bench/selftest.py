@@ -40,6 +40,7 @@ from kvfold.bench.random_fits import random_codecs, random_states
 from kvfold.bench.targets import Capability
 from kvfold.format.codec import Codec
 from kvfold.format.layout import PageLayout
+from kvfold.models import default_device
 from kvfold.ops import naive
 from kvfold.ops.dispatch import Choice, New, choose
 from kvfold.ops.pages import LayerPages, Logits
@@ -239,7 +240,7 @@ def check(case: Case, capability: Capability | None = None) -> list[Row]:
     """The rows of one case, one per path."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the column `reason` says what `choose` warns of
-        layer = Layer(case, torch.device("cuda" if torch.cuda.is_available() else "cpu"), capability)
+        layer = Layer(case, torch.device(default_device()), capability)
     rows = [layer.store()]
     if case.tokens.pairs <= MOST_PAIRS:
         rows.append(layer.attend("extend", layer.ops.extend))

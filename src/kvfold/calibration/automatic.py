@@ -33,7 +33,7 @@ def calibrate_automatically(
     """Calibrate on the first `TOKENS` tokens of Python's documentation: one passage, or more if the model takes fewer
     tokens at a time."""
     read = tokens_on(model.device.type)
-    context = min(read, Geometry.from_config(model.config.to_dict()).max_context or read)
+    context = usual_context(Geometry.from_config(model.config.to_dict()), model.device.type)
     tokens = with_openings(tokenize(default_text("calibration"), tokenizer, read), context, tokenizer)
     return calibrate(model, tokens, context, recipes, progress=progress)
 
@@ -41,6 +41,11 @@ def calibrate_automatically(
 def tokens_on(device: str) -> int:
     """How many tokens are read on a device of this type."""
     return TOKENS.get(device, TOKENS["cpu"])
+
+
+def usual_context(geometry: Geometry, device: str) -> int:
+    """How many of them the model sees at a time."""
+    return min(tokens_on(device), geometry.max_context or tokens_on(device))
 
 
 def kept(

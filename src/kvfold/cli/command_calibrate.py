@@ -11,8 +11,7 @@ from kvfold.cli.inputs import check, load
 from kvfold.cli.options import Model, TextFile
 from kvfold.cli.output import err, out, progress
 from kvfold.files import claimed
-from kvfold.geometry import Geometry
-from kvfold.models import default_device, load_config
+from kvfold.models import default_device
 from kvfold.recipes import parse
 from kvfold.text import draw, read_text, tokenize, with_openings
 
@@ -41,13 +40,11 @@ def calibrate(
     Example: `kvfold calibrate embedded -r oscar-int2 -r gtq-k3v3 --out fits`, then
     `kvfold eval embedded -r oscar-int2 --artifact fits`
     """
-    from kvfold.calibration.automatic import tokens_on
+    from kvfold.calibration.automatic import usual_context
 
     panel, words = [parse(name) for name in recipe or ()], read_text(text, "calibration")
-    check(model, panel)
-    if context is None:
-        usual = tokens_on(default_device())
-        context = min(usual, Geometry.from_config(load_config(model)).max_context or usual)
+    geometry = check(model, panel)
+    context = context or usual_context(geometry, default_device())
     checkpoint = folder / "unfinished.safetensors"
     try:
         with claimed(folder):

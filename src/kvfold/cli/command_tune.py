@@ -13,7 +13,6 @@ from kvfold.cli.options import JsonFile, Model, TextFile
 from kvfold.cli.output import new_table, out, progress, write_json
 from kvfold.files import claimed
 from kvfold.geometry import Geometry
-from kvfold.models import load_config
 from kvfold.recipes import TUNED, parse
 from kvfold.text import read_text, tokenize, with_openings
 
@@ -49,7 +48,7 @@ def tune(
 
     Example: `kvfold tune embedded --bits 2.5 --out tuned`, then `kvfold serve embedded -r fold --artifact tuned`
     """
-    from kvfold.calibration.automatic import tokens_on
+    from kvfold.calibration.automatic import tokens_on, usual_context
     from kvfold.tune.choices import EQUAL, with_choices
     from kvfold.tune.curves import passages
     from kvfold.tune.tuner import Tuner
@@ -63,8 +62,7 @@ def tune(
         raise FileExistsError(f"{folder} holds another artifact than {artifact}: write to another folder")
     equal, words = [parse(name) for name in EQUAL], read_text(text, "calibration")
     fits = kvfold.Artifact.load(artifact) if artifact else None
-    check(model, equal, png, json_file, artifact=fits)
-    geometry = Geometry.from_config(load_config(model))
+    geometry = check(model, equal, png, json_file, artifact=fits)
     budget = 0 if quality is not None else _budget(geometry, bits, memory, context, requests)
     with claimed(folder):
         there = kvfold.Artifact.load(folder) if (folder / "kvfold.json").exists() else None
@@ -74,7 +72,7 @@ def tune(
         read = fits.metadata.calibration.tokens if fits else tokens_on(network.device.type)  # the rest is measured on
         ids = tokenize(words, tokenizer, read + tokens // (2 * length) * length)
         if fits is None:
-            most = min(read, geometry.max_context or read)
+            most = usual_context(geometry, network.device.type)
             with progress("Calibrating") as advance:
                 opened = with_openings(ids[:read], most, tokenizer)
                 fits = kvfold.calibrate(network, opened, most, equal, into=there, progress=advance)

@@ -27,9 +27,9 @@ def check(
     *files: str | Path | None,
     artifact: "kvfold.Artifact | None" = None,
     served: bool = False,
-) -> None:
-    """Refuse recipes that do not fit the model, or that engines do not serve, and files in a folder that does not
-    exist."""
+) -> Geometry:
+    """The shape of the model. Refuses recipes that do not fit it, or that engines do not serve, and files in a folder
+    that does not exist."""
     check_files(*files)
     geometry = Geometry.from_config(load_config(model))
     if artifact is not None and artifact.metadata.model.packed != geometry.packed:
@@ -39,6 +39,7 @@ def check(
         fitted.check()
         if served:
             fitted.check_served()
+    return geometry
 
 
 def check_files(*files: str | Path | None) -> None:

@@ -14,7 +14,7 @@ from kvfold.ops.attend import attend_torch
 from kvfold.ops.pages import LayerPages, Logits
 
 New = tuple[Tensor, Tensor] | None
-AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities: the first with kernels, and the first with PDL (see pdl.py)
+AMPERE = (8, 0)  # compute capability: the first with kernels
 OLD_TRITON = (ImportError, AttributeError)  # raised by importing kernels if Triton is too old or missing
 
 
@@ -87,6 +87,7 @@ def choose(
         from kvfold.ops import tiles
         from kvfold.ops.attend import attend_gpu as attend
         from kvfold.ops.attend import unpacked_prefill as unpacked
+        from kvfold.ops.pdl import HOPPER
         from kvfold.ops.store import store_gpu as store
     except OLD_TRITON as error:
         return _slow(
@@ -138,7 +139,7 @@ def _decode(
         return Choice("triton", reason, portable)
     card = cards.card_of(capability)
     both = partial(gluon.store_and_attend, card) if store.implementation == "triton" else None
-    run, read = partial(gluon.attend, card), partial(gluon.read, card)
+    run, read = partial(gluon.attend, card), partial(gluon.attend, card, stored=False)
     return Choice("gluon", "integers, evenly spaced levels or codebooks", run, both, read)
 
 

@@ -85,7 +85,8 @@ class PackedBackend(AttentionBackend):
         rows = torch.tensor(running, dtype=torch.int64, pin_memory=self.lengths.is_cuda)
         rows = rows.to(self.lengths.device, non_blocking=True)
         self._read_pages(rows, table := self._table(len(rows)))
-        return self.lengths[rows], self.lengths[rows], table
+        lengths = self.lengths[rows]
+        return lengths, lengths, table
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         """Begin the step, on the device."""

@@ -21,6 +21,7 @@ from kvfold.engines.serving import Config, Plan
 from kvfold.engines.start import aborting
 from kvfold.format.layout import ALIGNMENT
 from kvfold.geometry import Geometry, listed
+from kvfold.models import default_device
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -131,7 +132,7 @@ def resolve(original: Callable[["ServerArgs"], None], arguments: "ServerArgs") -
 def prepare(config: Config, arguments: "ServerArgs") -> Geometry:
     """Refuse what cannot be served, before anything is loaded, and set the arguments that kvfold needs."""
     refuse(arguments)
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = arguments.device or default_device()
     arguments.page_size = arguments.page_size or PAGE_SIZE.get(device, ALIGNMENT)
     arguments.disable_prefill_cuda_graph = True
     if config.recipe.windows and arguments.max_running_requests is None:

@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kvfold.ops.attend.gluon.decode_tiles import TILE
+from kvfold.ops.pdl import HOPPER
 
 # KiB of an SM's shared memory, by compute capability
 SHARED = {
@@ -35,7 +36,7 @@ class Card(NamedTuple):
 
 def card_of(capability: tuple[int, int]) -> Card:
     """The card of this compute capability. An unknown one is taken for the smallest."""
-    return Card(1024 * SHARED.get(capability, min(SHARED.values())), capability >= (9, 0))
+    return Card(1024 * SHARED.get(capability, min(SHARED.values())), capability >= HOPPER)
 
 
 @gluon.constexpr_function

@@ -113,18 +113,6 @@ def store_and_attend(
     return _attend(card, pages, begun.q, 1, "start", begun.new, begun.kv, logits, sinks, out)
 
 
-def read(
-    card: Card,
-    pages: LayerPages,
-    q: Tensor,
-    new: tuple[Tensor, Tensor] | None,
-    logits: Logits,
-    out: Tensor | None = None,
-) -> Tensor:
-    """`attend` where the previous kernel is not `store`. It may write the queries, so nothing overlaps with it."""
-    return attend(card, pages, q, new, logits, out, stored=False)
-
-
 def attend(
     card: Card,
     pages: LayerPages,
@@ -136,7 +124,8 @@ def attend(
 ) -> Tensor:
     """Queries [sequences, q_heads, d] -> outputs of the same shape, float32 or in `out`.
 
-    `new` is what `store` returned for the same step. `stored`: `store` is the previous kernel.
+    `new` is what `store` returned for the same step. `stored`: `store` is the previous kernel. Another one may write
+    the queries, so nothing overlaps with it.
     """
     rotation, rotated, sinks = pages.key.transform.rotation, q, learned_sinks(pages, q, logits)
     in_kernel = _kernel(pages.layout, card).rotates and new is None
