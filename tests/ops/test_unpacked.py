@@ -2,6 +2,7 @@
 wrote. Without a GPU kernels run in Triton's interpreter, and attention is that of torch for CPUs, in float32."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from kvfold.format.windows import Windows
 from kvfold.ops import naive
 from kvfold.ops.attend import unpacked_prefill as unpacked
 from kvfold.ops.dequantize_gpu import dequantize
-from kvfold.ops.dispatch import choose
+from kvfold.ops.dispatch import New, choose
 from kvfold.ops.naive import store
 from kvfold.ops.pages import LayerPages, Logits
 
@@ -46,10 +47,10 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(unpacked, name, size)
     workspace = unpacked._workspace
 
-    def small(pages: LayerPages, device: torch.device) -> tuple[int, Tensor]:
+    def small(pages: LayerPages, device: torch.device, dtype: torch.dtype) -> tuple[int, Tensor]:
         token = 2 * pages.pool.shape[1] * pages.layout.key.dims * (2 if device.type == "cuda" else 4)
         monkeypatch.setattr(unpacked, "WORKSPACE", (2 * ROOM - 1) * token)
-        return workspace(pages, device)
+        return workspace(pages, device, dtype)
 
     monkeypatch.setattr(unpacked, "_workspace", small)
 
@@ -59,11 +60,14 @@ def chunks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, range]]:
     """Of which sequence, by its first page, and which tokens of it, are unpacked."""
     seen: list[tuple[int, range]] = []
 
-    def recorded(pages: LayerPages, row: int, tokens: range, workspace: Tensor) -> tuple[Tensor, Tensor]:
+    def recorded(
+        pages: LayerPages, row: int, tokens: range, workspace: Tensor, new: New, raw_from: int | None = None, **back: Any
+    ) -> tuple[Tensor, Tensor]:
         assert len(tokens) * 2 * pages.pool.shape[1] * pages.layout.key.dims <= len(workspace)
-        assert workspace.nbytes <= unpacked.WORKSPACE
-        seen.append((int(pages.step.table[row, 0]), tokens))
-        return dequantize(pages, row, tokens, workspace)
+        if raw_from is None:
+            assert workspace.nbytes <= unpacked.WORKSPACE
+            seen.append((int(pages.step.table[row, 0]), tokens))
+        return dequantize(pages, row, tokens, workspace, new, raw_from, **back)
 
     monkeypatch.setattr(unpacked, "dequantize", recorded)
     return seen
