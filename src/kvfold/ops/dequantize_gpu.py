@@ -22,12 +22,11 @@ from kvfold.transforms import Transform
 class _Tile(NamedTuple):
     """What a CTA takes of one KV head, keys or values."""
 
-    numbers: int  # at once
-    loops: int
+    numbers: int
     warps: int
 
 
-UNROTATED, ROTATED = _Tile(4096, 1, 4), _Tile(8192, 4, 4)
+UNROTATED, ROTATED = _Tile(4096, 4), _Tile(8192, 4)
 
 
 class _Pool(NamedTuple):
@@ -62,8 +61,8 @@ def dequantize(
         for codec, wanted in zip((pages.key, pages.value), back, strict=True)
     )
     tile = ROTATED if key or value else UNROTATED
-    at_once = max(16, tile.numbers // power_of_two(dims))
-    _dequantize[(ceil_div(count, at_once * tile.loops), kv_heads, 2)](
+    together = max(16, tile.numbers // power_of_two(dims))
+    _dequantize[(ceil_div(count, together), kv_heads, 2)](
         k,
         v,
         _Pool(pool, pool.view(torch.float16), pool.view(pages.key.raw_dtype), lloyd_max.level_table(pool.device)),
@@ -89,8 +88,7 @@ def dequantize(
         PAGE=layout.page_size,
         PAGE_BYTES=layout.page_bytes,
         KV_HEADS=kv_heads,
-        TOKENS=at_once,
-        LOOPS=tile.loops,
+        TOKENS=together,
         enable_fp_fusion=False,  # to round as the definition does
         num_warps=tile.warps,
     )
@@ -160,19 +158,18 @@ def _dequantize(
     PAGE_BYTES: tl.constexpr,
     KV_HEADS: tl.constexpr,
     TOKENS: tl.constexpr,
-    LOOPS: tl.constexpr,
 ):
     OF_KEYS: tl.constexpr = PAGE * KEY.head_dim  # numbers of a shadow page
     SHADOW: tl.constexpr = OF_KEYS + PAGE * VALUE.head_dim
     if tl.program_id(2) == 0:
         _dequantize_side(
             k, pool, shadows, new_k, shadow_of, table, key_unit, key_matrix, key_stride, None, start, count, own_from, own_row, sink, raw_from,
-            KEY, 0, SHADOW, PAGE, PAGE_BYTES, KV_HEADS, TOKENS, LOOPS,
+            KEY, 0, SHADOW, PAGE, PAGE_BYTES, KV_HEADS, TOKENS,
         )  # fmt: skip
     else:
         _dequantize_side(
             v, pool, shadows, new_v, shadow_of, table, value_unit, value_matrix, value_stride, value_mean, start, count, own_from, own_row, sink,
-            raw_from, VALUE, OF_KEYS, SHADOW, PAGE, PAGE_BYTES, KV_HEADS, TOKENS, LOOPS,
+            raw_from, VALUE, OF_KEYS, SHADOW, PAGE, PAGE_BYTES, KV_HEADS, TOKENS,
         )  # fmt: skip
 
 
@@ -180,48 +177,38 @@ def _dequantize(
 def _dequantize_side(
     x, pool, shadows, new, shadow_of, table, unit, matrix, matrix_stride, mean, start, count, own_from, own_row, sink, raw_from,
     SIDE: tl.constexpr, FIRST: tl.constexpr, SHADOW: tl.constexpr, PAGE: tl.constexpr, PAGE_BYTES: tl.constexpr,
-    KV_HEADS: tl.constexpr, TOKENS: tl.constexpr, LOOPS: tl.constexpr,
+    KV_HEADS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Write keys or values to x [kv_heads, count, d]. They begin at number FIRST of a shadow page."""
     DIMS: tl.constexpr = SIDE.head_dim
     head = tl.program_id(1).to(tl.int64)
-    matrices = ()
-    if matrix is not None:
-        for i in tl.static_range(len(SIDE.parts)):
-            matrices += (_matrix_rows(matrix + head * matrix_stride, SIDE, i),)
-    for loop in range(LOOPS):
-        place = (tl.program_id(0) * LOOPS + loop) * TOKENS + tl.arange(0, TOKENS)
-        exists = place < count
-        token = start + place
-        slot, offset = tl.load(table + token // PAGE, mask=exists, other=0).to(tl.int64), token % PAGE
-        packed = exists
-        is_raw = None
-        raw_at = None
+    place = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    token, exists = start + place, place < count
+    slot, offset = tl.load(table + token // PAGE, mask=exists, other=0).to(tl.int64), token % PAGE
+    packed = exists
+    if shadows is not None:
+        is_raw, of_step = exists & ((token < sink) | (token >= raw_from)), token >= own_from
+        packed = exists & ~is_raw
+        shadow = tl.load(shadow_of + slot, mask=is_raw & ~of_step, other=0).to(tl.int64)
+        tl.device_assert(shadow >= 0, "a window reaches into a page that has no shadow")
+        own = new + ((token - own_from + own_row).to(tl.int64) * KV_HEADS + head) * DIMS
+        raw = tl.where(of_step, own, shadows + (shadow * KV_HEADS + head) * SHADOW + FIRST + offset * DIMS)
+        is_raw &= shadow >= 0
+    to, back = x + (head * count + place) * DIMS, tl.zeros([TOKENS, padded(DIMS)], tl.float32)
+    for i in tl.static_range(len(SIDE.parts)):
+        y, column = _segment(pool, unit, slot * KV_HEADS + head, offset, packed, SIDE, i, PAGE_BYTES), _columns(SIDE, i)
+        inside = (column < SIDE.start[i] + SIDE.dims[i])[None, :]
         if shadows is not None:
-            is_raw = exists & ((token < sink) | (token >= raw_from))
-            packed = exists & ~is_raw
-            of_step = token >= own_from
-            shadow = tl.load(shadow_of + slot, mask=is_raw & ~of_step, other=0).to(tl.int64)
-            tl.device_assert(shadow >= 0, "a window reaches into a page that has no shadow")
-            own = new + ((token - own_from + own_row).to(tl.int64) * KV_HEADS + head) * DIMS
-            raw_at = tl.where(of_step, own, shadows + (shadow * KV_HEADS + head) * SHADOW + FIRST + offset * DIMS)
-            is_raw &= shadow >= 0
-        page, to = slot * KV_HEADS + head, x + (head * count + place) * DIMS
-        back = tl.zeros([TOKENS, padded(DIMS)], tl.float32)
-        for i in tl.static_range(len(SIDE.parts)):
-            y = _segment(pool, unit, page, offset, packed, SIDE, i, PAGE_BYTES)
-            column = _columns(SIDE, i)
-            inside = (column < SIDE.start[i] + SIDE.dims[i])[None, :]
-            if shadows is not None:
-                numbers = tl.load(raw_at[:, None] + column[None, :], mask=is_raw[:, None] & inside, other=0.0)
-                y = tl.where(is_raw[:, None], numbers.to(tl.float32), y)
-            if matrix is not None:
-                back = tl.dot(y.to(matrix.dtype.element_ty), matrices[i], back)
-            else:
-                _store(to, y, mean, head, column, exists[:, None] & inside, DIMS)
-        if matrix is not None:
-            column = tl.arange(0, padded(DIMS))
-            _store(to, back, mean, head, column, exists[:, None] & (column < DIMS)[None, :], DIMS)
+            numbers = tl.load(raw[:, None] + column[None, :], mask=is_raw[:, None] & inside, other=0.0)
+            y = tl.where(is_raw[:, None], numbers.to(tl.float32), y)
+        if matrix is None:
+            _store(to, y, mean, head, column, exists[:, None] & inside, DIMS)
+        else:
+            rows = _matrix_rows(matrix + head * matrix_stride, SIDE, i)
+            back = tl.dot(y.to(rows.dtype), rows, back)
+    if matrix is not None:
+        column = tl.arange(0, padded(DIMS))
+        _store(to, back, mean, head, column, exists[:, None] & (column < DIMS)[None, :], DIMS)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ class _Tile(NamedTuple):
     stages: int
 
 
-NARROW, WIDE = _Tile(128, 64, 8, 2), _Tile(64, 32, 4, 2)  # for up to 128 dims, and more
+NARROW, WIDE = _Tile(64, 64, 4, 3), _Tile(64, 32, 4, 2)  # for up to 128 dims, and more
 
 
 class Part(NamedTuple):
@@ -104,12 +104,12 @@ def _diagonal(
         place = (tl.minimum(token, last) - first_token)[:, None] * DIMS + coordinate
         keys = tl.load(k + place, mask=coordinate < DIMS, other=0.0)
         values = tl.load(v + place, mask=coordinate < DIMS, other=0.0)
+        products = tl.dot(queries, tl.trans(keys))
         behind = newest[:, None] - token[None, :]
-        logits = tl.dot(queries, tl.trans(keys)) * scale
-        logits = tl.where((behind >= 0) & (behind < reach), logits, -float("inf"))
-        now = tl.maximum(highest, tl.max(logits, 1))
+        products = tl.where((behind >= 0) & (behind < reach), products, -float("inf"))
+        now = tl.maximum(highest, tl.max(products, 1) * scale)
         fade = tl.exp2(highest - now)
-        shares = tl.exp2(logits - now[:, None])
+        shares = tl.exp2(products * scale - now[:, None])
         total = total * fade + tl.sum(shares, 1)
         sums = tl.dot(shares.to(values.dtype), values, sums * fade[:, None])
         highest = now

@@ -30,15 +30,16 @@ from kvfold.ops.pages import LayerPages, Logits, Step
 from kvfold.ops.rotate import dual, inverse
 from kvfold.ops.sizes import ceil_div, power_of_two
 
-WORKSPACE = 2**26  # bytes of unpacked keys and values, at most
+WORKSPACE = 2**27  # bytes of unpacked keys and values, at most
+QUERY_COST = 3  # of rotating a query and its output, relative to a key and its value while they are unpacked
 # Per sequence: queries that read packed tokens, and packed tokens. With fewer, the portable kernel is faster.
 MIN_QUERIES, MIN_TOKENS = 64, 1024
-# cuDNN builds a graph for every shape, which takes a tenth of a second and more. So there are few shapes, and a server
-# builds all graphs before its first prompt (`build_graphs`). Queries are padded to FEWEST_QUERIES or a higher power of
-# two. From CAUSAL_QUERIES on, their number is a power of two itself, and cuDNN's mask is used. Chunks are as large as
-# the workspace, a quarter of it, or a sixteenth.
+# cuDNN builds a graph for every shape, which takes 40 ms and more. So there are few shapes, and a server builds all
+# graphs before its first prompt (`build_graphs`). Queries are padded to FEWEST_QUERIES or a higher power of two. From
+# CAUSAL_QUERIES on, cuDNN's mask is used for some numbers of them (`_masked`). The sizes of chunks are multiples of a
+# CHUNK_STEPS-th of the workspace, or half of that.
 FEWEST_QUERIES, CAUSAL_QUERIES = 256, 2048
-CHUNK_RATIO, CHUNK_SIZES = 4, 3
+CHUNK_STEPS = 16
 
 aten = torch.ops.aten
 
@@ -155,11 +156,11 @@ def _attend(
 def _back(pages: LayerPages, q: Tensor, logits: Logits) -> tuple[bool, bool]:
     """Whether unpacked keys, and values, are transformed back. Otherwise queries are transformed, and outputs back.
 
-    The fewer vectors are rotated. Learned sinks are merged with outputs over transformed values.
+    What takes less time is chosen. Learned sinks are merged with outputs over transformed values.
     """
     if logits.sinks is not None:
         return False, False
-    many = q.shape[0] * q.shape[1] > sum(pages.step.known.lengths) * pages.pool.shape[1]
+    many = QUERY_COST * q.shape[0] * q.shape[1] > sum(pages.step.known.lengths) * pages.pool.shape[1]
     return many, many or pages.value.transform.rotation is None
 
 
@@ -225,7 +226,8 @@ def _chunks(shared: int, end: int, room: int, masked: bool) -> Iterator[tuple[ra
 
 def _sizes(room: int) -> list[int]:
     """The sizes of chunks without a mask. Only the last of these chunks may have another size."""
-    return [size for i in range(CHUNK_SIZES) if (size := room // CHUNK_RATIO**i)]
+    step = max(1, room // CHUNK_STEPS)
+    return [*range(room, 0, -step), *([step // 2] if step > 1 else [])]
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, usual: bool) -> Part:
