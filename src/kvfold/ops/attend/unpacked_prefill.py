@@ -35,11 +35,13 @@ QUERY_COST = 3  # of rotating a query and its output, relative to a key and its 
 # Per sequence: queries that read packed tokens, and packed tokens. With fewer, the portable kernel is faster.
 MIN_QUERIES, MIN_TOKENS = 64, 1024
 # cuDNN builds a graph for every shape, which takes 40 ms and more. So there are few shapes, and a server builds all
-# graphs before its first prompt (`build_graphs`). Queries are padded to FEWEST_QUERIES or a higher power of two. From
-# CAUSAL_QUERIES on, cuDNN's mask is used for some numbers of them (`_masked`). The sizes of chunks are multiples of a
-# CHUNK_STEPS-th of the workspace, or half of that.
-FEWEST_QUERIES, CAUSAL_QUERIES = 256, 2048
-CHUNK_STEPS = 16
+# graphs before its first prompt (`build_graphs`):
+# - With a causal mask: multiples of CAUSAL_STEP queries, and as many tokens.
+# - Without a mask: queries padded to FEWEST_QUERIES or a higher power of two. Tokens are a multiple of a CHUNK_STEPS-th
+#   of the workspace, or a half or a quarter of that.
+# Chunks of a prompt begin at round numbers. So the recent window may be missing from a number of tokens.
+FEWEST_QUERIES, CAUSAL_STEP = 256, 512
+CHUNK_STEPS = 8
 
 aten = torch.ops.aten
 
@@ -103,17 +105,17 @@ def _runs(step: Step, windows: Windows) -> list[tuple[Kind, slice, Step]]:
 
 def build_graphs(pages: LayerPages, ratio: int) -> None:
     """Let cuDNN build its graphs for layers like this one, with `ratio` query heads per KV head."""
-    windows, (kv_heads, dims), device = pages.windows, (pages.pool.shape[1], pages.layout.key.dims), pages.pool.device
-    room, workspace = _workspace(pages, device, pages.key.raw_dtype)
+    recent, kv_heads, dims = pages.windows.recent, pages.pool.shape[1], pages.layout.key.dims
+    room, workspace = _workspace(pages, pages.pool.device, pages.key.raw_dtype)
+    shapes = [(n, n, True) for n in range(1, room // 2 + 1) if _masked(n, recent)]
     n = FEWEST_QUERIES
     while n <= room // 2:
-        shapes = [(n, size, False) for size in _sizes(room)]
-        shapes += [(square, square, True) for square in {n, n - windows.recent} if _masked(square, windows)]
-        for queries, tokens, causal in shapes:
-            q = torch.zeros(queries, kv_heads * ratio, dims, dtype=workspace.dtype, device=device)
-            k, v = workspace[: 2 * kv_heads * tokens * dims].view(2, 1, kv_heads, tokens, dims)
-            _flash(q, k, v, dims**-0.5, causal, usual=True)
+        shapes += [(n, size, False) for size in _sizes(room, recent)]
         n *= 2
+    for queries, tokens, causal in shapes:
+        q = torch.zeros(queries, kv_heads * ratio, dims, dtype=workspace.dtype, device=workspace.device)
+        k, v = workspace[: tokens * _numbers(pages)].view(2, 1, kv_heads, tokens, dims)
+        _flash(q, k, v, dims**-0.5, causal, usual=True)
 
 
 def _attend(
@@ -122,24 +124,25 @@ def _attend(
     """`attend` for a step of LONG sequences."""
     windows, known, value = pages.windows, pages.step.known, pages.value.transform
     room, workspace = _workspace(pages, q.device, q.dtype)
+    sizes = _sizes(room, windows.recent)
     back = _back(pages, q, logits)
     q_here = (q if back[0] else dual(pages.key.transform, q, workspace.dtype)).to(workspace.dtype).contiguous()
     final = torch.empty(q.shape, device=q.device) if out is None else out
     outs = final if back[1] else torch.empty(q.shape, device=q.device)
     logs = None if logits.sinks is None else torch.empty(q.shape[:2], device=q.device)
     for row, before, position, n in _query_runs(pages.step, windows, room // 2):
-        first, masked, part = known.query_starts[row] + position - known.starts[row], _masked(n, windows), None
+        first, part = known.query_starts[row] + position - known.starts[row], None
         run, whole = slice(first, first + n), slice(first - before, first + n)
         to = Part(outs[whole], None if logs is None else logs[whole])
-        shared, end = windows.raw_from(position) - 1, windows.raw_from(position + n - 1)
-        for tokens, causal in _chunks(shared, end, room, masked):
+        masked, shared = _masked(n, windows.recent), windows.raw_from(position) - 1
+        for tokens, causal in _chunks(shared, shared + n, sizes, masked):
             k, v = dequantize(pages, row, tokens, workspace, new, back=back)
             here = to if causal and not windows.recent else None
             if causal and not masked:
                 near = Diagonal(position, tokens.start, windows.recent, tokens.stop)
                 part = near.attend(q_here[run], k, v, logits.scale, part, here)
             else:
-                usual = causal or len(tokens) in _sizes(room)
+                usual = causal or len(tokens) in sizes
                 part = _merged(part, _flash(q_here[run], k, v, logits.scale, causal, usual), here)
         if windows.recent:
             tokens = range(max(0, windows.raw_from(position - before)), position + n)
@@ -168,26 +171,20 @@ def _query_runs(step: Step, windows: Windows, most: int) -> Iterator[tuple[int, 
     """Runs of up to `most` queries that read unpacked chunks.
 
     Each is: sequence, number of queries before the run that read none, position of the first query, number of queries.
-    From CAUSAL_QUERIES on, cuDNN has a mask for the number.
     """
     for row, (start, length) in enumerate(zip(*step.known, strict=True)):
         position = max(start, windows.packed_from(0))
         before = position - start
         while position < length:
             n = min(most, length - position)
-            if n > CAUSAL_QUERIES:
-                powers = (1 << n.bit_length() - 1, (1 << (n + windows.recent).bit_length() - 1) - windows.recent)
-                n = max(power for power in powers if power <= n)
+            n = next((fewer for fewer in range(n, 0, -1) if _masked(fewer, windows.recent)), n)
             yield row, before, position, n
             position, before = position + n, 0
 
 
-def _masked(n: int, windows: Windows) -> bool:
-    """Whether cuDNN may build a graph with a causal mask for n queries and as many tokens.
-
-    The queries of a first chunk that read packed tokens are fewer than a power of two by the recent window.
-    """
-    return n >= CAUSAL_QUERIES and any(size & (size - 1) == 0 for size in (n, n + windows.recent))
+def _masked(n: int, recent: int) -> bool:
+    """Whether cuDNN may build a graph with a causal mask for n queries and as many tokens."""
+    return n >= CAUSAL_STEP // 2 and any(size % CAUSAL_STEP == 0 for size in (n, n + recent))
 
 
 def _workspace(pages: LayerPages, device: torch.device, dtype: torch.dtype) -> tuple[int, Tensor]:
@@ -208,13 +205,13 @@ def _numbers(pages: LayerPages) -> int:
     return 2 * pages.pool.shape[1] * pages.layout.key.dims
 
 
-def _chunks(shared: int, end: int, room: int, masked: bool) -> Iterator[tuple[range, bool]]:
+def _chunks(shared: int, end: int, sizes: list[int], masked: bool) -> Iterator[tuple[range, bool]]:
     """Chunks of the tokens before `end`, and whether a chunk needs the causal mask. Only the last one does.
 
     All queries read the tokens before `shared`. `masked`: whether the last chunk must have no others.
     """
     start = 0
-    for size in _sizes(room):
+    for size in sizes:
         while shared - start >= size:
             yield range(start, start + size), False
             start += size
@@ -224,10 +221,11 @@ def _chunks(shared: int, end: int, room: int, masked: bool) -> Iterator[tuple[ra
     yield range(start, end), True
 
 
-def _sizes(room: int) -> list[int]:
-    """The sizes of chunks without a mask. Only the last of these chunks may have another size."""
+def _sizes(room: int, recent: int) -> list[int]:
+    """The sizes of chunks without a mask, in falling order. Only the last of these chunks may have another size."""
     step = max(1, room // CHUNK_STEPS)
-    return [*range(room, 0, -step), *([step // 2] if step > 1 else [])]
+    sizes = {*range(step, room + 1, step), step // 2, step // 4}
+    return sorted((size for size in sizes | {size - recent for size in sizes} if size > 0), reverse=True)
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, usual: bool) -> Part:
