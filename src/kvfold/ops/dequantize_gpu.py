@@ -14,7 +14,19 @@ from torch import Tensor
 from kvfold.ops.pages import LayerPages
 from kvfold.ops.rotate import head_stride
 from kvfold.ops.sizes import ceil_div, power_of_two
-from kvfold.ops.tiles import AFFINE, EVEN, RAW, key_side, load_scales, middle, pick_codes, power_of_two as padded, value_side
+from kvfold.ops.tiles import (
+    AFFINE,
+    EVEN,
+    RAW,
+    key_side,
+    load_scales,
+    middle,
+    pick_codes,
+    value_side,
+)
+from kvfold.ops.tiles import (
+    power_of_two as padded,
+)
 from kvfold.quantizers import lloyd_max
 from kvfold.transforms import Transform
 
@@ -67,7 +79,7 @@ def dequantize(
         v,
         _Pool(pool, pool.view(torch.float16), pool.view(pages.key.raw_dtype), lloyd_max.level_table(pool.device)),
         None if new is None else pages.shadows,
-        *((None, None) if new is None else new),
+        *((None, None) if new is None else (side[step.known.query_starts[row] :] for side in new)),
         step.shadow_of,
         step.table[row],
         pages.key.unit,
@@ -80,7 +92,6 @@ def dequantize(
         tokens.start,
         count,
         step.known.starts[row],
-        step.known.query_starts[row],
         pages.windows.sink,
         tokens.stop if raw_from is None else raw_from,
         KEY=key_side(layout),
@@ -127,7 +138,7 @@ def restore(addresses: Tensor, units: Tensor, first: LayerPages, pages: Tensor, 
 
 
 @triton.jit(
-    do_not_specialize=["start", "count", "own_from", "own_row", "sink", "raw_from"],
+    do_not_specialize=["start", "count", "own_from", "sink", "raw_from"],
     do_not_specialize_on_alignment=["table"],
 )
 def _dequantize(
@@ -135,7 +146,7 @@ def _dequantize(
     v,
     pool,  # `_Pool`
     shadows,  # None: no token is raw
-    new_k,  # [tokens, kv_heads, d], as `store` returns them
+    new_k,  # [tokens, kv_heads, d], as `store` returns them, from the first of the sequence on
     new_v,
     shadow_of,
     table,
@@ -148,8 +159,7 @@ def _dequantize(
     value_mean,
     start,
     count,
-    own_from,  # the first token of the step, and its row in new_k and new_v
-    own_row,
+    own_from,  # the first token of the step
     sink,
     raw_from,
     KEY: tl.constexpr,
@@ -163,19 +173,19 @@ def _dequantize(
     SHADOW: tl.constexpr = OF_KEYS + PAGE * VALUE.head_dim
     if tl.program_id(2) == 0:
         _dequantize_side(
-            k, pool, shadows, new_k, shadow_of, table, key_unit, key_matrix, key_stride, None, start, count, own_from, own_row, sink, raw_from,
-            KEY, 0, SHADOW, PAGE, PAGE_BYTES, KV_HEADS, TOKENS,
+            k, pool, shadows, new_k, shadow_of, table, key_unit, key_matrix, key_stride, None, start, count, own_from,
+            sink, raw_from, KEY, 0, SHADOW, PAGE, PAGE_BYTES, KV_HEADS, TOKENS,
         )  # fmt: skip
     else:
         _dequantize_side(
-            v, pool, shadows, new_v, shadow_of, table, value_unit, value_matrix, value_stride, value_mean, start, count, own_from, own_row, sink,
-            raw_from, VALUE, OF_KEYS, SHADOW, PAGE, PAGE_BYTES, KV_HEADS, TOKENS,
+            v, pool, shadows, new_v, shadow_of, table, value_unit, value_matrix, value_stride, value_mean, start, count,
+            own_from, sink, raw_from, VALUE, OF_KEYS, SHADOW, PAGE, PAGE_BYTES, KV_HEADS, TOKENS,
         )  # fmt: skip
 
 
 @triton.jit
 def _dequantize_side(
-    x, pool, shadows, new, shadow_of, table, unit, matrix, matrix_stride, mean, start, count, own_from, own_row, sink, raw_from,
+    x, pool, shadows, new, shadow_of, table, unit, matrix, matrix_stride, mean, start, count, own_from, sink, raw_from,
     SIDE: tl.constexpr, FIRST: tl.constexpr, SHADOW: tl.constexpr, PAGE: tl.constexpr, PAGE_BYTES: tl.constexpr,
     KV_HEADS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
@@ -191,7 +201,7 @@ def _dequantize_side(
         packed = exists & ~is_raw
         shadow = tl.load(shadow_of + slot, mask=is_raw & ~of_step, other=0).to(tl.int64)
         tl.device_assert(shadow >= 0, "a window reaches into a page that has no shadow")
-        own = new + ((token - own_from + own_row).to(tl.int64) * KV_HEADS + head) * DIMS
+        own = new + ((token - own_from).to(tl.int64) * KV_HEADS + head) * DIMS
         raw = tl.where(of_step, own, shadows + (shadow * KV_HEADS + head) * SHADOW + FIRST + offset * DIMS)
         is_raw &= shadow >= 0
     to, back = x + (head * count + place) * DIMS, tl.zeros([TOKENS, padded(DIMS)], tl.float32)
@@ -275,9 +285,7 @@ def _write(x, pool, unit, page, offset, exists, SIDE: tl.constexpr, PAGE_BYTES: 
 
 
 @triton.jit
-def _segment(
-    pool, unit, page, offset, exists, SIDE: tl.constexpr, SEGMENT: tl.constexpr, PAGE_BYTES: tl.constexpr
-):
+def _segment(pool, unit, page, offset, exists, SIDE: tl.constexpr, SEGMENT: tl.constexpr, PAGE_BYTES: tl.constexpr):
     """A segment of tokens, float32[tokens, columns].
 
     Unlike in tiles.py, columns are coordinates in order. So stores are coalesced.

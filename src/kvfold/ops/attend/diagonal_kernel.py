@@ -33,6 +33,12 @@ def empty_part(q: Tensor) -> Part:
     return Part(torch.empty(q.shape, device=q.device), torch.empty(q.shape[:2], device=q.device))
 
 
+def unseen_part(q: Tensor) -> Part:
+    """The part of queries [n, q_heads, d] that have read nothing yet."""
+    zero, log = torch.zeros(q.shape[-1], device=q.device), torch.full((1,), UNSEEN.value, device=q.device)
+    return Part(zero.expand(q.shape), log.expand(q.shape[:2]))
+
+
 class Diagonal(NamedTuple):
     """The query at position p reads `reach` tokens, of which p − `lag` is the last."""
 
@@ -41,11 +47,12 @@ class Diagonal(NamedTuple):
     lag: int
     reach: int
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, part: Part | None, to: Part | None) -> Part:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, part: Part, to: Part | None) -> Part:
         """Queries [n, q_heads, d] over k, v [1, kv_heads, tokens, d]: float32, or in `to`.
 
         The result is merged with `part`, which may be of the last queries only.
         """
+        assert part.logs is not None
         (n, q_heads, dims), kv_heads = q.shape, k.shape[1]
         to, ratio = to or empty_part(q), power_of_two(q_heads // kv_heads)
         tile = WIDE if dims > 128 else NARROW
@@ -54,16 +61,16 @@ class Diagonal(NamedTuple):
             q,
             k,
             v,
-            *(part or (None, None)),
+            *part,
             *to,
             scale * LOG2_E.value,
             n,
             *self,
-            0 if part is None else n - len(part.outs),
+            n - len(part.outs),
             q.stride(0),
             k.stride(1),
-            *((0, 0) if part is None else part.outs.stride()[:2]),
-            *((0, 0) if part is None or part.logs is None else part.logs.stride()),
+            *part.outs.stride()[:2],
+            *part.logs.stride(),
             GROUP=q_heads // kv_heads,
             RATIO=ratio,
             DIMS=dims,
@@ -116,15 +123,13 @@ def _diagonal(
     seen = total > 0
     weight = tl.where(seen, highest + tl.log2(total), UNSEEN)
     result = sums / tl.where(seen, total, 1.0)[:, None]
-    if part is not None:
-        there, other = live & (query >= part_first), (query - part_first).to(tl.int64)
-        log = tl.load(part_logs + other * log_stride + q_head * log_head_stride, mask=there, other=UNSEEN) * LOG2_E
-        before = part + (other * part_stride + q_head * part_head_stride)[:, None] + coordinate
-        before = tl.load(before, mask=whole & there[:, None], other=0.0).to(tl.float32)
-        result = before + (result - before) * (1 / (1 + tl.exp2(log - weight)))[:, None]
-        if logs is not None:
-            weight = tl.maximum(log, weight) + tl.log2(1 + tl.exp2(-tl.abs(log - weight)))
+    there, other = live & (query >= part_first), (query - part_first).to(tl.int64)
+    log = tl.load(part_logs + other * log_stride + q_head * log_head_stride, mask=there, other=UNSEEN) * LOG2_E
+    before = part + (other * part_stride + q_head * part_head_stride)[:, None] + coordinate
+    before = tl.load(before, mask=whole & there[:, None], other=0.0).to(tl.float32)
+    result = before + (result - before) * (1 / (1 + tl.exp2(log - weight)))[:, None]
     place = query.to(tl.int64) * (tl.num_programs(1) * GROUP) + q_head
     tl.store(out + place[:, None] * DIMS + coordinate, result, mask=whole)
     if logs is not None:
+        weight = tl.maximum(log, weight) + tl.log2(1 + tl.exp2(-tl.abs(log - weight)))
         tl.store(logs + place, weight / LOG2_E, mask=live)

@@ -11,6 +11,7 @@ FlashAttention has this causal mask. cuDNN has it only where the first query rea
 from collections.abc import Iterator
 from dataclasses import replace
 from enum import Enum
+from itertools import product
 
 import torch
 import triton
@@ -23,25 +24,25 @@ from kvfold.format.layout import PageLayout
 from kvfold.format.windows import Windows
 from kvfold.ops import tiles
 from kvfold.ops.attend import attend_gpu as portable
-from kvfold.ops.attend.diagonal_kernel import Diagonal, Part, empty_part
+from kvfold.ops.attend.diagonal_kernel import Diagonal, Part, empty_part, unseen_part
 from kvfold.ops.attend.parts import LOG2_E, learned_sinks, merge
 from kvfold.ops.dequantize_gpu import dequantize
 from kvfold.ops.pages import LayerPages, Logits, Step
 from kvfold.ops.rotate import dual, inverse
 from kvfold.ops.sizes import ceil_div, power_of_two
 
-WORKSPACE = 2**27  # bytes of unpacked keys and values, at most
+WORKSPACE, MOST_TOKENS = 2**27, 2**15  # bytes of unpacked keys and values, and tokens, at most
 QUERY_COST = 3  # of rotating a query and its output, relative to a key and its value while they are unpacked
 # Per sequence: queries that read packed tokens, and packed tokens. With fewer, the portable kernel is faster.
 MIN_QUERIES, MIN_TOKENS = 64, 1024
 # cuDNN builds a graph for every shape, which takes 40 ms and more. So there are few shapes, and a server builds all
 # graphs before its first prompt (`build_graphs`):
 # - With a causal mask: multiples of CAUSAL_STEP queries, and as many tokens.
-# - Without a mask: queries padded to FEWEST_QUERIES or a higher power of two. Tokens are a multiple of a CHUNK_STEPS-th
-#   of the workspace, or a half or a quarter of that.
+# - Without a mask: queries padded to FEWEST_QUERIES or a higher power of two. Tokens are a multiple of CHUNK_STEP, or a
+#   half or a quarter of it.
 # Chunks of a prompt begin at round numbers. So the recent window may be missing from a number of tokens.
 FEWEST_QUERIES, CAUSAL_STEP = 256, 512
-CHUNK_STEPS = 8
+CHUNK_STEP = 4096
 
 aten = torch.ops.aten
 
@@ -104,7 +105,10 @@ def _runs(step: Step, windows: Windows) -> list[tuple[Kind, slice, Step]]:
 
 
 def build_graphs(pages: LayerPages, ratio: int) -> None:
-    """Let cuDNN build its graphs for layers like this one, with `ratio` query heads per KV head."""
+    """Let cuDNN build its graphs for layers like this one, with `ratio` query heads per KV head.
+
+    Also compile what merges parts, for all types of parts.
+    """
     recent, kv_heads, dims = pages.windows.recent, pages.pool.shape[1], pages.layout.key.dims
     room, workspace = _workspace(pages, pages.pool.device, pages.key.raw_dtype)
     shapes = [(n, n, True) for n in range(1, room // 2 + 1) if _masked(n, recent)]
@@ -115,7 +119,11 @@ def build_graphs(pages: LayerPages, ratio: int) -> None:
     for queries, tokens, causal in shapes:
         q = torch.zeros(queries, kv_heads * ratio, dims, dtype=workspace.dtype, device=workspace.device)
         k, v = workspace[: tokens * _numbers(pages)].view(2, 1, kv_heads, tokens, dims)
-        _flash(q, k, v, dims**-0.5, causal, usual=True)
+        part = _flash(q, k, v, dims**-0.5, causal, usual=True)
+    q, other = q[:1], Part(part.outs[:1], None if part.logs is None else part.logs[:1])
+    for one, to in product((other, empty_part(q)), (None, Part(torch.empty_like(q), None))):
+        _merged(one, other, to)
+        Diagonal(0, 0, 0, 1).attend(q, k, v, 1.0, one, to)
 
 
 def _attend(
@@ -128,8 +136,7 @@ def _attend(
     back = _back(pages, q, logits)
     q_here = (q if back[0] else dual(pages.key.transform, q, workspace.dtype)).to(workspace.dtype).contiguous()
     final = torch.empty(q.shape, device=q.device) if out is None else out
-    outs = final if back[1] else torch.empty(q.shape, device=q.device)
-    logs = None if logits.sinks is None else torch.empty(q.shape[:2], device=q.device)
+    outs, logs = Part(final, None) if back[1] else empty_part(q)
     for row, before, position, n in _query_runs(pages.step, windows, room // 2):
         first, part = known.query_starts[row] + position - known.starts[row], None
         run, whole = slice(first, first + n), slice(first - before, first + n)
@@ -140,19 +147,19 @@ def _attend(
             here = to if causal and not windows.recent else None
             if causal and not masked:
                 near = Diagonal(position, tokens.start, windows.recent, tokens.stop)
-                part = near.attend(q_here[run], k, v, logits.scale, part, here)
+                part = near.attend(q_here[run], k, v, logits.scale, part or unseen_part(q_here[run]), here)
             else:
                 usual = causal or len(tokens) in sizes
                 part = _merged(part, _flash(q_here[run], k, v, logits.scale, causal, usual), here)
-        if windows.recent:
+        if windows.recent and part is not None:
             tokens = range(max(0, windows.raw_from(position - before)), position + n)
             raw = workspace.new_empty(len(tokens) * _numbers(pages))
             k, v = dequantize(pages, row, tokens, raw, new, tokens.start, back=back)
             near = Diagonal(position - before, tokens.start, 0, windows.recent)
             near.attend(q_here[whole], k, v, logits.scale, part, to)
-    if logs is not None:
-        sinks = learned_sinks(pages, q, logits)
-        return merge(outs.unsqueeze(0), (logs * LOG2_E.value).unsqueeze(0), value, final, sinks=sinks)
+    if logits.sinks is not None and logs is not None:
+        weights = LOG2_E.value * logs.unsqueeze(0)
+        return merge(outs.unsqueeze(0), weights, value, final, sinks=learned_sinks(pages, q, logits))
     return final if back[1] else inverse(value, outs, final)
 
 
@@ -190,14 +197,18 @@ def _masked(n: int, recent: int) -> bool:
 def _workspace(pages: LayerPages, device: torch.device, dtype: torch.dtype) -> tuple[int, Tensor]:
     """How many tokens fit into the workspace, a power of two, and the workspace for their keys and values.
 
-    It has the dtype of 16-bit queries, and so have the outputs of chunks.
+    `dtype` is that of the queries.
     """
+    token, dtype = _numbers(pages), _operand(device, dtype)
+    room = min(MOST_TOKENS, 1 << (WORKSPACE // (token * dtype.itemsize)).bit_length() - 1)
+    return room, torch.empty(room * token, dtype=dtype, device=device)
+
+
+def _operand(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """What flash attention reads and writes, if queries have `dtype`."""
     if device.type == "cpu":
-        dtype = torch.float32
-    elif dtype == torch.float32:
-        dtype = torch.float16
-    room = 1 << (WORKSPACE // (_numbers(pages) * dtype.itemsize)).bit_length() - 1
-    return room, torch.empty(room * _numbers(pages), dtype=dtype, device=device)
+        return torch.float32
+    return torch.float16 if dtype == torch.float32 else dtype
 
 
 def _numbers(pages: LayerPages) -> int:
@@ -223,7 +234,7 @@ def _chunks(shared: int, end: int, sizes: list[int], masked: bool) -> Iterator[t
 
 def _sizes(room: int, recent: int) -> list[int]:
     """The sizes of chunks without a mask, in falling order. Only the last of these chunks may have another size."""
-    step = max(1, room // CHUNK_STEPS)
+    step = min(CHUNK_STEP, room)
     sizes = {*range(step, room + 1, step), step // 2, step // 4}
     return sorted((size for size in sizes | {size - recent for size in sizes} if size > 0), reverse=True)
 
@@ -260,12 +271,14 @@ def _cudnn_can(parameters: SDPAParams) -> bool:
 
 def _merged(one: Part | None, other: Part, to: Part | None) -> Part:
     """Two parts merged: float32, or in `to`."""
+    assert other.logs is not None
     if one is None:
         if to is not None:
             to.outs.copy_(other.outs)
             if to.logs is not None:
                 to.logs.copy_(other.logs)
         return to or other
+    assert one.logs is not None
     n, q_heads, dims = other.outs.shape
     to, rows = to or empty_part(other.outs), 16
     _merge_rows[(ceil_div(n * q_heads, rows),)](
