@@ -1,4 +1,5 @@
-"""Attention near the diagonal: each query reads one token more than the query before it, and perhaps one less."""
+"""Attention near the diagonal, for many queries: each reads up to a token that lies one further than that of the query
+before it. The result is merged with attention over other tokens."""
 
 from typing import NamedTuple
 

@@ -1,11 +1,14 @@
 """`attend` for many queries per sequence, over unpacked chunks of the context.
 
-Packed tokens are unpacked in chunks of bounded size. The fastest attention that torch has runs on each chunk, and the
-parts are merged by log-sum-exp. `window_kernel` reads windows.
+Tokens are unpacked in chunks of bounded size, in the dtype of the queries. The fastest attention that torch has runs on
+each chunk, and parts are merged by log-sum-exp. Unpacked keys and values are transformed back, and so need queries as
+the model gives them. Only if queries are few, these are transformed instead, and their outputs back.
 
-Queries are taken in runs (`_query_runs`). A chunk that all queries of a run read needs no mask: cuDNN computes it if it
-can. In the last chunk, each query reads one token more than the query before it, and the last query reads all.
-FlashAttention has this causal mask. cuDNN has it only where the first query reads a single token.
+Queries are taken in runs (`_query_runs`). Before its recent window, each query of a run reads one token more than the
+query before it. Raw tokens of the sink are unpacked as they are.
+- A chunk that all queries of a run read needs no mask: cuDNN computes it if it can.
+- In the last chunk, cuDNN's causal mask serves some numbers of queries. `diagonal_kernel` reads what is left, then the
+  recent windows.
 """
 
 from collections.abc import Iterator
@@ -151,7 +154,8 @@ def _attend(
             else:
                 usual = causal or len(tokens) in sizes
                 part = _merged(part, _flash(q_here[run], k, v, logits.scale, causal, usual), here)
-        if windows.recent and part is not None:
+        if windows.recent:
+            assert part is not None
             tokens = range(max(0, windows.raw_from(position - before)), position + n)
             raw = workspace.new_empty(len(tokens) * _numbers(pages))
             k, v = dequantize(pages, row, tokens, raw, new, tokens.start, back=back)
