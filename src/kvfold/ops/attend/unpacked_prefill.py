@@ -35,6 +35,7 @@ from kvfold.ops.rotate import dual, inverse
 from kvfold.ops.sizes import ceil_div, power_of_two
 
 WORKSPACE, MOST_TOKENS = 2**27, 2**15  # bytes of unpacked keys and values, and tokens, at most
+MOST_ROTATED_BACK = 128  # dims
 QUERY_COST = 3  # of rotating a query and its output, relative to a key and its value while they are unpacked
 # Per sequence: queries that read packed tokens, and packed tokens. With fewer, the portable kernel is faster.
 MIN_QUERIES, MIN_TOKENS = 64, 1024
@@ -170,11 +171,13 @@ def _attend(
 def _back(pages: LayerPages, q: Tensor, logits: Logits) -> tuple[bool, bool]:
     """Whether unpacked keys, and values, are transformed back. Otherwise queries are transformed, and outputs back.
 
-    What takes less time is chosen. Learned sinks are merged with outputs over transformed values.
+    What takes less time is chosen. Learned sinks are merged with outputs over transformed values. A larger matrix does
+    not fit into the shared memory of every GPU.
     """
     if logits.sinks is not None:
         return False, False
     many = QUERY_COST * q.shape[0] * q.shape[1] > sum(pages.step.known.lengths) * pages.pool.shape[1]
+    many &= q.shape[2] <= MOST_ROTATED_BACK
     return many, many or pages.value.transform.rotation is None
 
 
