@@ -34,7 +34,7 @@ from kvfold.ops.sizes import power_of_two
 
 ROOM = 16  # tokens
 OPERAND = torch.float16 if DEVICE == "cuda" else torch.float32  # of tensor cores, or of the interpreter
-ROUNDING = 2.0**-11  # of outputs of chunks, which torch gives in 16 bits on a GPU
+ROUNDING = 2.0**-11  # of outputs of chunks, which torch gives in float16 on a GPU
 
 
 pytestmark = pytest.mark.usefixtures("_poisoned_memory")
@@ -94,7 +94,8 @@ def check(pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, logit
     assert out.dtype == torch.float32
     assert out.shape == q.shape
     assert out.isfinite().all()
-    compare(out, pages, q, new, logits, ROUNDING)
+    coarser = 8 if DEVICE == "cuda" and q.dtype == torch.bfloat16 else 1  # three bits
+    compare(out, pages, q, new, logits, coarser * ROUNDING, coarser)
 
 
 # --- unpacking
@@ -159,16 +160,15 @@ def test_unpacked_tokens_are_transformed_back(recipes, raw_from):
     start = 45 if raw_from else 0
     tokens = range(start, 69 if raw_from else 57)
     raw = {token for token in tokens if token < 3 or (raw_from and token >= raw_from)}
+    early, late = (
+        naive.read(pages, 1, position, new) for position in (60, 68)
+    )  # a query that reads 50 raw, and the last one
     for back in ((True, True), (False, True), (False, False)):
         workspace = torch.empty(2 * 2 * len(tokens) * 64, dtype=OPERAND, device=DEVICE)
         found = dequantize(pages, 1, tokens, workspace, new, raw_from, back)
         for side, transform in enumerate((pages.key.transform, pages.value.transform)):
-            rows = []
-            for token in tokens:
-                # a query that reads it raw, or one that does not
-                position = max(55, token) if token in raw else 68
-                rows.append(naive.read(pages, 1, position, new)[side][token])
-            expected = torch.stack(rows)
+            read = [early if token in raw and token <= 60 else late for token in tokens]
+            expected = torch.stack([states[side][token] for token, states in zip(tokens, read, strict=True)])
             if back[side]:
                 expected = transform.inverse(expected)
                 expected = expected if side or transform.mean is None else expected - transform.mean
