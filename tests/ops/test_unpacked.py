@@ -43,10 +43,10 @@ pytestmark = pytest.mark.usefixtures("_poisoned_memory")
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """From 3 queries and 4 packed tokens on, in a workspace of 16 tokens, in chunks of 16, 8 and 4, with
-    queries padded to powers of two from 4 on. cuDNN has a mask for multiples of 4."""
+    queries padded to powers of two from 4 on. cuDNN has a mask for multiples of 8."""
     for name, size in (
         *(("MIN_QUERIES", 3), ("MIN_TOKENS", 4), ("CHUNK_STEP", 16)),
-        *(("FEWEST_QUERIES", 4), ("CAUSAL_STEP", 4)),
+        *(("FEWEST_QUERIES", 4), ("CAUSAL_STEP", 8)),
     ):
         monkeypatch.setattr(unpacked, name, size)
     workspace = unpacked._workspace
