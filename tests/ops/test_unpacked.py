@@ -25,7 +25,7 @@ from kvfold.format.layout import (
 from kvfold.format.windows import Windows
 from kvfold.ops import naive
 from kvfold.ops.attend import unpacked_prefill as unpacked
-from kvfold.ops.attend.diagonal_kernel import Diagonal, Part, unseen_part
+from kvfold.ops.attend.diagonal_kernel import Diagonal, Part, Target, unseen_part
 from kvfold.ops.dequantize_gpu import dequantize
 from kvfold.ops.dispatch import New, choose
 from kvfold.ops.naive import store
@@ -152,7 +152,7 @@ def test_unpacked_tokens_of_any_page(page_size, raw_dtype):
 
 @pytest.mark.parametrize("recipes", ["saw-int4:values=true,order=16", "oscar-int2:per_head=true", "fold3", "int4"])
 @pytest.mark.parametrize("raw_from", [None, 50])
-def test_unpacked_tokens_are_transformed_back(recipes, raw_from):
+def test_unpacked_tokens_are_rotated_back(recipes, raw_from):
     """Also raw ones: of the sink, and from `raw_from` on, in shadows and in the step."""
     world = World(codecs(recipes, 64, 2), 2, sink=3, recent=12)
     world.fill(20, 55)
@@ -171,7 +171,7 @@ def test_unpacked_tokens_are_transformed_back(recipes, raw_from):
             expected = torch.stack([states[side][token] for token, states in zip(tokens, read, strict=True)])
             if back[side]:
                 expected = transform.inverse(expected)
-                expected = expected if side or transform.mean is None else expected - transform.mean
+                expected = expected if transform.mean is None else expected - transform.mean
             assert_near(found[side][0].transpose(0, 1), expected)
 
 
@@ -397,13 +397,15 @@ def test_equal_logits_far_below_zero():
 def test_merged_parts(count, wanted):
     generator = torch.Generator().manual_seed(0)
     parts, logs = torch.randn(count, 9, 2, 80, generator=generator), 9 * torch.randn(count, 9, 2, generator=generator)
-    to = Part(torch.full((9, 2, 80), torch.nan, device=DEVICE), None) if wanted else None
+    mean = torch.randn(1, 80, generator=generator)
+    to = Target(torch.full((9, 2, 80), torch.nan, device=DEVICE), None, mean.to(DEVICE)) if wanted else None
     merged = None
     for i, (part, log) in enumerate(zip(parts.to(DEVICE), logs.to(DEVICE), strict=True)):
         by_head = Part(*(x.transpose(0, 1).contiguous().transpose(0, 1) if i % 2 else x for x in (part, log)))
         merged = unpacked._merged(merged, by_head, to if i == count - 1 else None)
     expected = (torch.softmax(logs.double(), dim=0).unsqueeze(-1) * parts).sum(dim=0)
-    torch.testing.assert_close((to or merged).outs.cpu().double(), expected, rtol=0, atol=2**-18)
+    torch.testing.assert_close(merged.outs.cpu().double(), expected + wanted * mean, rtol=0, atol=2**-18)
+    assert to is None or merged.outs is to.outs
     if not wanted:
         torch.testing.assert_close(merged.logs.cpu().double(), logs.double().logsumexp(dim=0), rtol=0, atol=2**-18)
 

@@ -62,8 +62,8 @@ def dequantize(
     """Unpack tokens of a sequence to keys and values [1, kv_heads, tokens, d].
 
     They lie at the beginning of a flat workspace, and have its dtype. `new` is what `store` returned: with it, tokens
-    of the sink and tokens from `raw_from` on are raw ones. `back`: whether keys, and values, are transformed back. Keys
-    stay centred.
+    of the sink and tokens from `raw_from` on are raw ones. `back`: whether keys, and values, are rotated back.
+    Both stay centred.
     """
     layout, (kv_heads, dims) = pages.layout, (pages.pool.shape[1], pages.layout.key.dims)
     step, pool, count = pages.step, pages.pool, len(tokens)
@@ -88,7 +88,6 @@ def dequantize(
         head_stride(key),
         value[0] if value else None,
         head_stride(value),
-        pages.value.transform.mean if back[1] else None,
         tokens.start,
         count,
         step.known.starts[row],
@@ -156,7 +155,6 @@ def _dequantize(
     key_stride,
     value_matrix,
     value_stride,
-    value_mean,
     start,
     count,
     own_from,  # the first token of the step
@@ -173,19 +171,19 @@ def _dequantize(
     SHADOW: tl.constexpr = OF_KEYS + PAGE * VALUE.head_dim
     if tl.program_id(2) == 0:
         _dequantize_side(
-            k, pool, shadows, new_k, shadow_of, table, key_unit, key_matrix, key_stride, None, start, count, own_from,
+            k, pool, shadows, new_k, shadow_of, table, key_unit, key_matrix, key_stride, start, count, own_from,
             sink, raw_from, KEY, 0, SHADOW, PAGE, PAGE_BYTES, KV_HEADS, TOKENS,
         )  # fmt: skip
     else:
         _dequantize_side(
-            v, pool, shadows, new_v, shadow_of, table, value_unit, value_matrix, value_stride, value_mean, start, count,
+            v, pool, shadows, new_v, shadow_of, table, value_unit, value_matrix, value_stride, start, count,
             own_from, sink, raw_from, VALUE, OF_KEYS, SHADOW, PAGE, PAGE_BYTES, KV_HEADS, TOKENS,
         )  # fmt: skip
 
 
 @triton.jit
 def _dequantize_side(
-    x, pool, shadows, new, shadow_of, table, unit, matrix, matrix_stride, mean, start, count, own_from, sink, raw_from,
+    x, pool, shadows, new, shadow_of, table, unit, matrix, matrix_stride, start, count, own_from, sink, raw_from,
     SIDE: tl.constexpr, FIRST: tl.constexpr, SHADOW: tl.constexpr, PAGE: tl.constexpr, PAGE_BYTES: tl.constexpr,
     KV_HEADS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
@@ -212,13 +210,14 @@ def _dequantize_side(
             numbers = tl.load(raw[:, None] + column[None, :], mask=is_raw[:, None] & inside, other=0.0)
             y = tl.where(is_raw[:, None], numbers.to(tl.float32), y)
         if matrix is None:
-            _store(to, y, mean, head, column, exists[:, None] & inside, DIMS)
+            tl.store(to[:, None] + column[None, :], y.to(to.dtype.element_ty), mask=exists[:, None] & inside)
         else:
             rows = _matrix_rows(matrix + head * matrix_stride, SIDE, i)
             back = tl.dot(y.to(rows.dtype), rows, back)
     if matrix is not None:
         column = tl.arange(0, padded(DIMS))
-        _store(to, back, mean, head, column, exists[:, None] & (column < DIMS)[None, :], DIMS)
+        mask = exists[:, None] & (column < DIMS)[None, :]
+        tl.store(to[:, None] + column[None, :], back.to(to.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -233,14 +232,6 @@ def _matrix_rows(matrix, SIDE: tl.constexpr, SEGMENT: tl.constexpr):
     row, column = _columns(SIDE, SEGMENT)[:, None], tl.arange(0, padded(SIDE.head_dim))[None, :]
     mask = (row < SIDE.start[SEGMENT] + SIDE.dims[SEGMENT]) & (column < SIDE.head_dim)
     return tl.load(matrix + row * SIDE.head_dim + column, mask=mask, other=0.0)
-
-
-@triton.jit
-def _store(to, y, mean, head, column, mask, DIMS: tl.constexpr):
-    """Store columns of vectors, plus their mean."""
-    if mean is not None:
-        y += tl.load(mean + head * DIMS + column, mask=column < DIMS, other=0.0)[None, :]
-    tl.store(to[:, None] + column[None, :], y.to(to.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -281,7 +272,7 @@ def _write(x, pool, unit, page, offset, exists, SIDE: tl.constexpr, PAGE_BYTES: 
     for i in tl.static_range(len(SIDE.parts)):
         y, column = _segment(pool, unit, page, offset, exists, SIDE, i, PAGE_BYTES), _columns(SIDE, i)
         mask = exists[:, None] & (column < SIDE.start[i] + SIDE.dims[i])[None, :]
-        _store(x, y, None, 0, column, mask, SIDE.head_dim)
+        tl.store(x[:, None] + column[None, :], y.to(x.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -19,19 +19,27 @@ class _Tile(NamedTuple):
     stages: int
 
 
-NARROW, WIDE = _Tile(64, 64, 4, 3), _Tile(64, 32, 4, 2)  # for up to 128 dims, and more
+NARROW, WIDE = _Tile(64, 32, 4, 3), _Tile(64, 32, 4, 2)  # for up to 128 dims, and more
 
 
 class Part(NamedTuple):
     """Attention over some of the tokens that queries read."""
 
     outs: Tensor  # [n, q_heads, d]
-    logs: Tensor | None  # log-sum-exps [n, q_heads]; None where nobody needs them
+    logs: Tensor | None  # log-sum-exps [n, q_heads]; None if nothing is merged with it
 
 
-def empty_part(q: Tensor) -> Part:
+class Target(NamedTuple):
+    """Where a part is written."""
+
+    outs: Tensor  # [n, q_heads, d], contiguous
+    logs: Tensor | None  # float32[n, q_heads], contiguous; None where nobody needs them
+    mean: Tensor | None = None  # float32[kv_heads, d], added to the outputs
+
+
+def empty_target(q: Tensor) -> Target:
     """Memory for a part of queries [n, q_heads, d]."""
-    return Part(torch.empty(q.shape, device=q.device), torch.empty(q.shape[:2], device=q.device))
+    return Target(torch.empty(q.shape, device=q.device), torch.empty(q.shape[:2], device=q.device))
 
 
 def unseen_part(q: Tensor) -> Part:
@@ -48,14 +56,14 @@ class Diagonal(NamedTuple):
     lag: int
     reach: int
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, part: Part, to: Part | None) -> Part:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, part: Part, to: Target | None) -> Part:
         """Queries [n, q_heads, d] over k, v [1, kv_heads, tokens, d]: float32, or in `to`.
 
         The result is merged with `part`, which may be of the last queries only.
         """
         assert part.logs is not None
         (n, q_heads, dims), kv_heads = q.shape, k.shape[1]
-        to, ratio = to or empty_part(q), power_of_two(q_heads // kv_heads)
+        to, ratio = to or empty_target(q), power_of_two(q_heads // kv_heads)
         tile = WIDE if dims > 128 else NARROW
         queries = max(1, tile.rows // ratio)
         _diagonal[(ceil_div(n, queries), kv_heads)](
@@ -82,14 +90,14 @@ class Diagonal(NamedTuple):
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-        return to
+        return Part(to.outs, to.logs)
 
 
 @triton.jit(
     do_not_specialize=["n", "position", "first_token", "lag", "reach", "part_first", "log_stride", "log_head_stride"]
 )
 def _diagonal(
-    q, k, v, part, part_logs, out, logs, scale, n, position, first_token, lag, reach, part_first,
+    q, k, v, part, part_logs, out, logs, mean, scale, n, position, first_token, lag, reach, part_first,
     q_stride, k_head_stride, part_stride, part_head_stride, log_stride, log_head_stride,
     GROUP: tl.constexpr, RATIO: tl.constexpr, DIMS: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr,
@@ -105,16 +113,17 @@ def _diagonal(
     sums = tl.zeros([ROWS, WIDTH], tl.float32)
     highest = tl.full([ROWS], UNSEEN, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    newest = position + query - lag
-    last = position + tl.minimum(begin + QUERIES, n) - 1 - lag
-    for tile in range(tl.maximum(first_token, position + begin - lag + 1 - reach), last + 1, TOKENS):
+    newest = position + query - lag  # the last token that a query reads; then that of the first and of the last query
+    oldest, last = position + begin - lag, position + tl.minimum(begin + QUERIES, n) - 1 - lag
+    for tile in range(tl.maximum(first_token, oldest + 1 - reach), last + 1, TOKENS):
         token = tile + tl.arange(0, TOKENS)
         place = (tl.minimum(token, last) - first_token)[:, None] * DIMS + coordinate
         keys = tl.load(k + place, mask=coordinate < DIMS, other=0.0)
         values = tl.load(v + place, mask=coordinate < DIMS, other=0.0)
         products = tl.dot(queries, tl.trans(keys))
-        behind = newest[:, None] - token[None, :]
-        products = tl.where((behind >= 0) & (behind < reach), products, -float("inf"))
+        if (tile + TOKENS > oldest + 1) | (tile < last + 1 - reach):  # not all queries read all tokens
+            behind = newest[:, None] - token[None, :]
+            products = tl.where((behind >= 0) & (behind < reach), products, -float("inf"))
         now = tl.maximum(highest, tl.max(products, 1) * scale)
         fade = tl.exp2(highest - now)
         shares = tl.exp2(products * scale - now[:, None])
@@ -129,6 +138,8 @@ def _diagonal(
     before = part + (other * part_stride + q_head * part_head_stride)[:, None] + coordinate
     before = tl.load(before, mask=whole & there[:, None], other=0.0).to(tl.float32)
     result = before + (result - before) * (1 / (1 + tl.exp2(log - weight)))[:, None]
+    if mean is not None:
+        result += tl.load(mean + head * DIMS + coordinate, mask=coordinate < DIMS, other=0.0)
     place = query.to(tl.int64) * (tl.num_programs(1) * GROUP) + q_head
     tl.store(out + place[:, None] * DIMS + coordinate, result, mask=whole)
     if logs is not None:

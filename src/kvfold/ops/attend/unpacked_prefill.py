@@ -27,7 +27,7 @@ from kvfold.format.layout import PageLayout
 from kvfold.format.windows import Windows
 from kvfold.ops import tiles
 from kvfold.ops.attend import attend_gpu as portable
-from kvfold.ops.attend.diagonal_kernel import Diagonal, Part, empty_part, unseen_part
+from kvfold.ops.attend.diagonal_kernel import Diagonal, Part, Target, empty_target, unseen_part
 from kvfold.ops.attend.parts import LOG2_E, learned_sinks, merge
 from kvfold.ops.dequantize_gpu import dequantize
 from kvfold.ops.pages import LayerPages, Logits, Step
@@ -125,7 +125,9 @@ def build_graphs(pages: LayerPages, ratio: int) -> None:
         k, v = workspace[: tokens * _numbers(pages)].view(2, 1, kv_heads, tokens, dims)
         part = _flash(q, k, v, dims**-0.5, causal, usual=True)
     q, other = q[:1], Part(part.outs[:1], None if part.logs is None else part.logs[:1])
-    for one, to in product((other, empty_part(q)), (None, Part(torch.empty_like(q), None))):
+    final = Target(torch.empty_like(q), None, pages.value.transform.mean)
+    for one, to in product((other, unseen_part(q)), (empty_target(q), final)):
+        _merged(None, other, to)
         _merged(one, other, to)
         Diagonal(0, 0, 0, 1).attend(q, k, v, 1.0, one, to)
 
@@ -140,11 +142,11 @@ def _attend(
     back = _back(pages, q, logits)
     q_here = (q if back[0] else dual(pages.key.transform, q, workspace.dtype)).to(workspace.dtype).contiguous()
     final = torch.empty(q.shape, device=q.device) if out is None else out
-    outs, logs = Part(final, None) if back[1] else empty_part(q)
+    outs, logs, mean = Target(final, None, value.mean) if back[1] else empty_target(q)
     for row, before, position, n in _query_runs(pages.step, windows, room // 2):
         first, part = known.query_starts[row] + position - known.starts[row], None
         run, whole = slice(first, first + n), slice(first - before, first + n)
-        to = Part(outs[whole], None if logs is None else logs[whole])
+        to = Target(outs[whole], None if logs is None else logs[whole], mean)
         masked, shared = _masked(n, windows.recent), windows.raw_from(position) - 1
         for tokens, causal in _chunks(shared, shared + n, sizes, masked):
             k, v = dequantize(pages, row, tokens, workspace, new, back=back)
@@ -276,50 +278,48 @@ def _cudnn_can(parameters: SDPAParams) -> bool:
         enable_cudnn_sdp(allowed)
 
 
-def _merged(one: Part | None, other: Part, to: Part | None) -> Part:
+def _merged(one: Part | None, other: Part, to: Target | None) -> Part:
     """Two parts merged: float32, or in `to`."""
-    assert other.logs is not None
-    if one is None:
-        if to is not None:
-            to.outs.copy_(other.outs)
-            if to.logs is not None:
-                to.logs.copy_(other.logs)
-        return to or other
-    assert one.logs is not None
+    if one is None and to is None:
+        return other
     n, q_heads, dims = other.outs.shape
-    to, rows = to or empty_part(other.outs), 16
+    to, rows = to or empty_target(other.outs), 16
+    strides = [x.stride()[:2] for part in (one, other) if part for x in (part.outs, part.logs) if x is not None]
     _merge_rows[(ceil_div(n * q_heads, rows),)](
-        *one,
+        *(one or (None, None)),
         *other,
         *to,
         n * q_heads,
-        *one.outs.stride()[:2],
-        *one.logs.stride(),
-        *other.outs.stride()[:2],
-        *other.logs.stride(),
+        *(stride for pair in [(0, 0)] * (4 - len(strides)) + strides for stride in pair),
         Q_HEADS=q_heads,
+        RATIO=1 if to.mean is None else q_heads // len(to.mean),
         DIMS=dims,
         WIDTH=power_of_two(dims),
         ROWS=rows,
     )
-    return to
+    return Part(to.outs, to.logs)
 
 
 @triton.jit(do_not_specialize=["rows", "one_log", "one_log_head", "other_log", "other_log_head"])
 def _merge_rows(
-    one, one_logs, other, other_logs, out, logs, rows, one_query, one_head, one_log, one_log_head, other_query,
+    one, one_logs, other, other_logs, out, logs, mean, rows, one_query, one_head, one_log, one_log_head, other_query,
     other_head, other_log, other_log_head,
-    Q_HEADS: tl.constexpr, DIMS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    Q_HEADS: tl.constexpr, RATIO: tl.constexpr, DIMS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row, coordinate = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)[None, :]
     query, head = (row // Q_HEADS).to(tl.int64), row % Q_HEADS
     mask = (row < rows)[:, None] & (coordinate < DIMS)
-    x = tl.load(one + (query * one_query + head * one_head)[:, None] + coordinate, mask=mask, other=0.0)
-    y = tl.load(other + (query * other_query + head * other_head)[:, None] + coordinate, mask=mask, other=0.0)
-    x_log = tl.load(one_logs + query * one_log + head * one_log_head, mask=row < rows, other=0.0)
-    y_log = tl.load(other_logs + query * other_log + head * other_log_head, mask=row < rows, other=0.0)
-    merged = x.to(tl.float32) + (y.to(tl.float32) - x.to(tl.float32)) * tl.sigmoid(y_log - x_log)[:, None]
+    at = (query * other_query + head * other_head)[:, None] + coordinate
+    merged = tl.load(other + at, mask=mask, other=0.0).to(tl.float32)
+    log = tl.load(other_logs + query * other_log + head * other_log_head, mask=row < rows, other=0.0)
+    if one is not None:
+        at = (query * one_query + head * one_head)[:, None] + coordinate
+        x = tl.load(one + at, mask=mask, other=0.0).to(tl.float32)
+        x_log = tl.load(one_logs + query * one_log + head * one_log_head, mask=row < rows, other=0.0)
+        merged = x + (merged - x) * tl.sigmoid(log - x_log)[:, None]
+        log = tl.maximum(x_log, log) + tl.log(1 + tl.exp(-tl.abs(x_log - log)))
+    if mean is not None:
+        merged += tl.load(mean + (head // RATIO * DIMS)[:, None] + coordinate, mask=mask, other=0.0)
     tl.store(out + row.to(tl.int64)[:, None] * DIMS + coordinate, merged, mask=mask)
     if logs is not None:
-        log = tl.maximum(x_log, y_log) + tl.log(1 + tl.exp(-tl.abs(x_log - y_log)))
         tl.store(logs + row, log, mask=row < rows)
