@@ -38,7 +38,7 @@ class _Tile(NamedTuple):
     warps: int
 
 
-UNROTATED, ROTATED = _Tile(4096, 4), _Tile(8192, 8)
+UNROTATED, ROTATED = _Tile(4096, 4), _Tile(8192, 4)
 
 
 class _Pool(NamedTuple):
@@ -204,8 +204,6 @@ def _dequantize_side(
         is_raw &= shadow >= 0
     to, back = x + (head * count + place) * DIMS, tl.zeros([TOKENS, padded(DIMS)], tl.float32)
     for i in tl.static_range(len(SIDE.parts)):
-        if matrix is not None:  # early, since the product waits for it
-            rows = _matrix_rows(matrix + head * matrix_stride, SIDE, i)
         y, column = _segment(pool, unit, slot * KV_HEADS + head, offset, packed, SIDE, i, PAGE_BYTES), _columns(SIDE, i)
         inside = (column < SIDE.start[i] + SIDE.dims[i])[None, :]
         if shadows is not None:
@@ -214,6 +212,7 @@ def _dequantize_side(
         if matrix is None:
             tl.store(to[:, None] + column[None, :], y.to(to.dtype.element_ty), mask=exists[:, None] & inside)
         else:
+            rows = _matrix_rows(matrix + head * matrix_stride, SIDE, i)
             back = tl.dot(y.to(rows.dtype), rows, back)
     if matrix is not None:
         column = tl.arange(0, padded(DIMS))
