@@ -2,12 +2,14 @@
 wrote. Without a GPU kernels run in Triton's interpreter, and attention is that of torch for CPUs, in float32."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from test_attend import DEVICE, LAYER, World, codecs, compare
 from torch import Tensor
 
+from kvfold.bench.expected_ops import relative_error
 from kvfold.format.codec import Codec
 from kvfold.format.layout import (
     PageLayout,
@@ -23,13 +25,16 @@ from kvfold.format.layout import (
 from kvfold.format.windows import Windows
 from kvfold.ops import naive
 from kvfold.ops.attend import unpacked_prefill as unpacked
+from kvfold.ops.attend.diagonal_kernel import Diagonal, Part, Target, unseen_part
 from kvfold.ops.dequantize_gpu import dequantize
-from kvfold.ops.dispatch import choose
+from kvfold.ops.dispatch import New, choose
 from kvfold.ops.naive import store
 from kvfold.ops.pages import LayerPages, Logits
+from kvfold.ops.sizes import power_of_two
 
 ROOM = 16  # tokens
-ROUNDING = 2.0**-11  # of outputs of chunks, which torch gives in 16 bits on a GPU
+OPERAND = torch.float16 if DEVICE == "cuda" else torch.float32  # of tensor cores, or of the interpreter
+ROUNDING = 2.0**-11  # of outputs of chunks, which torch gives in float16 on a GPU
 
 
 pytestmark = pytest.mark.usefixtures("_poisoned_memory")
@@ -37,19 +42,19 @@ pytestmark = pytest.mark.usefixtures("_poisoned_memory")
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From 3 queries and 4 packed tokens on, in a workspace of 16 tokens, in chunks of 16 and 4, with queries padded to
-    powers of two from 4 on, which cuDNN has a mask for."""
+    """From 3 queries and 4 packed tokens on, in a workspace of 16 tokens, in chunks of 16, 8 and 4, with
+    queries padded to powers of two from 4 on. cuDNN has a mask for multiples of 8."""
     for name, size in (
-        *(("MIN_QUERIES", 3), ("MIN_TOKENS", 4), ("CHUNK_SIZES", 2)),
-        *(("FEWEST_QUERIES", 4), ("CAUSAL_QUERIES", 4)),
+        *(("MIN_QUERIES", 3), ("MIN_TOKENS", 4), ("CHUNK_STEP", 16)),
+        *(("FEWEST_QUERIES", 4), ("CAUSAL_STEP", 8)),
     ):
         monkeypatch.setattr(unpacked, name, size)
     workspace = unpacked._workspace
 
-    def small(pages: LayerPages, device: torch.device) -> tuple[int, Tensor]:
+    def small(pages: LayerPages, device: torch.device, dtype: torch.dtype) -> tuple[int, Tensor]:
         token = 2 * pages.pool.shape[1] * pages.layout.key.dims * (2 if device.type == "cuda" else 4)
         monkeypatch.setattr(unpacked, "WORKSPACE", (2 * ROOM - 1) * token)
-        return workspace(pages, device)
+        return workspace(pages, device, dtype)
 
     monkeypatch.setattr(unpacked, "_workspace", small)
 
@@ -59,11 +64,20 @@ def chunks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, range]]:
     """Of which sequence, by its first page, and which tokens of it, are unpacked."""
     seen: list[tuple[int, range]] = []
 
-    def recorded(pages: LayerPages, row: int, tokens: range, workspace: Tensor) -> tuple[Tensor, Tensor]:
+    def recorded(
+        pages: LayerPages,
+        row: int,
+        tokens: range,
+        workspace: Tensor,
+        new: New,
+        raw_from: int | None = None,
+        **rest: Any,
+    ) -> tuple[Tensor, Tensor]:
         assert len(tokens) * 2 * pages.pool.shape[1] * pages.layout.key.dims <= len(workspace)
-        assert workspace.nbytes <= unpacked.WORKSPACE
-        seen.append((int(pages.step.table[row, 0]), tokens))
-        return dequantize(pages, row, tokens, workspace)
+        if raw_from is None:
+            assert workspace.nbytes <= unpacked.WORKSPACE
+            seen.append((int(pages.step.table[row, 0]), tokens))
+        return dequantize(pages, row, tokens, workspace, new, raw_from, **rest)
 
     monkeypatch.setattr(unpacked, "dequantize", recorded)
     return seen
@@ -80,7 +94,8 @@ def check(pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, logit
     assert out.dtype == torch.float32
     assert out.shape == q.shape
     assert out.isfinite().all()
-    compare(out, pages, q, new, logits, ROUNDING)
+    coarser = 8 if DEVICE == "cuda" and q.dtype == torch.bfloat16 else 1  # three bits
+    compare(out, pages, q, new, logits, coarser * ROUNDING, coarser)
 
 
 # --- unpacking
@@ -133,6 +148,35 @@ def test_unpacked_tokens_of_any_page(page_size, raw_dtype):
         k, v = dequantize(pages, 0, tokens, torch.empty(2 * 2 * 67 * 32, device=DEVICE))
         for side, expected in zip((k, v), naive.read(pages, 0, 66, None), strict=True):
             assert torch.equal(side[0], expected[tokens.start : tokens.stop].transpose(0, 1))
+
+
+@pytest.mark.parametrize("recipes", ["saw-int4:values=true,order=16", "oscar-int2:per_head=true", "fold3", "int4"])
+@pytest.mark.parametrize("raw_from", [None, 50])
+def test_unpacked_tokens_are_rotated_back(recipes, raw_from):
+    """Also raw ones: of the sink, and from `raw_from` on, in shadows and in the step."""
+    world = World(codecs(recipes, 64, 2), 2, sink=3, recent=12)
+    world.fill(20, 55)
+    pages, new = world.fill(1, 14)
+    start = 45 if raw_from else 0
+    tokens = range(start, 69 if raw_from else 57)
+    raw = {token for token in tokens if token < 3 or (raw_from and token >= raw_from)}
+    early, late = (
+        naive.read(pages, 1, position, new) for position in (60, 68)
+    )  # a query that reads 50 raw, and the last one
+    for back in ((True, True), (False, True), (False, False)):
+        workspace = torch.empty(2 * 2 * len(tokens) * 64, dtype=OPERAND, device=DEVICE)
+        found = dequantize(pages, 1, tokens, workspace, new, raw_from, back)
+        for side, transform in enumerate((pages.key.transform, pages.value.transform)):
+            read = [early if token in raw and token <= 60 else late for token in tokens]
+            expected = torch.stack([states[side][token] for token, states in zip(tokens, read, strict=True)])
+            if back[side]:
+                expected = transform.inverse(expected)
+                expected = expected if transform.mean is None else expected - transform.mean
+            assert_near(found[side][0].transpose(0, 1), expected)
+
+
+def assert_near(x: Tensor, expected: Tensor) -> None:
+    assert relative_error(x, expected) <= (2**-10 if DEVICE == "cuda" else 2**-20)
 
 
 # --- attention
@@ -266,38 +310,36 @@ def test_what_no_query_reads_packed_may_be_anything(recipes, sink, recent):
 
 @pytest.mark.parametrize(("sink", "recent"), [(0, 0), (3, 5)])
 def test_chunks_of_a_step(sink, recent, chunks):
-    """Every block of 8 queries reads every packed token that it sees once."""
+    """Every block of 8 queries reads every token before its recent windows once, the sink among them."""
     world = World(codecs("int4", 16, 1), kv_heads=1, sink=sink, recent=recent)
     world.fill(40)
     step(world, 19)
     ends = (48, 56, 59)  # of blocks
-    expected = [token for end in ends for token in range(sink, end - recent)]
+    expected = [token for end in ends for token in range(end - recent)]
     assert [token for _, tokens in chunks for token in tokens] == expected
     assert max(len(tokens) for _, tokens in chunks) == ROOM
 
 
 @pytest.mark.parametrize("room", [2, 16, 64, 16384])
-@pytest.mark.parametrize("step", [4, 2048])
-def test_sizes_of_chunks(room, step, monkeypatch):
+@pytest.mark.parametrize("masked", [False, True])
+def test_sizes_of_chunks(room, masked, monkeypatch):
     """Those without a mask have few sizes, since cuDNN builds a graph for each; the others fit in the workspace. Where
     cuDNN has a mask for the queries, what all of them see is apart, whatever its size."""
-    monkeypatch.setattr(unpacked, "CHUNK_SIZES", 3)
-    monkeypatch.setattr(unpacked, "CAUSAL_QUERIES", step)
-    sizes = set()
+    monkeypatch.setattr(unpacked, "CHUNK_STEP", max(2, room // 4))
+    usual = set(unpacked._sizes(room, 3))
+    assert len(usual) <= 12
+    assert max(usual) == room
     for n in {1, room // 4 + 1, room // 2}:
-        for start, shared in ((0, 0), (3, 3), (5, 5 + room // 3), (0, room), (7, 7 + 3 * room), (0, 5 * room - 1)):
-            *full, (rest, last) = unpacked._chunks(start, shared, shared + n, room)
+        for shared in (0, 3, room // 3, room, 3 * room, 5 * room - 1):
+            *full, (rest, last) = unpacked._chunks(shared, shared + n, unpacked._sizes(room, 3), masked)
             assert last
             assert not any(causal for _, causal in full)
-            assert [token for tokens, _ in full for token in tokens] == list(range(start, rest.start))
+            assert [token for tokens, _ in full for token in tokens] == list(range(rest.start))
             assert n <= len(rest) <= room
             assert rest.stop == shared + n
-            if n % step == 0:
+            if masked:
                 assert len(rest) == n
-                assert all(len(tokens) <= room for tokens, _ in full)
-                full = [chunk for chunk in full if chunk[0].stop < shared or len(chunk[0]) in (room, room // 4)]
-            sizes |= {len(tokens) for tokens, _ in full}
-    assert sizes <= {room, room // 4, room // 16}
+            assert all(len(tokens) in usual for tokens, _ in (full[:-1] if masked else full))
 
 
 @pytest.mark.parametrize(("sink", "recent"), [(0, 0), (3, 5)])
@@ -307,7 +349,8 @@ def test_graphs_of_cudnn_are_known_before_the_first_prompt(sink, recent, monkeyp
 
     def recorded(q, k, v, scale, causal, usual):
         if usual:
-            seen.add((q.shape, q.stride(), k.shape, k.stride(), causal))
+            n = len(q) if causal else max(4, power_of_two(len(q)))
+            seen.add((n, q.shape[1:], q.stride(), q.dtype, k.shape, k.stride(), causal))
         return flash(q, k, v, scale, causal, usual)
 
     monkeypatch.setattr(unpacked, "_flash", recorded)
@@ -349,40 +392,55 @@ def test_equal_logits_far_below_zero():
     torch.testing.assert_close(out, means.expand_as(out), rtol=0, atol=2**-9 * v.abs().max().item())
 
 
-@pytest.mark.parametrize("last", [(), (1,)])  # FlashAttention's log-sum-exp, and that of cuDNN
-@pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("count", [1, 3])
-def test_merged_parts(last, begun, count):
+@pytest.mark.parametrize("wanted", [False, True])
+def test_merged_parts(count, wanted):
     generator = torch.Generator().manual_seed(0)
-    parts, logs = torch.randn(count, 2, 12, 80, generator=generator), 9 * torch.randn(count, 2, 12, generator=generator)
-    outs, weights = torch.full((9, 2, 80), torch.nan, device=DEVICE), torch.full((9, 2), torch.nan, device=DEVICE)
-    if begun:
-        outs.zero_()
-        weights.fill_(-1e30)
+    parts, logs = torch.randn(count, 9, 2, 80, generator=generator), 9 * torch.randn(count, 9, 2, generator=generator)
+    mean = torch.randn(1, 80, generator=generator)
+    to = Target(torch.full((9, 2, 80), torch.nan, device=DEVICE), None, mean.to(DEVICE)) if wanted else None
+    merged = None
     for i, (part, log) in enumerate(zip(parts.to(DEVICE), logs.to(DEVICE), strict=True)):
-        strided = part.transpose(0, 1).contiguous().transpose(0, 1) if i % 2 else part
-        unpacked._merge(outs, weights, strided.unsqueeze(0), log.view(1, 2, 12, *last), first=not begun and not i)
-    shares = torch.softmax(logs.double(), dim=0).unsqueeze(-1)
-    expected = (shares * parts).sum(dim=0)[:, :9].transpose(0, 1)
-    torch.testing.assert_close(outs.cpu().double(), expected, rtol=0, atol=2**-18)
-    total = logs.double().logsumexp(dim=0)[:, :9].T / math.log(2)
-    torch.testing.assert_close(weights.cpu().double(), total, rtol=0, atol=2**-18)
+        by_head = Part(*(x.transpose(0, 1).contiguous().transpose(0, 1) if i % 2 else x for x in (part, log)))
+        merged = unpacked._merged(merged, by_head, to if i == count - 1 else None)
+    expected = (torch.softmax(logs.double(), dim=0).unsqueeze(-1) * parts).sum(dim=0)
+    torch.testing.assert_close(merged.outs.cpu().double(), expected + wanted * mean, rtol=0, atol=2**-18)
+    assert to is None or merged.outs is to.outs
+    if not wanted:
+        torch.testing.assert_close(merged.logs.cpu().double(), logs.double().logsumexp(dim=0), rtol=0, atol=2**-18)
 
 
-@pytest.mark.parametrize("first", [False, True])
-def test_the_last_part_makes_outputs(first):
-    generator = torch.Generator().manual_seed(0)
-    part, log = torch.randn(1, 4, 12, 80, generator=generator), torch.randn(1, 4, 12, generator=generator)
-    outs, weights = torch.randn(9, 4, 80, generator=generator), torch.randn(9, 4, generator=generator)
-    mean = torch.randn(2, 80, generator=generator)
-    own = torch.sigmoid(log[0, :, :9].T - weights * math.log(2)).unsqueeze(-1) if not first else 1
-    expected = own * part[0, :, :9].transpose(0, 1) + (1 - own) * outs + mean.repeat_interleave(2, dim=0)
-    to = torch.full((9, 4, 80), torch.nan, dtype=torch.float16, device=DEVICE)
-    before = outs.clone()
-    arguments = (tensor.to(DEVICE) for tensor in (outs, weights, part, log))
-    unpacked._merge(*arguments, first, to, mean.to(DEVICE))
-    torch.testing.assert_close(to.cpu().float(), expected, rtol=2**-9, atol=2**-9)
-    assert torch.equal(outs, before)
+@pytest.mark.parametrize(
+    ("n", "position", "token", "lag", "reach"),
+    [
+        (70, 0, 0, 0, 10),  # the recent windows of a first chunk
+        (37, 90, 80, 0, 11),  # and of a later one
+        (37, 90, 0, 20, 1000),  # everything before windows
+        (5, 8, 8, 0, 1000),  # the step's own tokens
+        (20, 0, 0, 6, 1000),  # of which the first queries read none
+    ],
+)
+@pytest.mark.parametrize("known", [None, 0, 3])  # the first query that has another part
+def test_near_the_diagonal(n, position, token, lag, reach, known):
+    generator, scale, length = torch.Generator().manual_seed(0), 0.2, position + n - token
+    q, *kv = (torch.randn(shape, generator=generator) for shape in ((n, 6, 24), *[(1, 2, length, 24)] * 2))
+    part, where = None, torch.arange(position, position + n)[:, None] - lag - torch.arange(token, token + length)
+    logits = scale * torch.einsum("nhd,htd->nht", q.double(), kv[0][0].double().repeat_interleave(3, dim=0))
+    weights = logits.masked_fill(((where < 0) | (where >= reach))[:, None], -math.inf)
+    values = kv[1][0].double().repeat_interleave(3, dim=0).expand(n, -1, -1, -1)
+    if known is not None:
+        part = Part(torch.randn(n - known, 6, 24, generator=generator), torch.randn(n - known, 6, generator=generator))
+        others = torch.full((n, 6, 1), -math.inf, dtype=torch.float64), torch.zeros(n, 6, 1, 24, dtype=torch.float64)
+        others[0][known:, :, 0], others[1][known:, :, 0] = part.logs.double(), part.outs.double()
+        weights, values = torch.cat((weights, others[0]), dim=-1), torch.cat((values, others[1]), dim=2)
+    expected = (torch.softmax(weights, dim=-1).nan_to_num().unsqueeze(-1) * values).sum(dim=2)
+    logs = weights.logsumexp(dim=-1).clamp_min(-1e29)
+    q, k, v = (x.to(DEVICE, OPERAND) for x in (q, *kv))
+    part = unseen_part(q) if part is None else Part(part.outs.to(DEVICE), part.logs.to(DEVICE))
+    found = Diagonal(position, token, lag, reach).attend(q, k, v, scale, part, None)
+    bound = 2**-8 if DEVICE == "cuda" else 2**-18
+    torch.testing.assert_close(found.outs.cpu().double(), expected, rtol=0, atol=bound)
+    torch.testing.assert_close(found.logs.cpu().double().clamp_min(-1e29), logs, rtol=0, atol=bound)
 
 
 # --- who gets it

@@ -28,6 +28,7 @@ from kvfold.ops.attend.gluon import decode_step as gluon
 from kvfold.ops.attend.gluon.cards import card_of
 from kvfold.ops.attend import attend_gpu as portable
 from kvfold.ops.attend import unpacked_prefill as unpacked
+from kvfold.ops.attend.diagonal_kernel import Part
 from kvfold.ops.dispatch import Choice, Ops
 from kvfold.ops.pages import HostLengths, Logits
 from kvfold.ops.store import store_gpu as store
@@ -50,8 +51,10 @@ def run(kernel, *args, grid, warmup, **options):
 JITFunction.run = run
 # as on a large GPU, but for flash attention itself
 parts.sms = lambda device: 132
-unpacked.OPERANDS = {"cpu": torch.float16}
-unpacked._flash = lambda q, k, v, scale, causal, usual: (torch.empty_like(q), torch.empty(q.shape[:3]))
+unpacked._operand = lambda device, dtype: dtype
+unpacked._flash = lambda q, k, v, scale, causal, usual: Part(
+    torch.empty_like(q), torch.empty(q.shape[1::-1]).T
+)
 model = dict(model_type="qwen3", num_hidden_layers=2, num_attention_heads=Q_HEADS, num_key_value_heads=KV_HEADS,
              head_dim=64, hidden_size=64, max_position_embeddings=8192, rope_theta=1e4, vocab_size=100,
              intermediate_size=64)
@@ -90,6 +93,7 @@ def served(requests, kind):
 
 layers[0].ops = ops(*fast)
 layers[0].warm_up()
+unpacked.build_graphs(layers[0].pages, layers[0].ratio)
 warm = set(compiled)
 batches = (
     [(0, 300)], [(0, 1), (0, 300)], [(5, 6), (7, 8), (9, 2000)], [(0, 1600), (48, 1700)], [(0, 17), (3, 90)],
@@ -107,7 +111,7 @@ print(json.dumps({"variants": {name: sorted(found) for name, found in variants.i
 """
 
 
-NAMES = {"_store", "_prologue", "decode", "_attend", "_windows", "_dequantize", "_rotate", "_merge"}
+NAMES = {"_store", "_prologue", "decode", "_attend", "_windows", "_diagonal", "_dequantize", "_rotate", "_merge"}
 
 
 @pytest.fixture(scope="module", params=[("8", "2"), ("9", "3")], ids=":".join)

@@ -4,47 +4,113 @@
 - `restore`: whole pages, into their shadows.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kvfold.ops.pages import LayerPages
+from kvfold.ops.rotate import head_stride
 from kvfold.ops.sizes import ceil_div, power_of_two
-from kvfold.ops.tiles import AFFINE, EVEN, RAW, key_side, load_scales, middle, pick_codes, value_side
+from kvfold.ops.tiles import (
+    AFFINE,
+    EVEN,
+    RAW,
+    key_side,
+    load_scales,
+    middle,
+    pick_codes,
+    value_side,
+)
+from kvfold.ops.tiles import (
+    power_of_two as padded,
+)
 from kvfold.quantizers import lloyd_max
+from kvfold.transforms import Transform
 
 
-def dequantize(pages: LayerPages, row: int, tokens: range, workspace: Tensor) -> tuple[Tensor, Tensor]:
-    """Unpack tokens of a sequence to transformed keys and values [1, kv_heads, tokens, d].
+class _Tile(NamedTuple):
+    """What a CTA takes of one KV head, keys or values."""
 
-    They lie at the beginning of a flat workspace, and have its dtype.
+    numbers: int
+    warps: int
+
+
+UNROTATED, ROTATED = _Tile(4096, 4), _Tile(8192, 4)
+
+
+class _Pool(NamedTuple):
+    """The bytes of a layer, and what kernels read them as."""
+
+    bytes: Tensor
+    meta: Tensor  # as float16
+    raw: Tensor  # as the 16-bit dtype of raw segments
+    levels: Tensor  # see lloyd_max.py
+
+
+def dequantize(
+    pages: LayerPages,
+    row: int,
+    tokens: range,
+    workspace: Tensor,
+    new: tuple[Tensor, Tensor] | None = None,
+    raw_from: int | None = None,
+    back: tuple[bool, bool] = (False, False),
+) -> tuple[Tensor, Tensor]:
+    """Unpack tokens of a sequence to keys and values [1, kv_heads, tokens, d].
+
+    They lie at the beginning of a flat workspace, and have its dtype. `new` is what `store` returned: with it, tokens
+    of the sink and tokens from `raw_from` on are raw ones. `back`: whether keys, and values, are rotated back.
+    Both stay centred.
     """
     layout, (kv_heads, dims) = pages.layout, (pages.pool.shape[1], pages.layout.key.dims)
-    count = len(tokens)
+    step, pool, count = pages.step, pages.pool, len(tokens)
     k, v = workspace[: 2 * kv_heads * count * dims].view(2, 1, kv_heads, count, dims)
-    tile = max(1, 4096 // power_of_two(dims))
-    _dequantize[(ceil_div(count, tile), kv_heads)](
+    key, value = (
+        codec.transform.once(_inverse, dims, pool.device) if wanted else ()
+        for codec, wanted in zip((pages.key, pages.value), back, strict=True)
+    )
+    tile = ROTATED if key or value else UNROTATED
+    together = max(16, tile.numbers // power_of_two(dims))
+    _dequantize[(ceil_div(count, together), kv_heads, 2)](
         k,
         v,
-        pages.pool,
-        pages.pool.view(torch.float16),
-        pages.pool.view(pages.key.raw_dtype),
-        lloyd_max.level_table(pages.pool.device),
-        pages.step.table[row],
+        _Pool(pool, pool.view(torch.float16), pool.view(pages.key.raw_dtype), lloyd_max.level_table(pool.device)),
+        None if new is None else pages.shadows,
+        *((None, None) if new is None else (side[step.known.query_starts[row] :] for side in new)),
+        step.shadow_of,
+        step.table[row],
         pages.key.unit,
         pages.value.unit,
+        key[0] if key else None,
+        head_stride(key),
+        value[0] if value else None,
+        head_stride(value),
         tokens.start,
         count,
+        step.known.starts[row],
+        pages.windows.sink,
+        tokens.stop if raw_from is None else raw_from,
         KEY=key_side(layout),
         VALUE=value_side(layout),
         PAGE=layout.page_size,
         PAGE_BYTES=layout.page_bytes,
         KV_HEADS=kv_heads,
-        TOKENS=tile,
+        TOKENS=together,
         enable_fp_fusion=False,  # to round as the definition does
+        num_warps=tile.warps,
     )
     return k, v
+
+
+def _inverse(transform: Transform, dims: int, device: torch.device) -> tuple[Tensor, ...]:
+    """The matrix Aᵀ of `Transform.inverse`, [kv_heads or 1, d, d]; nothing without a rotation."""
+    if transform.rotation is None:
+        return ()
+    dtype = torch.float32 if device.type == "cpu" else torch.float16
+    return (transform.rotation.dense(dims, device).mT.to(dtype).contiguous(),)
 
 
 def restore(addresses: Tensor, units: Tensor, first: LayerPages, pages: Tensor, shadows: Tensor, count: Tensor) -> None:
@@ -70,19 +136,30 @@ def restore(addresses: Tensor, units: Tensor, first: LayerPages, pages: Tensor, 
     )
 
 
-@triton.jit(do_not_specialize=["start", "count"], do_not_specialize_on_alignment=["table"])
+@triton.jit(
+    do_not_specialize=["start", "count", "own_from", "sink", "raw_from"],
+    do_not_specialize_on_alignment=["table"],
+)
 def _dequantize(
     k,
     v,
-    pool,
-    pool_meta,  # the pool as float16
-    pool_raw,  # the pool in the 16-bit dtype of raw segments
-    levels,
+    pool,  # `_Pool`
+    shadows,  # None: no token is raw
+    new_k,  # [tokens, kv_heads, d], as `store` returns them, from the first of the sequence on
+    new_v,
+    shadow_of,
     table,
     key_unit,  # of 8-bit scales
     value_unit,
+    key_matrix,  # [kv_heads or 1, d, d], and its stride from KV head to KV head
+    key_stride,
+    value_matrix,
+    value_stride,
     start,
     count,
+    own_from,  # the first token of the step
+    sink,
+    raw_from,
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
     PAGE: tl.constexpr,
@@ -90,16 +167,71 @@ def _dequantize(
     KV_HEADS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
+    OF_KEYS: tl.constexpr = PAGE * KEY.head_dim  # numbers of a shadow page
+    SHADOW: tl.constexpr = OF_KEYS + PAGE * VALUE.head_dim
+    if tl.program_id(2) == 0:
+        _dequantize_side(
+            k, pool, shadows, new_k, shadow_of, table, key_unit, key_matrix, key_stride, start, count, own_from,
+            sink, raw_from, KEY, 0, SHADOW, PAGE, PAGE_BYTES, KV_HEADS, TOKENS,
+        )  # fmt: skip
+    else:
+        _dequantize_side(
+            v, pool, shadows, new_v, shadow_of, table, value_unit, value_matrix, value_stride, start, count,
+            own_from, sink, raw_from, VALUE, OF_KEYS, SHADOW, PAGE, PAGE_BYTES, KV_HEADS, TOKENS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _dequantize_side(
+    x, pool, shadows, new, shadow_of, table, unit, matrix, matrix_stride, start, count, own_from, sink, raw_from,
+    SIDE: tl.constexpr, FIRST: tl.constexpr, SHADOW: tl.constexpr, PAGE: tl.constexpr, PAGE_BYTES: tl.constexpr,
+    KV_HEADS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Write keys or values to x [kv_heads, count, d]. They begin at number FIRST of a shadow page."""
+    DIMS: tl.constexpr = SIDE.head_dim
     head = tl.program_id(1).to(tl.int64)
     place = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    exists = place < count
-    page = tl.load(table + (start + place) // PAGE, mask=exists, other=0).to(tl.int64) * KV_HEADS + head
-    offset = (start + place) % PAGE
-    row = head * count + place
-    x = k + row * KEY.head_dim
-    _write(x, pool, pool_meta, pool_raw, levels, key_unit, page, offset, exists, KEY, PAGE_BYTES)
-    x = v + row * VALUE.head_dim
-    _write(x, pool, pool_meta, pool_raw, levels, value_unit, page, offset, exists, VALUE, PAGE_BYTES)
+    token, exists = start + place, place < count
+    slot, offset = tl.load(table + token // PAGE, mask=exists, other=0).to(tl.int64), token % PAGE
+    packed = exists
+    if shadows is not None:
+        is_raw, of_step = exists & ((token < sink) | (token >= raw_from)), token >= own_from
+        packed = exists & ~is_raw
+        shadow = tl.load(shadow_of + slot, mask=is_raw & ~of_step, other=0).to(tl.int64)
+        tl.device_assert(shadow >= 0, "a window reaches into a page that has no shadow")
+        own = new + ((token - own_from).to(tl.int64) * KV_HEADS + head) * DIMS
+        raw = tl.where(of_step, own, shadows + (shadow * KV_HEADS + head) * SHADOW + FIRST + offset * DIMS)
+        is_raw &= shadow >= 0
+    to, back = x + (head * count + place) * DIMS, tl.zeros([TOKENS, padded(DIMS)], tl.float32)
+    for i in tl.static_range(len(SIDE.parts)):
+        y, column = _segment(pool, unit, slot * KV_HEADS + head, offset, packed, SIDE, i, PAGE_BYTES), _columns(SIDE, i)
+        inside = (column < SIDE.start[i] + SIDE.dims[i])[None, :]
+        if shadows is not None:
+            numbers = tl.load(raw[:, None] + column[None, :], mask=is_raw[:, None] & inside, other=0.0)
+            y = tl.where(is_raw[:, None], numbers.to(tl.float32), y)
+        if matrix is None:
+            tl.store(to[:, None] + column[None, :], y.to(to.dtype.element_ty), mask=exists[:, None] & inside)
+        else:
+            rows = _matrix_rows(matrix + head * matrix_stride, SIDE, i)
+            back = tl.dot(y.to(rows.dtype), rows, back)
+    if matrix is not None:
+        column = tl.arange(0, padded(DIMS))
+        mask = exists[:, None] & (column < DIMS)[None, :]
+        tl.store(to[:, None] + column[None, :], back.to(to.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _columns(SIDE: tl.constexpr, SEGMENT: tl.constexpr):
+    """The coordinates of a segment, in order, up to a power of two."""
+    return SIDE.start[SEGMENT] + tl.arange(0, SIDE.parts[SEGMENT] * SIDE.width[SEGMENT])
+
+
+@triton.jit
+def _matrix_rows(matrix, SIDE: tl.constexpr, SEGMENT: tl.constexpr):
+    """The rows of a segment in a matrix [d, d]."""
+    row, column = _columns(SIDE, SEGMENT)[:, None], tl.arange(0, padded(SIDE.head_dim))[None, :]
+    mask = (row < SIDE.start[SEGMENT] + SIDE.dims[SEGMENT]) & (column < SIDE.head_dim)
+    return tl.load(matrix + row * SIDE.head_dim + column, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -120,57 +252,53 @@ def _restore(
     TOKENS: tl.constexpr,
 ):
     layer, head = tl.program_id(0), tl.program_id(1)
-    pool = tl.load(addresses + 2 * layer)
-    codes, meta = pool.to(any_pool.dtype), pool.to(tl.pointer_type(tl.float16))
-    layer_shadows, raw = tl.load(addresses + 2 * layer + 1).to(any_shadows.dtype), pool.to(any_shadows.dtype)
+    address = tl.load(addresses + 2 * layer)
+    pool = (address.to(any_pool.dtype), address.to(tl.pointer_type(tl.float16)), address.to(any_shadows.dtype), levels)
+    layer_shadows = tl.load(addresses + 2 * layer + 1).to(any_shadows.dtype)
     key_unit, value_unit = tl.load(units + 2 * layer), tl.load(units + 2 * layer + 1)
     token = tl.arange(0, TOKENS)
     for i in range(tl.load(count)):
         page = tl.load(pages + i).to(tl.int64) * KV_HEADS + head + tl.zeros([TOKENS], tl.int64)
         shadow = tl.load(shadows + i).to(tl.int64) * KV_HEADS + head
         to = layer_shadows + shadow * (PAGE * (KEY.head_dim + VALUE.head_dim)) + token * KEY.head_dim
-        _write(to, codes, meta, raw, levels, key_unit, page, token, token < PAGE, KEY, PAGE_BYTES)
+        _write(to, pool, key_unit, page, token, token < PAGE, KEY, PAGE_BYTES)
         to += PAGE * KEY.head_dim + token * (VALUE.head_dim - KEY.head_dim)
-        _write(to, codes, meta, raw, levels, value_unit, page, token, token < PAGE, VALUE, PAGE_BYTES)
+        _write(to, pool, value_unit, page, token, token < PAGE, VALUE, PAGE_BYTES)
 
 
 @triton.jit
-def _write(
-    x, pool, pool_meta, pool_raw, levels, unit, page, offset, exists, SIDE: tl.constexpr, PAGE_BYTES: tl.constexpr
-):
+def _write(x, pool, unit, page, offset, exists, SIDE: tl.constexpr, PAGE_BYTES: tl.constexpr):
     """Write the keys or the values of tokens to pointers `x`."""
     for i in tl.static_range(len(SIDE.parts)):
-        _segment(x, pool, pool_meta, pool_raw, levels, unit, page, offset, exists, SIDE, i, PAGE_BYTES)
+        y, column = _segment(pool, unit, page, offset, exists, SIDE, i, PAGE_BYTES), _columns(SIDE, i)
+        mask = exists[:, None] & (column < SIDE.start[i] + SIDE.dims[i])[None, :]
+        tl.store(x[:, None] + column[None, :], y.to(x.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _segment(
-    x, pool, pool_meta, pool_raw, levels, unit, page, offset, exists,
-    SIDE: tl.constexpr, SEGMENT: tl.constexpr, PAGE_BYTES: tl.constexpr,
-):  # fmt: skip
-    """Write a segment of tokens to pointers `x`.
+def _segment(pool, unit, page, offset, exists, SIDE: tl.constexpr, SEGMENT: tl.constexpr, PAGE_BYTES: tl.constexpr):
+    """A segment of tokens, float32[tokens, columns].
 
     Unlike in tiles.py, columns are coordinates in order. So stores are coalesced.
     """
-    WIDTH: tl.constexpr = SIDE.parts[SEGMENT] * SIDE.width[SEGMENT]
     BITS: tl.constexpr = SIDE.bits[SEGMENT]
-    coordinate = tl.arange(0, WIDTH)
+    bytes, metas, raws, levels = pool
+    coordinate = tl.arange(0, SIDE.parts[SEGMENT] * SIDE.width[SEGMENT])
     mask = exists[:, None] & (coordinate < SIDE.dims[SEGMENT])[None, :]
     byte = page * PAGE_BYTES + SIDE.codes[SEGMENT] + offset * SIDE.code_stride[SEGMENT]
     if SIDE.rule[SEGMENT] == RAW:
-        y = tl.load(pool_raw + (byte // 2)[:, None] + coordinate[None, :], mask=mask, other=0.0).to(tl.float32)
+        y = tl.load(raws + (byte // 2)[:, None] + coordinate[None, :], mask=mask, other=0.0).to(tl.float32)
     elif SIDE.rule[SEGMENT] == EVEN:
-        codes = pick_codes(pool + byte, mask, coordinate, BITS, SIDE.eighth[SEGMENT])
-        scale = load_scales(pool + page * PAGE_BYTES, offset, exists, SIDE, SEGMENT) * unit
+        codes = pick_codes(bytes + byte, mask, coordinate, BITS, SIDE.eighth[SEGMENT])
+        scale = load_scales(bytes + page * PAGE_BYTES, offset, exists, SIDE, SEGMENT) * unit
         y = (codes.to(tl.float32) - middle(BITS)) * scale[:, None]
     else:
-        codes = pick_codes(pool + byte, mask, coordinate, BITS, SIDE.eighth[SEGMENT])
-        meta = (
-            pool_meta + page * (PAGE_BYTES // 2) + SIDE.meta[SEGMENT] // 2 + offset * (SIDE.meta_stride[SEGMENT] // 2)
-        )
+        codes = pick_codes(bytes + byte, mask, coordinate, BITS, SIDE.eighth[SEGMENT])
+        meta = metas + page * (PAGE_BYTES // 2) + SIDE.meta[SEGMENT] // 2
+        meta += offset * (SIDE.meta_stride[SEGMENT] // 2)
         factor = tl.load(meta, mask=exists, other=0.0).to(tl.float32)[:, None]
         if SIDE.rule[SEGMENT] == AFFINE:
             y = codes.to(tl.float32) * factor + tl.load(meta + 1, mask=exists, other=0.0).to(tl.float32)[:, None]
         else:
             y = tl.load(levels + (1 << BITS) + codes) * factor
-    tl.store(x[:, None] + (SIDE.start[SEGMENT] + coordinate)[None, :], y.to(x.dtype.element_ty), mask=mask)
+    return y

@@ -1,16 +1,20 @@
 """`attend` for many queries per sequence, over unpacked chunks of the context.
 
-Packed tokens are unpacked in chunks of bounded size. The fastest attention that torch has runs on each chunk, and the
-parts are merged by log-sum-exp. `window_kernel` reads windows.
+Tokens are unpacked in chunks of bounded size, in the dtype of the queries. The fastest attention that torch has runs on
+each chunk, and parts are merged by log-sum-exp. Unpacked keys and values are transformed back, and so need queries as
+the model gives them. Only if queries are few, these are transformed instead, and their outputs back.
 
-Queries are taken in runs (`_query_runs`). A chunk that all queries of a run read needs no mask: cuDNN computes it if it
-can. In the last chunk, each query reads one token more than the query before it, and the last query reads all.
-FlashAttention has this causal mask. cuDNN has it only where the first query reads a single token.
+Queries are taken in runs (`_query_runs`). Before its recent window, each query of a run reads one token more than the
+query before it. Raw tokens of the sink are unpacked as they are.
+- A chunk that all queries of a run read needs no mask: cuDNN computes it if it can.
+- In the last chunk, cuDNN's causal mask serves some numbers of queries. `diagonal_kernel` reads what is left, then the
+  recent windows.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
 from enum import Enum
+from itertools import product
 
 import torch
 import triton
@@ -23,23 +27,26 @@ from kvfold.format.layout import PageLayout
 from kvfold.format.windows import Windows
 from kvfold.ops import tiles
 from kvfold.ops.attend import attend_gpu as portable
-from kvfold.ops.attend import window_kernel
-from kvfold.ops.attend.parts import LOG2_E, UNSEEN, learned_sinks, merge
+from kvfold.ops.attend.diagonal_kernel import Diagonal, Part, Target, empty_target, unseen_part
+from kvfold.ops.attend.parts import LOG2_E, learned_sinks, merge
 from kvfold.ops.dequantize_gpu import dequantize
 from kvfold.ops.pages import LayerPages, Logits, Step
 from kvfold.ops.rotate import dual, inverse
 from kvfold.ops.sizes import ceil_div, power_of_two
 
-WORKSPACE = 2**26  # bytes of unpacked keys and values, at most
-OPERANDS = {"cpu": torch.float32, "cuda": torch.float16}  # also the dtype of outputs: bfloat16 is too coarse
+WORKSPACE, MOST_TOKENS = 2**27, 2**15  # bytes of unpacked keys and values, and tokens, at most
+MOST_ROTATED_BACK = 128  # dims
+QUERY_COST = 3  # of rotating a query and its output, relative to a key and its value while they are unpacked
 # Per sequence: queries that read packed tokens, and packed tokens. With fewer, the portable kernel is faster.
 MIN_QUERIES, MIN_TOKENS = 64, 1024
-# cuDNN builds a graph for every shape, which takes a tenth of a second and more. So there are few shapes, and a server
-# builds all graphs before its first prompt (`build_graphs`). Queries are padded to FEWEST_QUERIES or a higher power of
-# two. From CAUSAL_QUERIES on, their number is a power of two itself, and cuDNN's mask is used. Chunks are as large as
-# the workspace, a quarter of it, or a sixteenth.
-FEWEST_QUERIES, CAUSAL_QUERIES = 256, 2048
-CHUNK_RATIO, CHUNK_SIZES = 4, 3
+# cuDNN builds a graph for every shape, which takes 40 ms and more. So there are few shapes, and a server builds all
+# graphs before its first prompt (`build_graphs`):
+# - With a causal mask: multiples of CAUSAL_STEP queries, and as many tokens.
+# - Without a mask: queries padded to FEWEST_QUERIES or a higher power of two. Tokens are a multiple of CHUNK_STEP, or a
+#   half or a quarter of it.
+# Chunks of a prompt begin at round numbers. So the recent window may be missing from a number of tokens.
+FEWEST_QUERIES, CAUSAL_STEP = 256, 512
+CHUNK_STEP = 4096
 
 aten = torch.ops.aten
 
@@ -105,108 +112,163 @@ def _runs(step: Step, windows: Windows) -> list[tuple[Kind, slice, Step]]:
 
 
 def build_graphs(pages: LayerPages, ratio: int) -> None:
-    """Let cuDNN build its graphs for layers like this one, with `ratio` query heads per KV head."""
-    (kv_heads, dims), device = (pages.pool.shape[1], pages.layout.key.dims), pages.pool.device
-    room, workspace = _workspace(pages, device)
+    """Let cuDNN build its graphs for layers like this one, with `ratio` query heads per KV head.
+
+    Also compile what merges parts, for all types of parts.
+    """
+    recent, kv_heads, dims = pages.windows.recent, pages.pool.shape[1], pages.layout.key.dims
+    room, workspace = _workspace(pages, pages.pool.device, pages.key.raw_dtype)
+    shapes = [(n, n, True) for n in range(1, room // 2 + 1) if _masked(n, recent)]
     n = FEWEST_QUERIES
     while n <= room // 2:
-        queries = torch.zeros(n, kv_heads * ratio, dims, dtype=workspace.dtype, device=device)
-        shapes = [(size, False) for size in _sizes(room)] + [(n, True)] * (n >= CAUSAL_QUERIES)
-        for tokens, causal in shapes:
-            k, v = workspace[: 2 * kv_heads * tokens * dims].view(2, 1, kv_heads, tokens, dims)
-            _flash(queries.transpose(0, 1).unsqueeze(0), k, v, dims**-0.5, causal, usual=True)
+        shapes += [(n, size, False) for size in _sizes(room, recent)]
         n *= 2
+    for queries, tokens, causal in shapes:
+        q = torch.zeros(queries, kv_heads * ratio, dims, dtype=workspace.dtype, device=workspace.device)
+        k, v = workspace[: tokens * _numbers(pages)].view(2, 1, kv_heads, tokens, dims)
+        part = _flash(q, k, v, dims**-0.5, causal, usual=True)
+    q, other = q[:1], Part(part.outs[:1], None if part.logs is None else part.logs[:1])
+    final = Target(torch.empty_like(q), None, pages.value.transform.mean)
+    for one, to in product((other, unseen_part(q)), (empty_target(q), final)):
+        _merged(None, other, to)
+        _merged(one, other, to)
+        Diagonal(0, 0, 0, 1).attend(q, k, v, 1.0, one, to)
 
 
 def _attend(
     pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, logits: Logits, out: Tensor | None = None
 ) -> Tensor:
     """`attend` for a step of LONG sequences."""
-    step, windows, value = pages.step, pages.windows, pages.value.transform
-    room, workspace = _workspace(pages, q.device)
-    rotated = dual(pages.key.transform, q, workspace.dtype)
-    final = torch.empty(rotated.shape, device=q.device) if out is None else out
-    outs = torch.empty(rotated.shape, device=q.device)
-    weights = torch.full(rotated.shape[:2], UNSEEN.value, device=q.device)  # logarithms to base 2
-    # the last chunk of a run writes to `final`
-    direct = new is None and value.rotation is None and logits.sinks is None
-    if new is not None:
-        window_kernel.attend(pages, rotated, new, logits, outs.unsqueeze(0), weights.unsqueeze(0))
-    query_starts = step.known.query_starts
-    for row, position, n in _query_runs(step, windows, room // 2):
-        first = query_starts[row] + position - step.known.starts[row]
-        run = slice(first, first + n)
-        queries = rotated[run].to(workspace.dtype)
-        if more := max(FEWEST_QUERIES, power_of_two(n)) - n:
-            queries = pad(queries, (0, 0, 0, 0, 0, more))
-        queries = queries.transpose(0, 1).unsqueeze(0)
-        end = windows.raw_from(position + n - 1)
-        chunks = _chunks(windows.sink, windows.raw_from(position) - 1, end, room)
-        for i, (tokens, causal) in enumerate(chunks):
-            k, v = dequantize(pages, row, tokens, workspace)
-            usual = len(tokens) == n >= CAUSAL_QUERIES if causal else len(tokens) in _sizes(room)
-            part = _flash(queries[:, :, :n] if causal else queries, k, v, logits.scale, causal, usual)
-            only, last = new is None and not i, direct and causal
-            _merge(outs[run], weights[run], *part, only, final[run] if last else None, value.mean)
-    if logits.sinks is not None:
-        return merge(outs.unsqueeze(0), weights.unsqueeze(0), value, final, sinks=learned_sinks(pages, q, logits))
-    return final if direct else inverse(value, outs, final)
+    windows, known, value = pages.windows, pages.step.known, pages.value.transform
+    room, workspace = _workspace(pages, q.device, q.dtype)
+    sizes = _sizes(room, windows.recent)
+    back = _back(pages, q, logits)
+    q_here = (q if back[0] else dual(pages.key.transform, q, workspace.dtype)).to(workspace.dtype).contiguous()
+    final = torch.empty(q.shape, device=q.device) if out is None else out
+    outs, logs, mean = Target(final, None, value.mean) if back[1] else empty_target(q)
+    for row, before, position, n in _query_runs(pages.step, windows, room // 2):
+        first, part = known.query_starts[row] + position - known.starts[row], None
+        run, whole = slice(first, first + n), slice(first - before, first + n)
+        to = Target(outs[whole], None if logs is None else logs[whole], mean)
+        masked, shared = _masked(n, windows.recent), windows.raw_from(position) - 1
+        for tokens, causal in _chunks(shared, shared + n, sizes, masked):
+            k, v = dequantize(pages, row, tokens, workspace, new, back=back)
+            here = to if causal and not windows.recent else None
+            if causal and not masked:
+                near = Diagonal(position, tokens.start, windows.recent, tokens.stop)
+                part = near.attend(q_here[run], k, v, logits.scale, part or unseen_part(q_here[run]), here)
+            else:
+                usual = causal or len(tokens) in sizes
+                part = _merged(part, _flash(q_here[run], k, v, logits.scale, causal, usual), here)
+        if windows.recent:
+            assert part is not None
+            tokens = range(max(0, windows.raw_from(position - before)), position + n)
+            raw = workspace.new_empty(len(tokens) * _numbers(pages))
+            k, v = dequantize(pages, row, tokens, raw, new, tokens.start, back=back)
+            near = Diagonal(position - before, tokens.start, 0, windows.recent)
+            near.attend(q_here[whole], k, v, logits.scale, part, to)
+    if logits.sinks is not None and logs is not None:
+        weights = LOG2_E.value * logs.unsqueeze(0)
+        return merge(outs.unsqueeze(0), weights, value, final, sinks=learned_sinks(pages, q, logits))
+    return final if back[1] else inverse(value, outs, final)
 
 
-def _query_runs(step: Step, windows: Windows, most: int) -> Iterator[tuple[int, int, int]]:
-    """Runs of up to `most` queries that read packed tokens: sequence, position of the first query, number of queries.
+def _back(pages: LayerPages, q: Tensor, logits: Logits) -> tuple[bool, bool]:
+    """Whether unpacked keys, and values, are transformed back. Otherwise queries are transformed, and outputs back.
 
-    Above CAUSAL_QUERIES, cuDNN has a graph for the number.
+    What takes less time is chosen. Learned sinks are merged with outputs over transformed values. A larger matrix does
+    not fit into the shared memory of every GPU.
     """
-    for row, length in enumerate(step.known.lengths):
-        position = _first(step, windows, row)
+    if logits.sinks is not None:
+        return False, False
+    many = QUERY_COST * q.shape[0] * q.shape[1] > sum(pages.step.known.lengths) * pages.pool.shape[1]
+    many &= q.shape[2] <= MOST_ROTATED_BACK
+    return many, many or pages.value.transform.rotation is None
+
+
+def _query_runs(step: Step, windows: Windows, most: int) -> Iterator[tuple[int, int, int, int]]:
+    """Runs of up to `most` queries that read unpacked chunks.
+
+    Each is: sequence, number of queries before the run that read none, position of the first query, number of queries.
+    """
+    for row, (start, length) in enumerate(zip(*step.known, strict=True)):
+        position = max(start, windows.packed_from(0))
+        before = position - start
         while position < length:
             n = min(most, length - position)
-            n = 1 << n.bit_length() - 1 if n > CAUSAL_QUERIES else n
-            yield row, position, n
-            position += n
+            n = next((fewer for fewer in range(n, 0, -1) if _masked(fewer, windows.recent)), n)
+            yield row, before, position, n
+            position, before = position + n, 0
 
 
-def _workspace(pages: LayerPages, device: torch.device) -> tuple[int, Tensor]:
-    """How many tokens fit into the workspace, a power of two, and the workspace for their keys and values."""
-    token, dtype = 2 * pages.pool.shape[1] * pages.layout.key.dims, OPERANDS[device.type]
-    room = 1 << (WORKSPACE // (token * dtype.itemsize)).bit_length() - 1
+def _masked(n: int, recent: int) -> bool:
+    """Whether cuDNN may build a graph with a causal mask for n queries and as many tokens."""
+    return n >= CAUSAL_STEP // 2 and any(size % CAUSAL_STEP == 0 for size in (n, n + recent))
+
+
+def _workspace(pages: LayerPages, device: torch.device, dtype: torch.dtype) -> tuple[int, Tensor]:
+    """How many tokens fit into the workspace, a power of two, and the workspace for their keys and values.
+
+    `dtype` is that of the queries.
+    """
+    token, dtype = _numbers(pages), _operand(device, dtype)
+    room = min(MOST_TOKENS, 1 << (WORKSPACE // (token * dtype.itemsize)).bit_length() - 1)
     return room, torch.empty(room * token, dtype=dtype, device=device)
 
 
-def _chunks(start: int, shared: int, end: int, room: int) -> Iterator[tuple[range, bool]]:
-    """Chunks of the tokens from `start` to `end`, and whether a chunk needs the causal mask. Only the last one does.
+def _operand(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """What flash attention reads and writes, if queries have `dtype`."""
+    if device.type == "cpu":
+        return torch.float32
+    return torch.float16 if dtype == torch.float32 else dtype
 
-    All queries read the tokens before `shared`.
+
+def _numbers(pages: LayerPages) -> int:
+    """Of the keys and values of a token."""
+    return 2 * pages.pool.shape[1] * pages.layout.key.dims
+
+
+def _chunks(shared: int, end: int, sizes: list[int], masked: bool) -> Iterator[tuple[range, bool]]:
+    """Chunks of the tokens before `end`, and whether a chunk needs the causal mask. Only the last one does.
+
+    All queries read the tokens before `shared`. `masked`: whether the last chunk must have no others.
     """
-    for size in _sizes(room):
+    start = 0
+    for size in sizes:
         while shared - start >= size:
             yield range(start, start + size), False
             start += size
-    if start < shared and not (end - shared) % CAUSAL_QUERIES:
+    if start < shared and masked:
         yield range(start, shared), False
         start = shared
     yield range(start, end), True
 
 
-def _sizes(room: int) -> list[int]:
-    """The sizes of chunks without a mask. Only the last of these chunks may have another size."""
-    return [size for i in range(CHUNK_SIZES) if (size := room // CHUNK_RATIO**i)]
+def _sizes(room: int, recent: int) -> list[int]:
+    """The sizes of chunks without a mask, in falling order. Only the last of these chunks may have another size."""
+    step = min(CHUNK_STEP, room)
+    sizes = {*range(step, room + 1, step), step // 2, step // 4}
+    return sorted((size for size in sizes | {size - recent for size in sizes} if size > 0), reverse=True)
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, usual: bool) -> tuple[Tensor, Tensor]:
-    """Attention of q [1, q_heads, n, d] over k, v [1, kv_heads, tokens, d], and the log-sum-exp [1, q_heads, n, …] of
-    its logits.
+def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, usual: bool) -> Part:
+    """Attention of q [n, q_heads, d] over k, v [1, kv_heads, tokens, d].
 
     - `causal`: the last query reads all tokens, every other query one token less than the next.
-    - `usual`: cuDNN may build a graph for this shape.
+    - `usual`: cuDNN may build a graph for this shape. Without a mask, queries are padded to few numbers.
     """
+    n = len(q)
+    if usual and not causal and (more := max(FEWEST_QUERIES, power_of_two(n)) - n):
+        q = pad(q, (0, 0, 0, 0, 0, more))
+    q = q.transpose(0, 1).unsqueeze(0)
     if not q.is_cuda:
         mask = q.new_full((q.shape[2], k.shape[2]), -torch.inf).triu_(k.shape[2] - q.shape[2] + 1) if causal else None
-        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask, scale=scale)
-    if usual and _cudnn_can(SDPAParams(q, k, v, None, 0.0, causal, True)):
-        return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
-    return aten._scaled_dot_product_flash_attention(q, k, v, is_causal=causal, scale=scale)[:2]
+        outs, logs = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask, scale=scale)
+    elif usual and _cudnn_can(SDPAParams(q, k, v, None, 0.0, causal, True)):
+        outs, logs = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
+    else:
+        outs, logs = aten._scaled_dot_product_flash_attention(q, k, v, is_causal=causal, scale=scale)[:2]
+    return Part(outs[0].transpose(0, 1)[:n], logs.view(*logs.shape[1:3]).T[:n])
 
 
 def _cudnn_can(parameters: SDPAParams) -> bool:
@@ -219,62 +281,48 @@ def _cudnn_can(parameters: SDPAParams) -> bool:
         enable_cudnn_sdp(allowed)
 
 
-def _merge(
-    outs: Tensor,
-    weights: Tensor,
-    part: Tensor,
-    log_sum: Tensor,
-    first: bool = False,
-    to: Tensor | None = None,
-    mean: Tensor | None = None,
-) -> None:
-    """Merge a part [1, q_heads, n or more, d] into outs [n, q_heads, d] with `weights`. The `first` part replaces them.
-
-    With `to`, the result goes there instead, plus the mean of the KV head.
-    """
-    n, q_heads, dims = outs.shape
-    rows = 16
+def _merged(one: Part | None, other: Part, to: Target | None) -> Part:
+    """Two parts merged: float32, or in `to`."""
+    if one is None and to is None:
+        return other
+    n, q_heads, dims = other.outs.shape
+    to, rows = to or empty_target(other.outs), 16
+    strides = [x.stride()[:2] for part in (one, other) if part for x in (part.outs, part.logs) if x is not None]
     _merge_rows[(ceil_div(n * q_heads, rows),)](
-        outs,
-        weights,
-        part,
-        log_sum,
-        to,
-        mean,
+        *(one or (None, None)),
+        *other,
+        *to,
         n * q_heads,
-        *part.stride()[1:3],
-        *log_sum.stride()[1:3],
+        *(stride for pair in [(0, 0)] * (4 - len(strides)) + strides for stride in pair),
         Q_HEADS=q_heads,
-        RATIO=1 if mean is None else q_heads // len(mean),
+        RATIO=1 if to.mean is None else q_heads // len(to.mean),
         DIMS=dims,
         WIDTH=power_of_two(dims),
         ROWS=rows,
-        FIRST=first,
     )
+    return Part(to.outs, to.logs)
 
 
-@triton.jit(do_not_specialize=["rows", "log_sum_head", "log_sum_query"], do_not_specialize_on_alignment=["weights"])
+@triton.jit(do_not_specialize=["rows", "one_log", "one_log_head", "other_log", "other_log_head"])
 def _merge_rows(
-    outs, weights, part, log_sum, to, mean, rows, part_head, part_query, log_sum_head, log_sum_query,
+    one, one_logs, other, other_logs, out, logs, mean, rows, one_query, one_head, one_log, one_log_head, other_query,
+    other_head, other_log, other_log_head,
     Q_HEADS: tl.constexpr, RATIO: tl.constexpr, DIMS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    FIRST: tl.constexpr,
 ):  # fmt: skip
-    row, coordinate = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    query, head = row // Q_HEADS, row % Q_HEADS
-    mask = (row < rows)[:, None] & (coordinate < DIMS)[None, :]
-    weight = LOG2_E * tl.load(log_sum + head * log_sum_head + query * log_sum_query, mask=row < rows, other=0.0)
-    added = part + (head * part_head + query * part_query)[:, None] + coordinate[None, :]
-    out = tl.load(added, mask=mask, other=0.0).to(tl.float32)
-    place = (row * DIMS)[:, None] + coordinate[None, :]
-    if not FIRST:
-        old = tl.load(weights + row, mask=row < rows, other=0.0)
-        x = tl.load(outs + place, mask=mask, other=0.0)
-        out = x + (out - x) * (1 / (1 + tl.exp2(old - weight)))[:, None]
-        weight = tl.maximum(old, weight) + tl.log2(1 + tl.exp2(-tl.abs(old - weight)))
-    if to is None:
-        tl.store(outs + place, out, mask=mask)
-        tl.store(weights + row, weight, mask=row < rows)
-    else:
-        if mean is not None:
-            out += tl.load(mean + (head // RATIO * DIMS)[:, None] + coordinate[None, :], mask=mask, other=0.0)
-        tl.store(to + place, out, mask=mask)
+    row, coordinate = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)[None, :]
+    query, head = (row // Q_HEADS).to(tl.int64), row % Q_HEADS
+    mask = (row < rows)[:, None] & (coordinate < DIMS)
+    at = (query * other_query + head * other_head)[:, None] + coordinate
+    merged = tl.load(other + at, mask=mask, other=0.0).to(tl.float32)
+    log = tl.load(other_logs + query * other_log + head * other_log_head, mask=row < rows, other=0.0)
+    if one is not None:
+        at = (query * one_query + head * one_head)[:, None] + coordinate
+        x = tl.load(one + at, mask=mask, other=0.0).to(tl.float32)
+        x_log = tl.load(one_logs + query * one_log + head * one_log_head, mask=row < rows, other=0.0)
+        merged = x + (merged - x) * tl.sigmoid(log - x_log)[:, None]
+        log = tl.maximum(x_log, log) + tl.log(1 + tl.exp(-tl.abs(x_log - log)))
+    if mean is not None:
+        merged += tl.load(mean + (head // RATIO * DIMS)[:, None] + coordinate, mask=mask, other=0.0)
+    tl.store(out + row.to(tl.int64)[:, None] * DIMS + coordinate, merged, mask=mask)
+    if logs is not None:
+        tl.store(logs + row, log, mask=row < rows)
