@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kvfold.ops.tiles import AFFINE, CODEBOOK, DROPPED, EVEN, LEAST, SMALLEST, bits_below
-from kvfold.quantizers import even
+from kvfold.quantizers import even, lloyd_max
 from kvfold.quantizers.affine import SMALLEST_SCALE
 
 SMALLEST_INTERVAL = tl.constexpr(SMALLEST_SCALE)
@@ -24,7 +24,11 @@ HALF_END = tl.constexpr(65520.0)  # from here on, float16 rounds to Inf
 HALF_BITS = tl.constexpr(0x477FF000)  # the bits of HALF_END
 BFLOAT_BITS = tl.constexpr(0x7F7F8000)  # the bits of the number from which on bfloat16 rounds to Inf
 ROUNDS = tl.constexpr(not triton.knobs.runtime.interpret)  # to bfloat16; Triton's interpreter truncates
-GUESSED = tl.constexpr(24)  # ranks up to which `largest` guesses
+MOST_STEPS = tl.constexpr(24)  # that `largest` takes
+STEEP = tl.constexpr(2.0**120)  # times a difference: at least 1, unless it is 0 or less than any that matters
+
+LEVELS = {bits: lloyd_max.levels(bits) for bits in range(1, lloyd_max.MAX_BITS + 1)}
+BOUNDARIES = {bits: lloyd_max.boundaries(bits).tolist() for bits in LEVELS}
 
 
 @triton.constexpr_function
@@ -51,23 +55,43 @@ def joined(ys):
 
 
 @triton.jit
-def largest(ys, stored, rank):
+def largest(ys, stored, rank, guess, DIMS: tl.constexpr):
     """The rank-th largest magnitude per vector. Magnitudes order like their bits as integers.
 
-    First guess: take the largest magnitude, then the largest below it, and so on, `rank` times. The guess is right if
-    exactly `rank` magnitudes reach it, that is, without ties. Otherwise find the largest number that at least `rank`
-    magnitudes reach, bit by bit from the top down.
+    First try: from `guess` times the root mean square, step to the next magnitude, up or down, until `rank` of them
+    reach the limit. Without ties, a step changes their number by one. With ties, or many steps away, find the largest
+    number that at least `rank` magnitudes reach, bit by bit from the top down.
     """
-    limit = tl.full(stored.shape, 1 << 31, tl.uint32)
-    if rank <= GUESSED:
-        for _ in range(rank):
-            limit = limit - 1 - _nearest_below(ys, limit - 1)
+    limit = tl.sqrt(_square(ys) * (1 / DIMS)) * guess
+    excess = _reached(ys, limit) - rank
+    way = tl.where(excess < 0, -1, 1)
+    steps = tl.where(stored, tl.maximum(excess + 1, -excess), 0)
+    steps = tl.where(steps <= MOST_STEPS, steps, 0)
+    doubled = (limit.to(tl.int32, bitcast=True) << 1) + tl.where(excess < 0, -2, 0)  # without the sign
+    for i in range(tl.max(steps, axis=0)):
+        # The distance to magnitudes. Those behind count as far away: unsigned numbers wrap.
+        found = doubled + way * _nearest(ys, 2 * way, way * doubled)
+        limit = tl.where(i < steps, (found.to(tl.uint32, bitcast=True) >> 1).to(tl.float32, bitcast=True), limit)
+        doubled = found + 2 * way
     known = (_reached(ys, limit) == rank) | ~stored
-    limit = tl.where(known, limit, 0)
+    bits = tl.where(known, limit.to(tl.int32, bitcast=True), 0)
     for i in range(31 * (1 - tl.min(known.to(tl.int32), axis=0))):
-        tried = limit | (tl.full(limit.shape, 1, tl.uint32) << (30 - i))
-        limit = tl.where((_reached(ys, tried) >= rank) & ~known, tried, limit)
-    return limit.to(tl.float32, bitcast=True)
+        tried = bits | (1 << (30 - i))
+        reached = _reached(ys, tried.to(tl.float32, bitcast=True))
+        bits = tl.where((reached >= rank) & ~known, tried, bits)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _square(ys):
+    """The squared length of vectors."""
+    square = 0.0
+    for i in tl.static_range(len(ys)):
+        squares = ys[i][0] * ys[i][0]
+        for part in tl.static_range(1, len(ys[i])):
+            squares = tl.fma(ys[i][part], ys[i][part], squares)
+        square += tl.sum(squares, axis=1)
+    return square
 
 
 @triton.jit
@@ -75,23 +99,29 @@ def _reached(ys, limit):
     """How many magnitudes per vector reach its limit."""
     count = tl.zeros_like(limit).to(tl.int32)
     for i in tl.static_range(len(ys)):
-        reached = (_magnitude(ys[i][0]) >= limit[:, None]).to(tl.int32)
+        reached = (tl.abs(ys[i][0]) >= limit[:, None]).to(tl.int32)
         for part in tl.static_range(1, len(ys[i])):
-            reached += (_magnitude(ys[i][part]) >= limit[:, None]).to(tl.int32)
+            reached += (tl.abs(ys[i][part]) >= limit[:, None]).to(tl.int32)
         count += tl.sum(reached, axis=1)
     return count
 
 
 @triton.jit
-def _nearest_below(ys, end):
-    """The distance from `end` down to the next magnitude. Larger ones count as far away: unsigned numbers wrap."""
+def _nearest(ys, times, end):
+    """The least `times`·bits − end, as unsigned numbers. `times` is even, so signs drop out."""
     nearest = tl.full(end.shape, 0xFFFFFFFF, tl.uint32)
     for i in tl.static_range(len(ys)):
-        distance = end[:, None] - _magnitude(ys[i][0])
+        distance = _distance(ys[i][0], times, end)
         for part in tl.static_range(1, len(ys[i])):
-            distance = tl.minimum(distance, end[:, None] - _magnitude(ys[i][part]))
+            distance = tl.minimum(distance, _distance(ys[i][part], times, end))
         nearest = tl.minimum(nearest, tl.min(distance, axis=1))
-    return nearest
+    return nearest.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _distance(y, times, end):
+    distance = y.to(tl.int32, bitcast=True) * times[:, None] - end[:, None]
+    return distance.to(tl.uint32, bitcast=True)
 
 
 @triton.jit
@@ -102,8 +132,9 @@ def _magnitude(y):
 @triton.jit
 def clamped(ys, limit):
     parts = ()
-    for part in tl.static_range(len(ys)):  # NaN stays
-        parts += (tl.where(ys[part] > limit, limit, tl.where(ys[part] < -limit, -limit, ys[part])),)
+    for part in tl.static_range(len(ys)):
+        least = tl.maximum(ys[part], -limit, propagate_nan=tl.PropagateNan.ALL)
+        parts += (tl.minimum(least, limit, propagate_nan=tl.PropagateNan.ALL),)
     return parts
 
 
@@ -153,13 +184,16 @@ def _affine(ys, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
     interval = tl.maximum(scale.to(tl.float32), SMALLEST_INTERVAL)
     inverse = (1.0 / interval)[:, None]
     codes = ()
+    per_top = inverse * (1 / TOP)
+    first = low.to(tl.float32)[:, None] * per_top
     for part in tl.static_range(len(ys)):
-        above = ys[part] - low.to(tl.float32)[:, None]
-        code = above * inverse
-        if not PACKING.rotated:
-            near = code + SIXTEENTHS - SIXTEENTHS
+        if PACKING.rotated:
+            code = _unit(tl.fma(ys[part], per_top, -first)) * TOP + ROUNDER
+        else:
+            above = ys[part] - low.to(tl.float32)[:, None]
+            near = above * inverse + SIXTEENTHS - SIXTEENTHS
             code = near + (above - near * interval[:, None]) * inverse
-        code = tl.minimum(tl.maximum(code, 0.0), TOP) + ROUNDER
+            code = tl.minimum(tl.maximum(code, 0.0), TOP) + ROUNDER
         codes += (code.to(tl.int32, bitcast=True),)
     return codes, sound, tl.join(scale, low)
 
@@ -168,22 +202,19 @@ def _affine(ys, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
 def _codebook(ys, levels, boundaries, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
     """As `codebook.quantize`."""
     BITS: tl.constexpr = PACKING.side.bits[SEGMENT]
-    CODES: tl.constexpr = 1 << BITS
-    squares = ys[0] * ys[0]
-    for part in tl.static_range(1, len(ys)):
-        squares += ys[part] * ys[part]
-    norm = tl.sqrt_rn(tl.sum(squares, axis=1))
+    norm = tl.sqrt_rn(_square((ys,)))
     factor = tl.div_rn(PACKING.side.dims[SEGMENT] ** 0.5, tl.maximum(norm, TINY))[:, None]
     codes = ()
     squares = tl.zeros_like(ys[0])
     for part in tl.static_range(len(ys)):
-        code = _nearest_level(ys[part] * factor, boundaries, BITS)
-        inside = (tl.arange(0, ys[0].shape[1]) < coded(PACKING.side.dims[SEGMENT], PACKING.side.run[SEGMENT], part))[
-            None, :
-        ]
-        level = tl.where(inside, tl.load(levels + CODES + code), 0.0)
-        squares += level * level
-        codes += (tl.where(inside, code, 0),)
+        LENGTH: tl.constexpr = coded(PACKING.side.dims[SEGMENT], PACKING.side.run[SEGMENT], part)
+        code, square = _nearest_level(ys[part] * factor, levels, boundaries, BITS)
+        if LENGTH < ys[0].shape[1]:
+            inside = (tl.arange(0, ys[0].shape[1]) < LENGTH)[None, :]
+            code = tl.where(inside, code, 0)
+            square = tl.where(inside, square, 0.0)
+        squares += square
+        codes += (code,)
     norm = tl.div_rn(norm, tl.sqrt_rn(tl.sum(squares, axis=1)))
     return codes, norm < HALF_END, norm.to(tl.float16)[:, None]
 
@@ -195,10 +226,7 @@ def _even(ys, per_unit, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
     BITS: tl.constexpr = PACKING.side.bits[SEGMENT]
     TOP: tl.constexpr = (1 << BITS) - 1.0
     PER_NORM: tl.constexpr = PACKING.side.dims[SEGMENT] ** 0.5 / step(BITS)
-    squares = ys[0] * ys[0]
-    for part in tl.static_range(1, len(ys)):
-        squares += ys[part] * ys[part]
-    square = tl.sum(squares, axis=1)
+    square = _square((ys,))
     codes, products = _nearest_codes(ys, tl.rsqrt(tl.maximum(square, TINY)) * PER_NORM, TOP)
     scale = tl.where(square > 0, square / tl.sum(products, axis=1), square) * per_unit
     # the nearest 8-bit scale, ties to even
@@ -218,8 +246,7 @@ def _nearest_codes(ys, per_step, TOP: tl.constexpr):
     codes = ()
     products = tl.zeros_like(ys[0])
     for part in tl.static_range(len(ys)):
-        share = tl.minimum(tl.maximum(ys[part] * per_top + 0.5, 0.0), 1.0)  # between 0 and 1, clamping costs nothing
-        rounded = share * TOP + ROUNDER
+        rounded = _unit(ys[part] * per_top + 0.5) * TOP + ROUNDER
         products += ys[part] * (rounded - ROUNDER - TOP / 2)
         codes += (rounded.to(tl.int32, bitcast=True),)
     return codes, products
@@ -231,13 +258,55 @@ def step(bits):
 
 
 @triton.jit
-def _nearest_level(y, boundaries, BITS: tl.constexpr):
-    code = tl.zeros_like(y).to(tl.int32)
-    for i in tl.static_range(BITS):
-        half = (1 << BITS) >> (i + 1)
-        boundary = tl.load(boundaries + (1 << BITS) - 1 + code + half)
-        code = tl.where(y <= boundary, code, code + half)  # NaN, from a vector of length 0, gets the last code
-    return code
+def _unit(x):
+    """Between 0 and 1. Such clamping costs nothing: it is part of the instruction that computes x."""
+    return tl.minimum(tl.maximum(x, 0.0), 1.0)
+
+
+@triton.jit
+def _nearest_level(y, levels, boundaries, BITS: tl.constexpr):
+    """The code of the nearest level, and the square of that level.
+
+    The first bits are the number of boundaries below y: sums of 0 and 1. A binary search through the table finds the
+    others. Codes of NaN, from a vector of length 0, are any.
+    """
+    FIRST: tl.constexpr = counted(BITS)
+    count = tl.full(y.shape, ROUNDER, tl.float32)
+    square = tl.full(y.shape, squared(BITS, 0), tl.float32)
+    for i in tl.static_range(1, 1 << FIRST):
+        NEXT: tl.constexpr = i << (BITS - FIRST)
+        above = _unit(tl.fma(y, STEEP, -STEEP * between(BITS, NEXT)))
+        count += above
+        MORE: tl.constexpr = squared(BITS, NEXT) - squared(BITS, NEXT - 1)
+        if BITS == FIRST and MORE != 0:
+            square = tl.fma(above, MORE, square)
+    code = count.to(tl.int32, bitcast=True)
+    if BITS > FIRST:
+        code = (code & ((1 << FIRST) - 1)) << (BITS - FIRST)
+        for i in tl.static_range(FIRST, BITS):
+            half = (1 << BITS) >> (i + 1)
+            boundary = tl.load(boundaries + (1 << BITS) - 1 + code + half)
+            code = tl.where(y <= boundary, code, code + half)
+        level = tl.load(levels + (1 << BITS) + code)
+        square = level * level
+    return code, square
+
+
+@triton.constexpr_function
+def counted(bits):
+    """How many bits of a code are found by counting boundaries."""
+    return min(bits, 3)
+
+
+@triton.constexpr_function
+def between(bits, code):
+    """The boundary below the level of a code."""
+    return BOUNDARIES[bits][code - 1]
+
+
+@triton.constexpr_function
+def squared(bits, code):
+    return LEVELS[bits][code] ** 2
 
 
 @triton.jit

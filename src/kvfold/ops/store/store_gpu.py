@@ -3,7 +3,9 @@
 Vectors are computed in parts (see quantize_tiles.py). 16-bit floats are stored as int16, by their bits.
 """
 
+from functools import lru_cache
 from itertools import accumulate
+from statistics import NormalDist
 from typing import NamedTuple
 
 import torch
@@ -14,6 +16,7 @@ from torch.nn.functional import pad
 
 from kvfold.format.codec import Codec
 from kvfold.ops import tiles
+from kvfold.ops.attend.parts import sms
 from kvfold.ops.pages import LayerPages
 from kvfold.ops.pdl import AFTER, ALONE, BESIDE, Overlap, release, wait
 from kvfold.ops.rotate import head_stride, terms_and_shift
@@ -44,13 +47,16 @@ class _Tile(NamedTuple):
     tokens: int
     rows: int  # of a matrix per load, at most 128
     warps: int
-    stages: int  # more than one: the next rows are prefetched
+    stages: int  # more than one: the next rows are prefetched, or the next tile's tokens
     registers: int | None  # per thread, at most
+    resident: int = 0  # CTAs per SM that keep their matrices for many tiles; 0: a CTA takes one tile
 
 
 FEW = _Tile(16, 128, 4, 1, None)
-FEW_TERMS = _Tile(16, 64, 4, 3, None)  # for matrices of several terms
-MANY = _Tile(64, 128, 4, 1, 128)  # reads matrices less often; four CTAs per SM
+FEW_TERMS = _Tile(16, 128, 8, 1, None)  # for matrices of several terms
+MANY = _Tile(64, 128, 4, 1, 128)  # four CTAs per SM
+MANY_TURNED = _Tile(64, 128, 4, 2, 168, 3)
+MANY_TERMS = _Tile(64, 128, 4, 2, 255, 2)  # two matrices take 64 KB of shared memory
 MANY_LONG = _Tile(64, 32, 8, 3, None)  # for vectors of more than 128 coordinates
 MANY_VECTORS = 1 << 13  # from this many vectors on, MANY has CTAs for nearly all SMs
 IDENTITY = Transform()
@@ -154,14 +160,22 @@ def _launch(
     key, KEY = _prepared(pages.key, transforms[0], tiles.key_side(pages.layout), k)
     value, VALUE = _prepared(pages.value, transforms[1], tiles.value_side(pages.layout), v)
     ranks, per_unit = (_clip_rank(pages.key), _clip_rank(pages.value)), (1 / pages.key.unit, 1 / pages.value.unit)
+    guesses = [_typical(rank, x.shape[-1]) for rank, x in zip(ranks, states, strict=True)]
+    terms = max(len(key.matrices), len(value.matrices))
     if tokens * kv_heads < MANY_VECTORS:
-        tile = FEW if max(len(key.matrices), len(value.matrices)) < 2 else FEW_TERMS
+        tile = FEW if terms < 2 else FEW_TERMS
+    elif max(k.shape[-1], v.shape[-1]) > 128:
+        tile = MANY_LONG
     else:
-        tile = MANY if max(k.shape[-1], v.shape[-1]) <= 128 else MANY_LONG
-    _store[ceil_div(tokens, tile.tokens), kv_heads, 2](
-        _source(k, new[0]), key, KEY, _source(v, new[1]), value, VALUE, *ranks, *per_unit, step.locations, memory,
-        tokens, pages.shadows.dtype == torch.bfloat16, pages.layout.page_size, pages.layout.page_bytes, tile.tokens,
-        tile.rows, overlap, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **overlap.launch,
+        tile = (MANY, MANY_TURNED, MANY_TERMS)[terms]
+    programs = ceil_div(tokens, tile.tokens)
+    if tile.resident:  # as few programs as fit at once, each with as many tiles
+        programs = ceil_div(programs, ceil_div(programs, max(1, tile.resident * sms(k.device) // (2 * kv_heads))))
+    _store[programs, kv_heads, 2](
+        _source(k, new[0]), key, KEY, _source(v, new[1]), value, VALUE, *ranks, *guesses, *per_unit, step.locations,
+        memory, tokens, pages.shadows.dtype == torch.bfloat16, pages.layout.page_size, pages.layout.page_bytes,
+        tile.tokens, tile.rows, tile.resident > 0, overlap,
+        num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **overlap.launch,
     )  # fmt: skip
 
 
@@ -171,12 +185,18 @@ def _source(x: Tensor, new: Tensor | None) -> _Source:
 
 
 def _clip_rank(codec: Codec) -> int:
-    """The rank of the magnitude that larger ones are clipped to, counted from the largest; 0: no clipping."""
-    return 0 if codec.clip is None else codec.layout.dims - codec.kept + 1
+    """The rank of the magnitude that larger ones are clipped to, counted from the largest; 1: no clipping."""
+    return codec.layout.dims - codec.kept + 1
+
+
+@lru_cache
+def _typical(rank: int, dims: int) -> float:
+    """About the rank-th largest magnitude of a vector of normal coordinates, in units of their standard deviation."""
+    return NormalDist().inv_cdf(1 - (rank - 0.5) / (2 * dims))
 
 
 def _prepared(codec: Codec, transform: Transform, side: Side, x: Tensor) -> tuple[Operands, _Packing]:
-    clipped, bfloat = codec.clip is not None, codec.raw_dtype == torch.bfloat16
+    clipped, bfloat = _clip_rank(codec) > 1, codec.raw_dtype == torch.bfloat16
     return transform.once(_prepare, side, clipped, bfloat, x.dtype, x.device)
 
 
@@ -218,9 +238,9 @@ def _split_columns(parts: range, width: int, rotated: bool) -> list[tuple[int, i
 
 @triton.jit(do_not_specialize=["key_rank", "value_rank", "tokens"], do_not_specialize_on_alignment=["locations"])
 def _store(
-    k, key, KEY: tl.constexpr, v, value, VALUE: tl.constexpr, key_rank, value_rank, key_per_unit, value_per_unit,
-    locations, memory, tokens, BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
+    k, key, KEY: tl.constexpr, v, value, VALUE: tl.constexpr, key_rank, value_rank, key_guess, value_guess,
+    key_per_unit, value_per_unit, locations, memory, tokens, BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    PAGE_BYTES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, RESIDENT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     OF_KEYS: tl.constexpr = PAGE_SIZE * KEY.side.head_dim  # numbers of a shadow page
     SHADOW: tl.constexpr = OF_KEYS + PAGE_SIZE * VALUE.side.head_dim
@@ -228,28 +248,50 @@ def _store(
     release(OVERLAP, "start")
     if tl.program_id(2) == 0:
         _store_side(
-            k, key, key_rank, key_per_unit, locations, memory, tokens, KEY, 0, SHADOW, BFLOAT, PAGE_SIZE, PAGE_BYTES,
-            TOKENS, ROWS,
+            k, key, (key_rank, key_guess), key_per_unit, locations, memory, tokens, KEY, 0, SHADOW, BFLOAT, PAGE_SIZE,
+            PAGE_BYTES, TOKENS, ROWS, RESIDENT,
         )  # fmt: skip
     else:
         _store_side(
-            v, value, value_rank, value_per_unit, locations, memory, tokens, VALUE, OF_KEYS, SHADOW, BFLOAT,
-            PAGE_SIZE, PAGE_BYTES, TOKENS, ROWS,
+            v, value, (value_rank, value_guess), value_per_unit, locations, memory, tokens, VALUE, OF_KEYS, SHADOW,
+            BFLOAT, PAGE_SIZE, PAGE_BYTES, TOKENS, ROWS, RESIDENT,
         )  # fmt: skip
     wait(OVERLAP, "end")
 
 
 @triton.jit
 def _store_side(
-    source, operands, rank, per_unit, locations, memory, tokens, PACKING: tl.constexpr, FIRST: tl.constexpr,
+    source, operands, clip, per_unit, locations, memory, tokens, PACKING: tl.constexpr, FIRST: tl.constexpr,
     SHADOW: tl.constexpr, BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, RESIDENT: tl.constexpr,
 ):  # fmt: skip
     """Store a side. It begins at number FIRST of a shadow page, which has SHADOW numbers."""
+    if RESIDENT:
+        matrices = ()
+        if PACKING.rotated:
+            matrices = _matrices(operands, 0, PACKING, ROWS)
+        for tile in range(tl.program_id(0), tl.cdiv(tokens, TOKENS), tl.num_programs(0)):
+            _store_tile(
+                tile, matrices, source, operands, clip, per_unit, locations, memory, tokens, PACKING, FIRST, SHADOW,
+                BFLOAT, PAGE_SIZE, PAGE_BYTES, TOKENS, ROWS,
+            )  # fmt: skip
+    else:
+        _store_tile(
+            tl.program_id(0), None, source, operands, clip, per_unit, locations, memory, tokens, PACKING, FIRST,
+            SHADOW, BFLOAT, PAGE_SIZE, PAGE_BYTES, TOKENS, ROWS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _store_tile(
+    tile, matrices, source, operands, clip, per_unit, locations, memory, tokens, PACKING: tl.constexpr,
+    FIRST: tl.constexpr, SHADOW: tl.constexpr, BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     SEGMENTS: tl.constexpr = len(PACKING.side.parts)
     head = tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(1)
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    token = tile * TOKENS + tl.arange(0, TOKENS)
     exists = token < tokens
     location = tl.load(locations + token, mask=exists, other=-1)
     stored = location >= 0
@@ -257,7 +299,7 @@ def _store_side(
     vectors = source.x + token.to(tl.int64) * source.token + head * source.head
     ys = ()  # per segment, its parts
     if PACKING.rotated:
-        ys = _rotated(vectors, operands, exists, head, PACKING, ROWS)
+        ys = _rotated(vectors, matrices, operands, exists, head, PACKING, ROWS)
     else:
         for i in tl.static_range(SEGMENTS):
             ys += (_loaded(vectors, operands, exists, head, PACKING, i),)
@@ -268,10 +310,10 @@ def _store_side(
             sound = sound & storable(ys[i], BFLOAT)
     clipped = ys
     if PACKING.clipped:
-        limit = largest((joined(ys),) if PACKING.alike else ys, stored, rank)[:, None]
+        limit = largest((joined(ys),) if PACKING.alike else ys, stored, clip[0], clip[1], PACKING.side.head_dim)
         clipped = ()
         for i in tl.static_range(SEGMENTS):
-            clipped += (clamped(ys[i], limit),)
+            clipped += (clamped(ys[i], limit[:, None]),)
     packed = ()  # per segment: codes or numbers, soundness, metadata
     for i in tl.static_range(SEGMENTS):
         packed += (quantized(clipped[i], memory.levels, memory.boundaries, per_unit, PACKING, i),)
@@ -325,8 +367,8 @@ def _loaded(vectors, operands, exists, head, PACKING: tl.constexpr, SEGMENT: tl.
 
 
 @triton.jit
-def _rotated(vectors, operands, exists, head, PACKING: tl.constexpr, ROWS: tl.constexpr):
-    """(x − mean)·A: per segment, its parts; 0 in columns without a coordinate."""
+def _rotated(vectors, matrices, operands, exists, head, PACKING: tl.constexpr, ROWS: tl.constexpr):
+    """(x − mean)·A: per segment, its parts; 0 in columns without a coordinate. Loads matrices, if they are None."""
     sums = ()
     factors = ()
     shifts = ()
@@ -335,26 +377,52 @@ def _rotated(vectors, operands, exists, head, PACKING: tl.constexpr, ROWS: tl.co
         factors += (tl.load(operands.factors + _columns(PACKING, i))[None, :],)
         if operands.shift is not None:
             shifts += (tl.load(operands.shift + head * PACKING.columns + _columns(PACKING, i))[None, :],)
-    for first in range(0, PACKING.side.head_dim, ROWS):
-        row = first + tl.arange(0, ROWS)
-        mask = exists[:, None] & (row < PACKING.side.head_dim)[None, :]
-        x = tl.load(vectors[:, None] + row[None, :], mask=mask, other=0.0)
-        for term in tl.static_range(len(operands.matrices)):
-            matrices = ()  # load all at once
-            for i in tl.static_range(len(PACKING.side.parts)):
-                entry = head * operands.head + row[:, None] * PACKING.columns + _columns(PACKING, i)[None, :]
-                matrices += (tl.load(operands.matrices[term] + entry),)
-            more = ()
-            for i in tl.static_range(len(PACKING.side.parts)):
-                more += (tl.dot(x.to(matrices[i].dtype), matrices[i], sums[i]),)
-            sums = more
+    if matrices is None:
+        for first in range(0, PACKING.side.head_dim, ROWS):
+            x = _numbers(vectors, exists, first, PACKING, ROWS)
+            sums = _products(x, _matrices(operands, first, PACKING, ROWS), sums)
+    else:
+        sums = _products(_numbers(vectors, exists, 0, PACKING, ROWS), matrices, sums)
     ys = ()
     for i in tl.static_range(len(PACKING.side.parts)):
         if operands.shift is None:
             ys += (_split(sums[i] * factors[i], PACKING.side.parts[i]),)
         else:
-            ys += (_split(sums[i] * factors[i] + shifts[i], PACKING.side.parts[i]),)
+            ys += (_split(tl.fma(sums[i], factors[i], shifts[i]), PACKING.side.parts[i]),)
     return ys
+
+
+@triton.jit
+def _numbers(vectors, exists, first, PACKING: tl.constexpr, ROWS: tl.constexpr):
+    """Coordinates of x, from `first` on."""
+    row = first + tl.arange(0, ROWS)
+    mask = exists[:, None] & (row < PACKING.side.head_dim)[None, :]
+    return tl.load(vectors[:, None] + row[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _matrices(operands, first, PACKING: tl.constexpr, ROWS: tl.constexpr):
+    """Rows of A from `first` on: per term, per segment."""
+    row = first + tl.arange(0, ROWS)
+    head = tl.program_id(1).to(tl.int64) * operands.head
+    matrices = ()
+    for term in tl.static_range(len(operands.matrices)):
+        columns = ()
+        for i in tl.static_range(len(PACKING.side.parts)):
+            entry = head + row[:, None] * PACKING.columns + _columns(PACKING, i)[None, :]
+            columns += (tl.load(operands.matrices[term] + entry),)
+        matrices += (columns,)
+    return matrices
+
+
+@triton.jit
+def _products(x, matrices, sums):
+    for term in tl.static_range(len(matrices)):
+        more = ()
+        for i in tl.static_range(len(sums)):
+            more += (tl.dot(x.to(matrices[term][i].dtype), matrices[term][i], sums[i]),)
+        sums = more
+    return sums
 
 
 @triton.jit
