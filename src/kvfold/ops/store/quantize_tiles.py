@@ -62,24 +62,22 @@ def largest(ys, stored, rank, guess, DIMS: tl.constexpr):
     reach the limit. Without ties, a step changes their number by one. With ties, or many steps away, find the largest
     number that at least `rank` magnitudes reach, bit by bit from the top down.
     """
-    limit = tl.sqrt(_square(ys) * (1 / DIMS)) * guess
+    limit = (tl.sqrt(_square(ys) * (1 / DIMS)) * guess).to(tl.int32, bitcast=True)
     excess = _reached(ys, limit) - rank
     way = tl.where(excess < 0, -1, 1)
     steps = tl.where(stored, tl.maximum(excess + 1, -excess), 0)
     steps = tl.where(steps <= MOST_STEPS, steps, 0)
-    doubled = (limit.to(tl.int32, bitcast=True) << 1) + tl.where(excess < 0, -2, 0)  # without the sign
+    at = 2 * limit + tl.minimum(way - 1, 0)  # bits are doubled, which drops the sign
     for i in range(tl.max(steps, axis=0)):
-        # The distance to magnitudes. Those behind count as far away: unsigned numbers wrap.
-        found = doubled + way * _nearest(ys, 2 * way, way * doubled)
-        limit = tl.where(i < steps, (found.to(tl.uint32, bitcast=True) >> 1).to(tl.float32, bitcast=True), limit)
-        doubled = found + 2 * way
+        at += way * _nearest(ys, 2 * way, way * at)
+        limit = tl.where(i < steps, (at >> 1) & 0x7FFFFFFF, limit)
+        at += 2 * way
     known = (_reached(ys, limit) == rank) | ~stored
-    bits = tl.where(known, limit.to(tl.int32, bitcast=True), 0)
+    limit = tl.where(known, limit, 0)
     for i in range(31 * (1 - tl.min(known.to(tl.int32), axis=0))):
-        tried = bits | (1 << (30 - i))
-        reached = _reached(ys, tried.to(tl.float32, bitcast=True))
-        bits = tl.where((reached >= rank) & ~known, tried, bits)
-    return bits.to(tl.float32, bitcast=True)
+        tried = limit | (1 << (30 - i))
+        limit = tl.where((_reached(ys, tried) >= rank) & ~known, tried, limit)
+    return limit.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -96,32 +94,36 @@ def _square(ys):
 
 @triton.jit
 def _reached(ys, limit):
-    """How many magnitudes per vector reach its limit."""
-    count = tl.zeros_like(limit).to(tl.int32)
+    """How many magnitudes per vector reach its limit, given as bits. Limits below 2^-100 may count as 2^-100.
+
+    The difference to the next smaller number, times a large power of two, is at least 1 if a magnitude does.
+    """
+    below = (limit - 1).to(tl.float32, bitcast=True)[:, None]
+    steep = (tl.minimum(280 - (limit >> 23), 254) << 23).to(tl.float32, bitcast=True)[:, None]
+    count = tl.zeros(limit.shape, tl.float32)
     for i in tl.static_range(len(ys)):
-        reached = (tl.abs(ys[i][0]) >= limit[:, None]).to(tl.int32)
+        reached = _unit((tl.abs(ys[i][0]) - below) * steep)
         for part in tl.static_range(1, len(ys[i])):
-            reached += (tl.abs(ys[i][part]) >= limit[:, None]).to(tl.int32)
+            reached += _unit((tl.abs(ys[i][part]) - below) * steep)
         count += tl.sum(reached, axis=1)
-    return count
+    return count.to(tl.int32)
 
 
 @triton.jit
-def _nearest(ys, times, end):
-    """The least `times`·bits − end, as unsigned numbers. `times` is even, so signs drop out."""
-    nearest = tl.full(end.shape, 0xFFFFFFFF, tl.uint32)
+def _nearest(ys, times, start):
+    """The least `times`·bits − start. Negative numbers count as large: unsigned, they wrap."""
+    nearest = tl.full(start.shape, 0xFFFFFFFF, tl.uint32)
     for i in tl.static_range(len(ys)):
-        distance = _distance(ys[i][0], times, end)
+        distance = _distance(ys[i][0], times, start)
         for part in tl.static_range(1, len(ys[i])):
-            distance = tl.minimum(distance, _distance(ys[i][part], times, end))
+            distance = tl.minimum(distance, _distance(ys[i][part], times, start))
         nearest = tl.minimum(nearest, tl.min(distance, axis=1))
     return nearest.to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def _distance(y, times, end):
-    distance = y.to(tl.int32, bitcast=True) * times[:, None] - end[:, None]
-    return distance.to(tl.uint32, bitcast=True)
+def _distance(y, times, start):
+    return (y.to(tl.int32, bitcast=True) * times[:, None] - start[:, None]).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
@@ -202,15 +204,15 @@ def _affine(ys, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
 def _codebook(ys, levels, boundaries, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
     """As `codebook.quantize`."""
     BITS: tl.constexpr = PACKING.side.bits[SEGMENT]
+    DIMS: tl.constexpr = PACKING.side.dims[SEGMENT]
     norm = tl.sqrt_rn(_square((ys,)))
-    factor = tl.div_rn(PACKING.side.dims[SEGMENT] ** 0.5, tl.maximum(norm, TINY))[:, None]
+    factor = tl.div_rn(DIMS**0.5, tl.maximum(norm, TINY))[:, None]
     codes = ()
     squares = tl.zeros_like(ys[0])
     for part in tl.static_range(len(ys)):
-        LENGTH: tl.constexpr = coded(PACKING.side.dims[SEGMENT], PACKING.side.run[SEGMENT], part)
         code, square = _nearest_level(ys[part] * factor, levels, boundaries, BITS)
-        if LENGTH < ys[0].shape[1]:
-            inside = (tl.arange(0, ys[0].shape[1]) < LENGTH)[None, :]
+        if DIMS < len(ys) * ys[0].shape[1]:
+            inside = (tl.arange(0, ys[0].shape[1]) < coded(DIMS, PACKING.side.run[SEGMENT], part))[None, :]
             code = tl.where(inside, code, 0)
             square = tl.where(inside, square, 0.0)
         squares += square
@@ -274,12 +276,10 @@ def _nearest_level(y, levels, boundaries, BITS: tl.constexpr):
     count = tl.full(y.shape, ROUNDER, tl.float32)
     square = tl.full(y.shape, squared(BITS, 0), tl.float32)
     for i in tl.static_range(1, 1 << FIRST):
-        NEXT: tl.constexpr = i << (BITS - FIRST)
-        above = _unit(tl.fma(y, STEEP, -STEEP * between(BITS, NEXT)))
+        above = _unit(tl.fma(y, STEEP, -STEEP * boundary_below(BITS, i << (BITS - FIRST))))
         count += above
-        MORE: tl.constexpr = squared(BITS, NEXT) - squared(BITS, NEXT - 1)
-        if BITS == FIRST and MORE != 0:
-            square = tl.fma(above, MORE, square)
+        if BITS == FIRST and more_square(BITS, i) != 0:
+            square = tl.fma(above, more_square(BITS, i), square)
     code = count.to(tl.int32, bitcast=True)
     if BITS > FIRST:
         code = (code & ((1 << FIRST) - 1)) << (BITS - FIRST)
@@ -299,14 +299,19 @@ def counted(bits):
 
 
 @triton.constexpr_function
-def between(bits, code):
-    """The boundary below the level of a code."""
+def boundary_below(bits, code):
     return BOUNDARIES[bits][code - 1]
 
 
 @triton.constexpr_function
 def squared(bits, code):
     return LEVELS[bits][code] ** 2
+
+
+@triton.constexpr_function
+def more_square(bits, code):
+    """What a level's square has more than that of the level below."""
+    return LEVELS[bits][code] ** 2 - LEVELS[bits][code - 1] ** 2
 
 
 @triton.jit
