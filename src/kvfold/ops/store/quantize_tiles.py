@@ -28,7 +28,7 @@ MOST_STEPS = tl.constexpr(24)  # that `largest` takes
 STEEP = tl.constexpr(2.0**120)  # times a difference: at least 1, unless it is 0 or less than any that matters
 
 LEVELS = {bits: lloyd_max.levels(bits) for bits in range(1, lloyd_max.MAX_BITS + 1)}
-BOUNDARIES = {bits: lloyd_max.boundaries(bits).tolist() for bits in LEVELS}
+BOUNDARIES = {bits: tuple(lloyd_max.boundaries(bits).tolist()) for bits in LEVELS}
 
 
 @triton.constexpr_function
