@@ -68,15 +68,18 @@ def largest(ys, stored, rank, guess, DIMS: tl.constexpr):
     steps = tl.where(stored, tl.maximum(excess + 1, -excess), 0)
     steps = tl.where(steps <= MOST_STEPS, steps, 0)
     at = 2 * limit + tl.minimum(way - 1, 0)  # bits are doubled, which drops the sign
-    for i in range(tl.max(steps, axis=0)):
-        at += way * _nearest(ys, 2 * way, way * at)
-        limit = tl.where(i < steps, (at >> 1) & 0x7FFFFFFF, limit)
-        at += 2 * way
+    most = tl.max(steps, axis=0)
+    if most > 0:  # in a condition, loops do not keep the compiler from prefetching the next tile
+        for i in range(most):
+            at += way * _nearest(ys, 2 * way, way * at)
+            limit = tl.where(i < steps, (at >> 1) & 0x7FFFFFFF, limit)
+            at += 2 * way
     known = (_reached(ys, limit) == rank) | ~stored
-    limit = tl.where(known, limit, 0)
-    for i in range(31 * (1 - tl.min(known.to(tl.int32), axis=0))):
-        tried = limit | (1 << (30 - i))
-        limit = tl.where((_reached(ys, tried) >= rank) & ~known, tried, limit)
+    if tl.min(known.to(tl.int32), axis=0) == 0:
+        limit = tl.where(known, limit, 0)
+        for i in range(31):
+            tried = limit | (1 << (30 - i))
+            limit = tl.where((_reached(ys, tried) >= rank) & ~known, tried, limit)
     return limit.to(tl.float32, bitcast=True)
 
 

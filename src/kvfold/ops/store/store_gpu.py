@@ -55,8 +55,8 @@ class _Tile(NamedTuple):
 FEW = _Tile(16, 128, 4, 1, None)
 FEW_TERMS = _Tile(16, 128, 8, 1, None)  # for matrices of several terms
 MANY = _Tile(64, 128, 4, 1, 128)  # four CTAs per SM
-MANY_TURNED = _Tile(64, 128, 4, 1, 168, 3)
-MANY_TERMS = _Tile(64, 128, 4, 1, 255, 2)  # two matrices take 64 KB of shared memory
+MANY_TURNED = _Tile(64, 128, 4, 2, 168, 3)
+MANY_TERMS = _Tile(64, 128, 4, 2, 255, 2)  # two matrices take 64 KB of shared memory
 MANY_LONG = _Tile(64, 32, 8, 3, None)  # for vectors of more than 128 coordinates
 MANY_VECTORS = 1 << 13  # from this many vectors on, MANY has CTAs for nearly all SMs
 IDENTITY = Transform()
@@ -266,36 +266,29 @@ def _store_side(
     TOKENS: tl.constexpr, ROWS: tl.constexpr, RESIDENT: tl.constexpr,
 ):  # fmt: skip
     """Store a side. It begins at number FIRST of a shadow page, which has SHADOW numbers."""
-    if not RESIDENT:
+    if RESIDENT:
+        matrices = ()
+        if PACKING.rotated:
+            matrices = _matrices(operands, 0, PACKING, ROWS)
+        for tile in range(tl.program_id(0), tl.cdiv(tokens, TOKENS), tl.num_programs(0)):
+            _store_tile(
+                tile, matrices, source, operands, clip, per_unit, locations, memory, tokens, PACKING, FIRST, SHADOW,
+                BFLOAT, PAGE_SIZE, PAGE_BYTES, TOKENS, ROWS,
+            )  # fmt: skip
+    else:
         _store_tile(
-            tl.program_id(0), None, None, source, operands, clip, per_unit, locations, memory, tokens, PACKING, FIRST,
+            tl.program_id(0), None, source, operands, clip, per_unit, locations, memory, tokens, PACKING, FIRST,
             SHADOW, BFLOAT, PAGE_SIZE, PAGE_BYTES, TOKENS, ROWS,
         )  # fmt: skip
-    elif PACKING.rotated:
-        matrices = _matrices(operands, 0, PACKING, ROWS)
-        x = _numbers(source, tl.program_id(0), 0, tokens, PACKING, TOKENS, ROWS)
-        for tile in range(tl.program_id(0), tl.cdiv(tokens, TOKENS), tl.num_programs(0)):
-            following = _numbers(source, tile + tl.num_programs(0), 0, tokens, PACKING, TOKENS, ROWS)
-            _store_tile(
-                tile, x, matrices, source, operands, clip, per_unit, locations, memory, tokens, PACKING, FIRST, SHADOW,
-                BFLOAT, PAGE_SIZE, PAGE_BYTES, TOKENS, ROWS,
-            )  # fmt: skip
-            x = following
-    else:
-        for tile in range(tl.program_id(0), tl.cdiv(tokens, TOKENS), tl.num_programs(0)):
-            _store_tile(
-                tile, None, None, source, operands, clip, per_unit, locations, memory, tokens, PACKING, FIRST, SHADOW,
-                BFLOAT, PAGE_SIZE, PAGE_BYTES, TOKENS, ROWS,
-            )  # fmt: skip
 
 
 @triton.jit
 def _store_tile(
-    tile, x, matrices, source, operands, clip, per_unit, locations, memory, tokens, PACKING: tl.constexpr,
+    tile, matrices, source, operands, clip, per_unit, locations, memory, tokens, PACKING: tl.constexpr,
     FIRST: tl.constexpr, SHADOW: tl.constexpr, BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Store a tile of a side. Its numbers `x` and the matrices are loaded here, if they are None."""
+    """Store a tile of a side. Matrices are loaded here, if they are None."""
     SEGMENTS: tl.constexpr = len(PACKING.side.parts)
     head = tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(1)
@@ -304,11 +297,11 @@ def _store_tile(
     location = tl.load(locations + token, mask=exists, other=-1)
     stored = location >= 0
 
+    vectors = source.x + token.to(tl.int64) * source.token + head * source.head
     ys = ()  # per segment, its parts
     if PACKING.rotated:
-        ys = _rotated(source, tile, x, matrices, operands, tokens, PACKING, TOKENS, ROWS)
+        ys = _rotated(vectors, matrices, operands, exists, head, PACKING, ROWS)
     else:
-        vectors = source.x + token.to(tl.int64) * source.token + head * source.head
         for i in tl.static_range(SEGMENTS):
             ys += (_loaded(vectors, operands, exists, head, PACKING, i),)
 
@@ -375,25 +368,22 @@ def _loaded(vectors, operands, exists, head, PACKING: tl.constexpr, SEGMENT: tl.
 
 
 @triton.jit
-def _rotated(
-    source, tile, x, matrices, operands, tokens, PACKING: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr
-):
+def _rotated(vectors, matrices, operands, exists, head, PACKING: tl.constexpr, ROWS: tl.constexpr):
     """(x − mean)·A: per segment, its parts; 0 in columns without a coordinate."""
-    head = tl.program_id(1)
     sums = ()
     factors = ()
     shifts = ()
     for i in tl.static_range(len(PACKING.side.parts)):
-        sums += (tl.zeros([TOKENS, PACKING.side.parts[i] * PACKING.width[i]], tl.float32),)
+        sums += (tl.zeros([vectors.shape[0], PACKING.side.parts[i] * PACKING.width[i]], tl.float32),)
         factors += (tl.load(operands.factors + _columns(PACKING, i))[None, :],)
         if operands.shift is not None:
             shifts += (tl.load(operands.shift + head * PACKING.columns + _columns(PACKING, i))[None, :],)
-    if x is None:
+    if matrices is None:
         for first in range(0, PACKING.side.head_dim, ROWS):
-            numbers = _numbers(source, tile, first, tokens, PACKING, TOKENS, ROWS)
-            sums = _products(numbers, _matrices(operands, first, PACKING, ROWS), sums)
+            x = _numbers(vectors, exists, first, PACKING, ROWS)
+            sums = _products(x, _matrices(operands, first, PACKING, ROWS), sums)
     else:
-        sums = _products(x, matrices, sums)
+        sums = _products(_numbers(vectors, exists, 0, PACKING, ROWS), matrices, sums)
     ys = ()
     for i in tl.static_range(len(PACKING.side.parts)):
         if operands.shift is None:
@@ -404,12 +394,10 @@ def _rotated(
 
 
 @triton.jit
-def _numbers(source, tile, first, tokens, PACKING: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr):
-    """Coordinates of a tile's vectors, from `first` on."""
-    token = tile * TOKENS + tl.arange(0, TOKENS)
+def _numbers(vectors, exists, first, PACKING: tl.constexpr, ROWS: tl.constexpr):
+    """Coordinates of vectors, from `first` on."""
     row = first + tl.arange(0, ROWS)
-    vectors = source.x + token.to(tl.int64) * source.token + tl.program_id(1).to(tl.int64) * source.head
-    mask = (token < tokens)[:, None] & (row < PACKING.side.head_dim)[None, :]
+    mask = exists[:, None] & (row < PACKING.side.head_dim)[None, :]
     return tl.load(vectors[:, None] + row[None, :], mask=mask, other=0.0)
 
 
