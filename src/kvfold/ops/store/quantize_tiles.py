@@ -55,17 +55,22 @@ def joined(ys):
 
 
 @triton.jit
-def largest(ys, stored, rank, guess, DIMS: tl.constexpr):
-    """The rank-th largest magnitude per vector. Magnitudes order like their bits as integers.
+def largest(ys, stored, clip):
+    """The magnitude per vector with the rank that `clip` says. Magnitudes order like their bits as integers.
 
-    First try: from `guess` times the root mean square, step to the next magnitude, up or down, until `rank` of them
-    reach the limit. Without ties, a step changes their number by one. With ties, or many steps away, find the largest
-    number that at least `rank` magnitudes reach, bit by bit from the top down.
+    First try: guess, from the length of the vector, then from how many magnitudes reach the first guess. From there,
+    step to the next magnitude, up or down, until `rank` of them reach the limit. Without ties, a step changes their
+    number by one. With ties, or many steps away, find the largest number that at least `rank` magnitudes reach, bit by
+    bit from the top down.
     """
-    limit = (tl.sqrt(_square(ys) * (1 / DIMS)) * guess).to(tl.int32, bitcast=True)
+    rank = clip[0]
+    length = tl.sqrt(_square(ys))
+    limit = (length * clip[1]).to(tl.int32, bitcast=True)
+    excess = _reached(ys, limit) - rank
+    limit = (length * tl.maximum(clip[1] + clip[2] * excess, 0.0)).to(tl.int32, bitcast=True)
     excess = _reached(ys, limit) - rank
     way = tl.where(excess < 0, -1, 1)
-    steps = tl.where(stored, tl.maximum(excess + 1, -excess), 0)
+    steps = tl.where(stored, tl.maximum(excess + 1, -excess), 0.0).to(tl.int32)
     steps = tl.where(steps <= MOST_STEPS, steps, 0)
     at = 2 * limit + tl.minimum(way - 1, 0)  # bits are doubled, which drops the sign
     most = tl.max(steps, axis=0)
@@ -109,7 +114,7 @@ def _reached(ys, limit):
         for part in tl.static_range(1, len(ys[i])):
             reached += _unit((tl.abs(ys[i][part]) - below) * steep)
         count += tl.sum(reached, axis=1)
-    return count.to(tl.int32)
+    return count
 
 
 @triton.jit
@@ -130,12 +135,7 @@ def _distance(y, times, start):
 
 
 @triton.jit
-def _magnitude(y):
-    return y.to(tl.uint32, bitcast=True) & 0x7FFFFFFF
-
-
-@triton.jit
-def clamped(ys, limit):
+def _clipped(ys, limit):
     parts = ()
     for part in tl.static_range(len(ys)):
         least = tl.maximum(ys[part], -limit, propagate_nan=tl.PropagateNan.ALL)
@@ -144,11 +144,13 @@ def clamped(ys, limit):
 
 
 @triton.jit
-def quantized(ys, levels, boundaries, per_unit, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
+def quantized(ys, limit, levels, boundaries, per_unit, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
     """Codes (raw segments: numbers), whether their type can hold all, and metadata: float16[TOKENS, entries] or, for
-    evenly spaced levels, bytes [TOKENS]."""
+    evenly spaced levels, bytes [TOKENS]. Magnitudes are clipped to `limit`, unless it is None."""
+    if limit is not None and not (PACKING.rotated and PACKING.side.rule[SEGMENT] == AFFINE):
+        ys = _clipped(ys, limit[:, None])
     if PACKING.side.rule[SEGMENT] == AFFINE:
-        segment = _affine(ys, PACKING, SEGMENT)
+        segment = _affine(ys, limit, PACKING, SEGMENT)
     elif PACKING.side.rule[SEGMENT] == CODEBOOK:
         segment = _codebook(ys, levels, boundaries, PACKING, SEGMENT)
     elif PACKING.side.rule[SEGMENT] == EVEN:
@@ -159,8 +161,9 @@ def quantized(ys, levels, boundaries, per_unit, PACKING: tl.constexpr, SEGMENT: 
 
 
 @triton.jit
-def _affine(ys, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
-    """As `affine.quantize`, but multiplies by 1/scale instead of dividing.
+def _affine(ys, limit, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
+    """As `affine.quantize`, but multiplies by 1/scale instead of dividing. Of rotated vectors, only the range is
+    clipped to `limit`: codes beyond it are clamped anyway.
 
     The product alone may round to the wrong side of a tie between two codes. Where y is not rotated, and so has no
     error of its own, this is corrected. `near` is the code rounded to 1/16. The rest y − low − near·scale is added to
@@ -180,7 +183,11 @@ def _affine(ys, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
         least = tl.where(inside, least, float("inf"))
         most = tl.where(inside, most, float("-inf"))
     low = tl.min(least, axis=1)
-    scale = tl.div_rn(tl.max(most, axis=1) - low, TOP)
+    high = tl.max(most, axis=1)
+    if limit is not None and PACKING.rotated:
+        low = tl.minimum(tl.maximum(low, -limit), limit)
+        high = tl.minimum(tl.maximum(high, -limit), limit)
+    scale = tl.div_rn(high - low, TOP)
     sound = (scale < HALF_END) & (tl.abs(low) < HALF_END)
     if not PACKING.rotated:  # a rotation spreads NaN over the vector; without one, minima and maxima may not see it
         sound = sound & (tl.abs(tl.sum(total, axis=1)) < float("inf"))
@@ -270,26 +277,30 @@ def _unit(x):
 
 @triton.jit
 def _nearest_level(y, levels, boundaries, BITS: tl.constexpr):
-    """The code of the nearest level, and the square of that level.
+    """The code of the nearest level, and the square of that level. Levels are symmetric.
 
-    The first bits are the number of boundaries below y: sums of 0 and 1. A binary search through the table finds the
-    others. Codes of NaN, from a vector of length 0, are any.
+    The boundaries below |y| are counted: sums of 0 and 1. If they are too many, only some of them are, and a binary
+    search through the table finds the other bits. Codes of NaN, from a vector of length 0, are any.
     """
-    FIRST: tl.constexpr = counted(BITS)
-    count = tl.full(y.shape, ROUNDER, tl.float32)
-    square = tl.full(y.shape, squared(BITS, 0), tl.float32)
-    for i in tl.static_range(1, 1 << FIRST):
-        above = _unit(tl.fma(y, STEEP, -STEEP * boundary_below(BITS, i << (BITS - FIRST))))
+    COUNTED: tl.constexpr = counted(BITS)
+    positive = y > 0
+    sign = tl.where(positive, 1.0, -1.0)
+    # Numbers on a boundary belong to the lower level: below 0, that is the one with the larger magnitude.
+    bits = y.to(tl.int32, bitcast=True)
+    size = tl.where(positive, bits, bits + 1).to(tl.float32, bitcast=True) * sign
+    count = tl.full(y.shape, 0.5, tl.float32)
+    square = tl.full(y.shape, more_square(BITS, 0), tl.float32)
+    for i in tl.static_range(1, 1 << COUNTED):
+        above = _unit(tl.fma(size, STEEP, -STEEP * boundary(BITS, i << (BITS - 1 - COUNTED))))
         count += above
-        if BITS == FIRST and more_square(BITS, i) != 0:
+        if BITS == COUNTED + 1:
             square = tl.fma(above, more_square(BITS, i), square)
-    code = count.to(tl.int32, bitcast=True)
-    if BITS > FIRST:
-        code = (code & ((1 << FIRST) - 1)) << (BITS - FIRST)
-        for i in tl.static_range(FIRST, BITS):
+    code = (tl.fma(sign, count, (1 << COUNTED) - 0.5) + ROUNDER).to(tl.int32, bitcast=True)
+    if BITS > COUNTED + 1:
+        code = (code & ((2 << COUNTED) - 1)) << (BITS - 1 - COUNTED)
+        for i in tl.static_range(COUNTED + 1, BITS):
             half = (1 << BITS) >> (i + 1)
-            boundary = tl.load(boundaries + (1 << BITS) - 1 + code + half)
-            code = tl.where(y <= boundary, code, code + half)
+            code = tl.where(y <= tl.load(boundaries + (1 << BITS) - 1 + code + half), code, code + half)
         level = tl.load(levels + (1 << BITS) + code)
         square = level * level
     return code, square
@@ -297,24 +308,21 @@ def _nearest_level(y, levels, boundaries, BITS: tl.constexpr):
 
 @triton.constexpr_function
 def counted(bits):
-    """How many bits of a code are found by counting boundaries."""
-    return min(bits, 3)
+    """How many bits of a magnitude's code are found by counting."""
+    return min(bits - 1, 4)
 
 
 @triton.constexpr_function
-def boundary_below(bits, code):
-    return BOUNDARIES[bits][code - 1]
-
-
-@triton.constexpr_function
-def squared(bits, code):
-    return LEVELS[bits][code] ** 2
+def boundary(bits, code):
+    """Below the level of a magnitude's code."""
+    return BOUNDARIES[bits][(1 << bits - 1) + code - 1]
 
 
 @triton.constexpr_function
 def more_square(bits, code):
-    """What a level's square has more than that of the level below."""
-    return LEVELS[bits][code] ** 2 - LEVELS[bits][code - 1] ** 2
+    """The square of a magnitude's level, less that of the magnitude below."""
+    middle = 1 << bits - 1
+    return LEVELS[bits][middle + code] ** 2 - (LEVELS[bits][middle + code - 1] ** 2 if code else 0)
 
 
 @triton.jit
@@ -353,10 +361,11 @@ def store_parts(ys, pointers, rows, PACKING: tl.constexpr, SEGMENT: tl.constexpr
 @triton.jit
 def storable(ys, BFLOAT: tl.constexpr):
     """Per vector, whether 16 bits can hold all its numbers."""
-    most = _magnitude(ys[0])
+    most = tl.abs(ys[0])
     for part in tl.static_range(1, len(ys)):
-        most = tl.maximum(most, _magnitude(ys[part]))
-    return tl.max(most, axis=1) < (BFLOAT_BITS if BFLOAT else HALF_BITS)
+        most = tl.maximum(most, tl.abs(ys[part]), propagate_nan=tl.PropagateNan.ALL)
+    bits = most.to(tl.int32, bitcast=True)  # order like magnitudes; those of NaN are largest
+    return tl.max(bits, axis=1) < (BFLOAT_BITS if BFLOAT else HALF_BITS)
 
 
 @triton.jit

@@ -22,7 +22,6 @@ from kvfold.ops.pdl import AFTER, ALONE, BESIDE, Overlap, release, wait
 from kvfold.ops.rotate import head_stride, terms_and_shift
 from kvfold.ops.sizes import ceil_div, power_of_two
 from kvfold.ops.store.quantize_tiles import (
-    clamped,
     coded,
     joined,
     largest,
@@ -159,8 +158,7 @@ def _launch(
     )
     key, KEY = _prepared(pages.key, transforms[0], tiles.key_side(pages.layout), k)
     value, VALUE = _prepared(pages.value, transforms[1], tiles.value_side(pages.layout), v)
-    ranks, per_unit = (_clip_rank(pages.key), _clip_rank(pages.value)), (1 / pages.key.unit, 1 / pages.value.unit)
-    guesses = [_typical(rank, x.shape[-1]) for rank, x in zip(ranks, states, strict=True)]
+    clips, per_unit = (_clip(pages.key), _clip(pages.value)), (1 / pages.key.unit, 1 / pages.value.unit)
     terms = max(len(key.matrices), len(value.matrices))
     if tokens * kv_heads < MANY_VECTORS:
         tile = FEW if terms < 2 else FEW_TERMS
@@ -172,7 +170,7 @@ def _launch(
     if tile.resident:  # as few programs as fit at once, each with as many tiles
         programs = ceil_div(programs, ceil_div(programs, max(1, tile.resident * sms(k.device) // (2 * kv_heads))))
     _store[programs, kv_heads, 2](
-        _source(k, new[0]), key, KEY, _source(v, new[1]), value, VALUE, *ranks, *guesses, *per_unit, step.locations,
+        _source(k, new[0]), key, KEY, _source(v, new[1]), value, VALUE, *clips, *per_unit, step.locations,
         memory, tokens, pages.shadows.dtype == torch.bfloat16, pages.layout.page_size, pages.layout.page_bytes,
         tile.tokens, tile.rows, tile.resident > 0, overlap,
         num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **overlap.launch,
@@ -184,19 +182,23 @@ def _source(x: Tensor, new: Tensor | None) -> _Source:
     return _Source(x, x.stride(0), x.stride(1), None if new is None else new.view(torch.int16))
 
 
-def _clip_rank(codec: Codec) -> int:
-    """The rank of the magnitude that larger ones are clipped to, counted from the largest; 1: no clipping."""
-    return codec.layout.dims - codec.kept + 1
+def _clip(codec: Codec) -> tuple[float, float, float]:
+    dims = codec.layout.dims
+    return _rank_and_guess(dims - codec.kept + 1, dims)
 
 
 @lru_cache
-def _typical(rank: int, dims: int) -> float:
-    """About the rank-th largest magnitude of a vector of normal coordinates, in units of their standard deviation."""
-    return NormalDist().inv_cdf(1 - (rank - 0.5) / (2 * dims))
+def _rank_and_guess(rank: int, dims: int) -> tuple[float, float, float]:
+    """For `largest`: the rank of the magnitude that larger ones are clipped to, counted from the largest. Then about
+    that magnitude in a vector of normal coordinates of length 1, and how far to go from there per magnitude too many:
+    half the way, since chance is the other half."""
+    normal = NormalDist(sigma=dims**-0.5)
+    guess = normal.inv_cdf(1 - (rank - 0.5) / (2 * dims))
+    return float(rank), guess, 0.5 / (2 * dims * normal.pdf(guess))
 
 
 def _prepared(codec: Codec, transform: Transform, side: Side, x: Tensor) -> tuple[Operands, _Packing]:
-    clipped, bfloat = _clip_rank(codec) > 1, codec.raw_dtype == torch.bfloat16
+    clipped, bfloat = codec.kept < codec.layout.dims, codec.raw_dtype == torch.bfloat16
     return transform.once(_prepare, side, clipped, bfloat, x.dtype, x.device)
 
 
@@ -236,11 +238,11 @@ def _split_columns(parts: range, width: int, rotated: bool) -> list[tuple[int, i
     return first + second
 
 
-@triton.jit(do_not_specialize=["key_rank", "value_rank", "tokens"], do_not_specialize_on_alignment=["locations"])
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["locations"])
 def _store(
-    k, key, KEY: tl.constexpr, v, value, VALUE: tl.constexpr, key_rank, value_rank, key_guess, value_guess,
-    key_per_unit, value_per_unit, locations, memory, tokens, BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    PAGE_BYTES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, RESIDENT: tl.constexpr, OVERLAP: tl.constexpr,
+    k, key, KEY: tl.constexpr, v, value, VALUE: tl.constexpr, key_clip, value_clip, key_per_unit, value_per_unit,
+    locations, memory, tokens, BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, RESIDENT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     OF_KEYS: tl.constexpr = PAGE_SIZE * KEY.side.head_dim  # numbers of a shadow page
     SHADOW: tl.constexpr = OF_KEYS + PAGE_SIZE * VALUE.side.head_dim
@@ -248,12 +250,12 @@ def _store(
     release(OVERLAP, "start")
     if tl.program_id(2) == 0:
         _store_side(
-            k, key, (key_rank, key_guess), key_per_unit, locations, memory, tokens, KEY, 0, SHADOW, BFLOAT, PAGE_SIZE,
+            k, key, key_clip, key_per_unit, locations, memory, tokens, KEY, 0, SHADOW, BFLOAT, PAGE_SIZE,
             PAGE_BYTES, TOKENS, ROWS, RESIDENT,
         )  # fmt: skip
     else:
         _store_side(
-            v, value, (value_rank, value_guess), value_per_unit, locations, memory, tokens, VALUE, OF_KEYS, SHADOW,
+            v, value, value_clip, value_per_unit, locations, memory, tokens, VALUE, OF_KEYS, SHADOW,
             BFLOAT, PAGE_SIZE, PAGE_BYTES, TOKENS, ROWS, RESIDENT,
         )  # fmt: skip
     wait(OVERLAP, "end")
@@ -309,15 +311,12 @@ def _store_tile(
     if source.new is not None:
         for i in tl.static_range(SEGMENTS):
             sound = sound & storable(ys[i], BFLOAT)
-    clipped = ys
+    limit = None
     if PACKING.clipped:
-        limit = largest((joined(ys),) if PACKING.alike else ys, stored, clip[0], clip[1], PACKING.side.head_dim)
-        clipped = ()
-        for i in tl.static_range(SEGMENTS):
-            clipped += (clamped(ys[i], limit[:, None]),)
+        limit = largest((joined(ys),) if PACKING.alike else ys, stored, clip)
     packed = ()  # per segment: codes or numbers, soundness, metadata
     for i in tl.static_range(SEGMENTS):
-        packed += (quantized(clipped[i], memory.levels, memory.boundaries, per_unit, PACKING, i),)
+        packed += (quantized(ys[i], limit, memory.levels, memory.boundaries, per_unit, PACKING, i),)
         sound = sound & packed[i][1]
     tl.store(memory.faults + location, 1, mask=stored & ~sound)
 
