@@ -253,7 +253,7 @@ def _store(
             k, key, key_clip, key_per_unit, locations, memory, tokens, KEY, 0, SHADOW, BFLOAT, PAGE_SIZE,
             PAGE_BYTES, TOKENS, ROWS, RESIDENT,
         )  # fmt: skip
-    else:
+    if tl.program_id(2) != 0:  # after `else`, the compiler would give both sides shared memory of their own
         _store_side(
             v, value, value_clip, value_per_unit, locations, memory, tokens, VALUE, OF_KEYS, SHADOW,
             BFLOAT, PAGE_SIZE, PAGE_BYTES, TOKENS, ROWS, RESIDENT,
