@@ -54,8 +54,8 @@ class _Tile(NamedTuple):
 FEW = _Tile(16, 128, 4, 1, None)
 FEW_TERMS = _Tile(16, 128, 8, 1, None)  # for matrices of several terms
 MANY = _Tile(64, 128, 4, 1, 128)  # four CTAs per SM
-MANY_TURNED = _Tile(64, 128, 4, 2, 168, 3)
-MANY_TERMS = _Tile(64, 128, 4, 2, 255, 2)  # two matrices take 64 KB of shared memory
+MANY_TURNED = _Tile(64, 128, 4, 1, 255, 2)
+MANY_TERMS = _Tile(64, 128, 4, 1, 255, 2)  # two matrices take 64 KB of shared memory
 MANY_LONG = _Tile(64, 32, 8, 3, None)  # for vectors of more than 128 coordinates
 MANY_VECTORS = 1 << 13  # from this many vectors on, MANY has CTAs for nearly all SMs
 IDENTITY = Transform()
@@ -178,7 +178,8 @@ def _launch(
 
 
 def _source(x: Tensor, new: Tensor | None) -> _Source:
-    x = x if x.stride(-1) == 1 else x.contiguous()
+    in_words = x.data_ptr() % 4 == x.stride(0) % 2 == x.stride(1) % 2 == 0  # two numbers each, see `_words`
+    x = x if x.stride(-1) == 1 and in_words else x.contiguous()
     return _Source(x, x.stride(0), x.stride(1), None if new is None else new.view(torch.int16))
 
 
@@ -268,25 +269,32 @@ def _store_side(
     TOKENS: tl.constexpr, ROWS: tl.constexpr, RESIDENT: tl.constexpr,
 ):  # fmt: skip
     """Store a side. It begins at number FIRST of a shadow page, which has SHADOW numbers."""
-    if RESIDENT:
-        matrices = ()
-        if PACKING.rotated:
-            matrices = _matrices(operands, 0, PACKING, ROWS)
+    if RESIDENT and PACKING.rotated:
+        matrices = _matrices(operands, 0, PACKING, ROWS)
+        words = _words(source, tl.program_id(0), tokens, PACKING, TOKENS, ROWS)
+        for tile in range(tl.program_id(0), tl.cdiv(tokens, TOKENS), tl.num_programs(0)):
+            following = _words(source, tile + tl.num_programs(0), tokens, PACKING, TOKENS, ROWS)
+            _store_tile(
+                tile, words, matrices, source, operands, clip, per_unit, locations, memory, tokens, PACKING, FIRST,
+                SHADOW, BFLOAT, PAGE_SIZE, PAGE_BYTES, TOKENS, ROWS,
+            )  # fmt: skip
+            words = following
+    elif RESIDENT:
         for tile in range(tl.program_id(0), tl.cdiv(tokens, TOKENS), tl.num_programs(0)):
             _store_tile(
-                tile, matrices, source, operands, clip, per_unit, locations, memory, tokens, PACKING, FIRST, SHADOW,
+                tile, None, None, source, operands, clip, per_unit, locations, memory, tokens, PACKING, FIRST, SHADOW,
                 BFLOAT, PAGE_SIZE, PAGE_BYTES, TOKENS, ROWS,
             )  # fmt: skip
     else:
         _store_tile(
-            tl.program_id(0), None, source, operands, clip, per_unit, locations, memory, tokens, PACKING, FIRST,
+            tl.program_id(0), None, None, source, operands, clip, per_unit, locations, memory, tokens, PACKING, FIRST,
             SHADOW, BFLOAT, PAGE_SIZE, PAGE_BYTES, TOKENS, ROWS,
         )  # fmt: skip
 
 
 @triton.jit
 def _store_tile(
-    tile, matrices, source, operands, clip, per_unit, locations, memory, tokens, PACKING: tl.constexpr,
+    tile, words, matrices, source, operands, clip, per_unit, locations, memory, tokens, PACKING: tl.constexpr,
     FIRST: tl.constexpr, SHADOW: tl.constexpr, BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -302,7 +310,7 @@ def _store_tile(
     vectors = source.x + token.to(tl.int64) * source.token + head * source.head
     ys = ()  # per segment, its parts
     if PACKING.rotated:
-        ys = _rotated(vectors, matrices, operands, exists, head, PACKING, ROWS)
+        ys = _rotated(vectors, words, matrices, operands, exists, head, PACKING, ROWS)
     else:
         for i in tl.static_range(SEGMENTS):
             ys += (_loaded(vectors, operands, exists, head, PACKING, i),)
@@ -367,7 +375,7 @@ def _loaded(vectors, operands, exists, head, PACKING: tl.constexpr, SEGMENT: tl.
 
 
 @triton.jit
-def _rotated(vectors, matrices, operands, exists, head, PACKING: tl.constexpr, ROWS: tl.constexpr):
+def _rotated(vectors, words, matrices, operands, exists, head, PACKING: tl.constexpr, ROWS: tl.constexpr):
     """(x − mean)·A: per segment, its parts; 0 in columns without a coordinate."""
     sums = ()
     factors = ()
@@ -382,7 +390,7 @@ def _rotated(vectors, matrices, operands, exists, head, PACKING: tl.constexpr, R
             x = _numbers(vectors, exists, first, PACKING, ROWS)
             sums = _products(x, _matrices(operands, first, PACKING, ROWS), sums)
     else:
-        sums = _products(_numbers(vectors, exists, 0, PACKING, ROWS), matrices, sums)
+        sums = _products(_halves(words, vectors.dtype.element_ty), matrices, sums)
     ys = ()
     for i in tl.static_range(len(PACKING.side.parts)):
         if operands.shift is None:
@@ -398,6 +406,24 @@ def _numbers(vectors, exists, first, PACKING: tl.constexpr, ROWS: tl.constexpr):
     row = first + tl.arange(0, ROWS)
     mask = exists[:, None] & (row < PACKING.side.head_dim)[None, :]
     return tl.load(vectors[:, None] + row[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _words(source, tile, tokens, PACKING: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr):
+    """The coordinates of a tile, two per word: so they can wait in registers."""
+    token = tile * TOKENS + tl.arange(0, TOKENS)
+    vectors = source.x + token.to(tl.int64) * source.token + tl.program_id(1).to(tl.int64) * source.head
+    word = tl.arange(0, ROWS // 2)
+    mask = (token < tokens)[:, None] & (word < PACKING.side.head_dim // 2)[None, :]
+    return tl.load(vectors.to(tl.pointer_type(tl.int32))[:, None] + word[None, :], mask=mask, other=0)
+
+
+@triton.jit
+def _halves(words, dtype: tl.constexpr):
+    low = words.to(tl.int16).to(dtype, bitcast=True)
+    high = (words >> 16).to(tl.int16).to(dtype, bitcast=True)
+    x = tl.join(low, high)
+    return tl.reshape(x, [x.shape[0], x.shape[1] * 2])
 
 
 @triton.jit
