@@ -187,7 +187,7 @@ def _affine(ys, limit, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
     if limit is not None and PACKING.rotated:
         low = tl.minimum(tl.maximum(low, -limit), limit)
         high = tl.minimum(tl.maximum(high, -limit), limit)
-    scale = tl.div_rn(high - low, TOP)
+    scale = (high - low) * (1 / TOP) if PACKING.rotated else tl.div_rn(high - low, TOP)
     sound = (scale < HALF_END) & (tl.abs(low) < HALF_END)
     if not PACKING.rotated:  # a rotation spreads NaN over the vector; without one, minima and maxima may not see it
         sound = sound & (tl.abs(tl.sum(total, axis=1)) < float("inf"))
@@ -212,11 +212,11 @@ def _affine(ys, limit, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
 
 @triton.jit
 def _codebook(ys, levels, boundaries, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
-    """As `codebook.quantize`."""
+    """As `codebook.quantize`, with roots and quotients that may be off by a bit or two of 24."""
     BITS: tl.constexpr = PACKING.side.bits[SEGMENT]
     DIMS: tl.constexpr = PACKING.side.dims[SEGMENT]
-    norm = tl.sqrt_rn(_square((ys,)))
-    factor = tl.div_rn(DIMS**0.5, tl.maximum(norm, TINY))[:, None]
+    square_of_norm = _square((ys,))
+    factor = (tl.rsqrt(tl.maximum(square_of_norm, TINY)) * DIMS**0.5)[:, None]
     codes = ()
     squares = tl.zeros_like(ys[0])
     for part in tl.static_range(len(ys)):
@@ -227,7 +227,7 @@ def _codebook(ys, levels, boundaries, PACKING: tl.constexpr, SEGMENT: tl.constex
             square = tl.where(inside, square, 0.0)
         squares += square
         codes += (code,)
-    norm = tl.div_rn(norm, tl.sqrt_rn(tl.sum(squares, axis=1)))
+    norm = tl.sqrt(square_of_norm / tl.sum(squares, axis=1))
     return codes, norm < HALF_END, norm.to(tl.float16)[:, None]
 
 
