@@ -221,7 +221,7 @@ def _codebook(ys, levels, boundaries, PACKING: tl.constexpr, SEGMENT: tl.constex
     squares = tl.zeros_like(ys[0])
     for part in tl.static_range(len(ys)):
         code, square = _nearest_level(ys[part] * factor, levels, boundaries, BITS)
-        if DIMS < len(ys) * ys[0].shape[1]:
+        if len(ys) * ys[0].shape[1] > DIMS:
             inside = (tl.arange(0, ys[0].shape[1]) < coded(DIMS, PACKING.side.run[SEGMENT], part))[None, :]
             code = tl.where(inside, code, 0)
             square = tl.where(inside, square, 0.0)
