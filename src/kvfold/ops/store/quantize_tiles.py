@@ -185,8 +185,7 @@ def _affine(ys, limit, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
     low = tl.min(least, axis=1)
     high = tl.max(most, axis=1)
     if limit is not None and PACKING.rotated:
-        low = tl.minimum(tl.maximum(low, -limit), limit)
-        high = tl.minimum(tl.maximum(high, -limit), limit)
+        (low, high) = _clipped((low, high), limit)
     scale = (high - low) * (1 / TOP) if PACKING.rotated else tl.div_rn(high - low, TOP)
     sound = (scale < HALF_END) & (tl.abs(low) < HALF_END)
     if not PACKING.rotated:  # a rotation spreads NaN over the vector; without one, minima and maxima may not see it
