@@ -353,7 +353,7 @@ def test_inputs_need_not_be_contiguous(recipe, view):
     run(Case(recipe), [[5, 3, 7]], view)
 
 
-@pytest.mark.parametrize("recipe", ["int4", "saw-int4:recent=4", "oscar-int2:recent=4", "gtq-k3v3"])
+@pytest.mark.parametrize("recipe", ["int4", "saw-int4", "saw-int4:values=true,recent=4", "oscar-int2", "gtq-k3v3"])
 def test_many_tokens(recipe):
     """More than a tile of each size. On the smallest GPU, a program takes several tiles of rotated vectors."""
     twins = Twins(Case(recipe, page_size=16, kv_heads=2), 3)

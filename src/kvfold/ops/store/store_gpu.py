@@ -48,14 +48,13 @@ class _Tile(NamedTuple):
     warps: int
     stages: int  # more than one: the next rows are prefetched
     registers: int | None  # per thread, at most
-    resident: int = 0  # CTAs per SM that keep their matrices for many tiles; 0: a CTA takes one tile
+    resident: int = 0  # CTAs per SM that keep their matrices from tile to tile; 0: a CTA takes one tile
 
 
 FEW = _Tile(16, 128, 4, 1, None)
-FEW_TERMS = _Tile(16, 128, 8, 1, None)  # for matrices of several terms
-MANY = _Tile(64, 128, 4, 1, 128)  # four CTAs per SM
-MANY_TURNED = _Tile(64, 128, 4, 1, 255, 2)
-MANY_TERMS = _Tile(64, 128, 4, 1, 255, 2)  # two matrices take 64 KB of shared memory
+FEW_TERMS = _Tile(16, 64, 4, 3, None)  # for matrices of several terms
+MANY = _Tile(64, 128, 4, 1, 128)  # reads matrices less often; four CTAs per SM
+MANY_ROTATED = _Tile(64, 128, 4, 1, 255, 2)  # both sides; a CTA has up to 80 KB of shared memory
 MANY_LONG = _Tile(64, 32, 8, 3, None)  # for vectors of more than 128 coordinates
 MANY_VECTORS = 1 << 13  # from this many vectors on, MANY has CTAs for nearly all SMs
 IDENTITY = Transform()
@@ -159,15 +158,14 @@ def _launch(
     key, KEY = _prepared(pages.key, transforms[0], tiles.key_side(pages.layout), k)
     value, VALUE = _prepared(pages.value, transforms[1], tiles.value_side(pages.layout), v)
     clips, per_unit = (_clip(pages.key), _clip(pages.value)), (1 / pages.key.unit, 1 / pages.value.unit)
-    terms = max(len(key.matrices), len(value.matrices))
     if tokens * kv_heads < MANY_VECTORS:
-        tile = FEW if terms < 2 else FEW_TERMS
+        tile = FEW if max(len(key.matrices), len(value.matrices)) < 2 else FEW_TERMS
     elif max(k.shape[-1], v.shape[-1]) > 128:
         tile = MANY_LONG
     else:
-        tile = (MANY, MANY_TURNED, MANY_TERMS)[terms]
+        tile = MANY_ROTATED if key.matrices and value.matrices else MANY
     programs = ceil_div(tokens, tile.tokens)
-    if tile.resident:  # as few programs as fit at once, each with as many tiles
+    if tile.resident:  # as many as fit at once, or fewer if none of them gets more tiles for it
         programs = ceil_div(programs, ceil_div(programs, max(1, tile.resident * sms(k.device) // (2 * kv_heads))))
     _store[programs, kv_heads, 2](
         _source(k, new[0]), key, KEY, _source(v, new[1]), value, VALUE, *clips, *per_unit, step.locations,
@@ -269,7 +267,7 @@ def _store_side(
     TOKENS: tl.constexpr, ROWS: tl.constexpr, RESIDENT: tl.constexpr,
 ):  # fmt: skip
     """Store a side. It begins at number FIRST of a shadow page, which has SHADOW numbers."""
-    if RESIDENT and PACKING.rotated:
+    if RESIDENT:
         matrices = _matrices(operands, 0, PACKING, ROWS)
         words = _words(source, tl.program_id(0), tokens, PACKING, TOKENS, ROWS)
         for tile in range(tl.program_id(0), tl.cdiv(tokens, TOKENS), tl.num_programs(0)):
@@ -279,12 +277,6 @@ def _store_side(
                 SHADOW, BFLOAT, PAGE_SIZE, PAGE_BYTES, TOKENS, ROWS,
             )  # fmt: skip
             words = following
-    elif RESIDENT:
-        for tile in range(tl.program_id(0), tl.cdiv(tokens, TOKENS), tl.num_programs(0)):
-            _store_tile(
-                tile, None, None, source, operands, clip, per_unit, locations, memory, tokens, PACKING, FIRST, SHADOW,
-                BFLOAT, PAGE_SIZE, PAGE_BYTES, TOKENS, ROWS,
-            )  # fmt: skip
     else:
         _store_tile(
             tl.program_id(0), None, None, source, operands, clip, per_unit, locations, memory, tokens, PACKING, FIRST,
@@ -298,7 +290,7 @@ def _store_tile(
     FIRST: tl.constexpr, SHADOW: tl.constexpr, BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Store a tile of a side. Matrices are loaded here, if they are None."""
+    """Store a tile of a side. Its numbers (see `_words`) and the matrices are loaded here, if they are None."""
     SEGMENTS: tl.constexpr = len(PACKING.side.parts)
     head = tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(1)
@@ -410,7 +402,8 @@ def _numbers(vectors, exists, first, PACKING: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _words(source, tile, tokens, PACKING: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr):
-    """The coordinates of a tile, two per word: so they can wait in registers."""
+    """The coordinates of a tile, two per word. The next tile waits like this: numbers of 16 bits would each take a
+    register."""
     token = tile * TOKENS + tl.arange(0, TOKENS)
     vectors = source.x + token.to(tl.int64) * source.token + tl.program_id(1).to(tl.int64) * source.head
     word = tl.arange(0, ROWS // 2)
