@@ -462,6 +462,15 @@ def test_ties_go_to_even(dtype):
     twins.check(twins.store(x.to(dtype)))
 
 
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 6])
+def test_zero_has_the_level_below(bits):
+    """It lies on a boundary. Zeros of both signs."""
+    twins = Twins(plain(codebook_slot([(64, bits)])), 1)
+    x = twins.extend([6])
+    x[..., ::3], x[..., 1::3] = 0, -0.0
+    twins.check(twins.store(x))
+
+
 # --- rows without a location
 
 

@@ -25,7 +25,7 @@ HALF_BITS = tl.constexpr(0x477FF000)  # the bits of HALF_END
 BFLOAT_BITS = tl.constexpr(0x7F7F8000)  # the bits of the number from which on bfloat16 rounds to Inf
 ROUNDS = tl.constexpr(not triton.knobs.runtime.interpret)  # to bfloat16; Triton's interpreter truncates
 MOST_STEPS = tl.constexpr(24)  # that `largest` takes
-STEEP = tl.constexpr(2.0**120)  # times a difference: at least 1, unless it is 0 or less than any that matters
+STEEP = tl.constexpr(2.0**120)  # differences of numbers from 2^-96 on, times this, are at least 1
 
 LEVELS = {bits: lloyd_max.levels(bits) for bits in range(1, lloyd_max.MAX_BITS + 1)}
 BOUNDARIES = {bits: tuple(lloyd_max.boundaries(bits).tolist()) for bits in LEVELS}
@@ -56,9 +56,10 @@ def joined(ys):
 
 @triton.jit
 def largest(ys, stored, clip):
-    """The magnitude per vector with the rank that `clip` says. Magnitudes order like their bits as integers.
+    """The rank-th largest magnitude per vector. Magnitudes order like their bits as integers. `clip` is the rank and
+    two numbers for guesses (see store_gpu.py).
 
-    First try: guess, from the length of the vector, then from how many magnitudes reach the first guess. From there,
+    First try: guess from the length of the vector, then from how many magnitudes reach the first guess. From there,
     step to the next magnitude, up or down, until `rank` of them reach the limit. Without ties, a step changes their
     number by one. With ties, or many steps away, find the largest number that at least `rank` magnitudes reach, bit by
     bit from the top down.
@@ -73,18 +74,15 @@ def largest(ys, stored, clip):
     steps = tl.where(stored, tl.maximum(excess + 1, -excess), 0.0).to(tl.int32)
     steps = tl.where(steps <= MOST_STEPS, steps, 0)
     at = 2 * limit + tl.minimum(way - 1, 0)  # bits are doubled, which drops the sign
-    most = tl.max(steps, axis=0)
-    if most > 0:  # in a condition, loops do not keep the compiler from prefetching the next tile
-        for i in range(most):
-            at += way * _nearest(ys, 2 * way, way * at)
-            limit = tl.where(i < steps, (at >> 1) & 0x7FFFFFFF, limit)
-            at += 2 * way
+    for i in range(tl.max(steps, axis=0)):
+        at += way * _nearest(ys, 2 * way, way * at)
+        limit = tl.where(i < steps, (at >> 1) & 0x7FFFFFFF, limit)
+        at += 2 * way
     known = (_reached(ys, limit) == rank) | ~stored
-    if tl.min(known.to(tl.int32), axis=0) == 0:
-        limit = tl.where(known, limit, 0)
-        for i in range(31):
-            tried = limit | (1 << (30 - i))
-            limit = tl.where((_reached(ys, tried) >= rank) & ~known, tried, limit)
+    limit = tl.where(known, limit, 0)
+    for i in range(31 * (1 - tl.min(known.to(tl.int32), axis=0))):
+        tried = limit | (1 << (30 - i))
+        limit = tl.where((_reached(ys, tried) >= rank) & ~known, tried, limit)
     return limit.to(tl.float32, bitcast=True)
 
 
@@ -279,7 +277,7 @@ def _nearest_level(y, levels, boundaries, BITS: tl.constexpr):
     """The code of the nearest level, and the square of that level. Levels are symmetric.
 
     The boundaries below |y| are counted: sums of 0 and 1. If they are too many, only some of them are, and a binary
-    search through the table finds the other bits. Codes of NaN, from a vector of length 0, are any.
+    search through the table finds the other bits. Codes of NaN are any.
     """
     COUNTED: tl.constexpr = counted(BITS)
     positive = y > 0

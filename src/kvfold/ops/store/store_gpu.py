@@ -1,4 +1,4 @@
-"""`store` in one launch, keys and values together. A CTA packs a tile of tokens of one KV head, keys or values.
+"""`store` in one launch, keys and values together. A CTA packs tiles of tokens of one KV head, keys or values.
 
 Vectors are computed in parts (see quantize_tiles.py). 16-bit floats are stored as int16, by their bits.
 """
