@@ -197,7 +197,7 @@ def _rank_and_guess(rank: int, dims: int) -> tuple[float, float, float]:
 
 
 def _prepared(codec: Codec, transform: Transform, side: Side, x: Tensor) -> tuple[Operands, _Packing]:
-    clipped, bfloat = codec.kept < codec.layout.dims, codec.raw_dtype == torch.bfloat16
+    clipped, bfloat = codec.clip is not None, codec.raw_dtype == torch.bfloat16
     return transform.once(_prepare, side, clipped, bfloat, x.dtype, x.device)
 
 
