@@ -233,6 +233,21 @@ def test_matrices_of_each_kv_head(heads):
     np.testing.assert_allclose(logits, expected, atol=2e-4)
 
 
+@pytest.mark.parametrize(("dims", "signs"), [((32, 16), True), ((24, 24), False)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_signs_are_one_exact_term(dims, signs, dtype):
+    """Blocks of signs, with a permutation per head. Other random rotations take two terms, and lose some bits."""
+    blocks = torch.block_diag(*(random_rotation(each, 5) for each in dims)).float()
+    matrices = torch.stack([blocks, blocks.roll(7, dims=0)])
+    rotation = Matrix.of_signs(matrices).to("cpu")
+    terms, factors = rotation.terms(sum(dims), dtype, matrices.device)
+    assert [term.dtype for term in terms] == [dtype] * (1 if signs else 2)
+    product = factors * torch.stack(terms).double().sum(dim=0)
+    assert torch.equal(product, matrices.double()) == signs
+    torch.testing.assert_close(product, matrices.double(), rtol=0, atol=2**-17)
+    assert torch.equal(rotation.dense(sum(dims), matrices.device), matrices)
+
+
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_times_a_matrix_does_not_depend_on_the_rows_beside_it(heads, dtype):

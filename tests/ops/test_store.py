@@ -353,12 +353,14 @@ def test_inputs_need_not_be_contiguous(recipe, view):
     run(Case(recipe), [[5, 3, 7]], view)
 
 
-def test_many_tokens():
-    """More than a block of each size."""
-    twins = Twins(Case("saw-int4:recent=4", page_size=16, kv_heads=2), 3)
+@pytest.mark.parametrize("recipe", ["int4", "saw-int4", "saw-int4:values=true,recent=4", "oscar-int2", "gtq-k3v3"])
+def test_many_tokens(recipe):
+    """More than a tile of each size. On the smallest GPU, a program takes several tiles of rotated vectors."""
+    twins = Twins(Case(recipe, page_size=16, kv_heads=2), 3)
     for many in (triton.MANY_VECTORS, 16):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(triton, "MANY_VECTORS", many)
+            patch.setattr(triton, "sms", lambda device: 1)
             twins.check(twins.store(twins.extend([40, 17, 23])))
 
 
@@ -458,6 +460,15 @@ def test_ties_go_to_even(dtype):
     x = torch.randint(0, 31, twins.extend([6]).shape, generator=twins.generator)
     x[..., :2] = torch.tensor([0, 30])  # a scale of 2
     twins.check(twins.store(x.to(dtype)))
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 6])
+def test_zero_has_the_level_below(bits):
+    """It lies on a boundary. Zeros of both signs."""
+    twins = Twins(plain(codebook_slot([(64, bits)])), 1)
+    x = twins.extend([6])
+    x[..., ::3], x[..., 1::3] = 0, -0.0
+    twins.check(twins.store(x))
 
 
 # --- rows without a location

@@ -93,7 +93,7 @@ class BlockGtq(TurboQuant):
             for head in fit["key_widths"]
         ]
         order = one_hot(fit["key_order"].long(), key_dim).double().mT  # [kv_heads, d, d]
-        return Matrix((order @ torch.stack(mixing)).float()), value
+        return Matrix.of_signs((order @ torch.stack(mixing)).float()), value
 
     def fit(self, layer: "LayerStatistics", rope: "Rope", means: tuple[Tensor | None, Tensor | None]) -> Fit:
         scores, order = ranked_blocks(layer, rope, means[0], self.score)

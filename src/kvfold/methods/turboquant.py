@@ -26,4 +26,4 @@ class TurboQuant(Recipe):
     def rotations(self, key_dim: int, value_dim: int, fit: Fit) -> tuple[Rotation | None, Rotation | None]:
         sides = enumerate((key_dim, value_dim))
         key, value = (random_rotation(dims, 2 * self.seed + side).float().unsqueeze(0) for side, dims in sides)
-        return Matrix(key), Matrix(value)
+        return Matrix.of_signs(key), Matrix.of_signs(value)

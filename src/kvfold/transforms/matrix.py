@@ -17,6 +17,13 @@ class Matrix:
     """
 
     matrix: Tensor
+    sizes: Tensor | None = None  # float32[d]: entries of a column are 0 or ± its size. None: they have several sizes
+
+    @classmethod
+    def of_signs(cls, matrix: Tensor) -> "Matrix":
+        """With `sizes`, if there are any."""
+        sizes = matrix.abs().amax(dim=(0, 1))
+        return cls(matrix, sizes if torch.equal(matrix, matrix.sign() * sizes) else None)
 
     def apply(self, x: Tensor) -> Tensor:
         return _by_head(x.double(), self._doubled).float()
@@ -34,13 +41,18 @@ class Matrix:
         return self.matrix
 
     def terms(self, dims: int, dtype: torch.dtype, device: torch.device) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Two terms: A in 16 bits, and the rounding error of the first. Together they have at least 16 bits of A."""
+        """With `sizes`, one term: zeros and signs, which every type holds exactly.
+
+        Otherwise two: A in 16 bits, and the rounding error of the first. Together they have at least 16 bits of A.
+        """
+        if self.sizes is not None:
+            return (self.matrix.sign().to(dtype),), self.sizes.double()
         high = self.matrix.to(dtype)
         factors = torch.ones(dims, dtype=torch.float64, device=self.matrix.device)
         return (high, (self.matrix - high.float()).to(dtype)), factors
 
     def to(self, device: torch.device | str) -> "Matrix":
-        return Matrix(self.matrix.to(device))
+        return Matrix(self.matrix.to(device), None if self.sizes is None else self.sizes.to(device))
 
 
 def _by_head(x: Tensor, matrices: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kvfold.ops.tiles import AFFINE, CODEBOOK, DROPPED, EVEN, LEAST, SMALLEST, bits_below
-from kvfold.quantizers import even
+from kvfold.quantizers import even, lloyd_max
 from kvfold.quantizers.affine import SMALLEST_SCALE
 
 SMALLEST_INTERVAL = tl.constexpr(SMALLEST_SCALE)
@@ -24,7 +24,11 @@ HALF_END = tl.constexpr(65520.0)  # from here on, float16 rounds to Inf
 HALF_BITS = tl.constexpr(0x477FF000)  # the bits of HALF_END
 BFLOAT_BITS = tl.constexpr(0x7F7F8000)  # the bits of the number from which on bfloat16 rounds to Inf
 ROUNDS = tl.constexpr(not triton.knobs.runtime.interpret)  # to bfloat16; Triton's interpreter truncates
-GUESSED = tl.constexpr(24)  # ranks up to which `largest` guesses
+MOST_STEPS = tl.constexpr(24)  # that `largest` takes
+STEEP = tl.constexpr(2.0**120)  # differences of numbers from 2^-96 on, times this, are at least 1
+
+LEVELS = {bits: lloyd_max.levels(bits) for bits in range(1, lloyd_max.MAX_BITS + 1)}
+BOUNDARIES = {bits: tuple(lloyd_max.boundaries(bits).tolist()) for bits in LEVELS}
 
 
 @triton.constexpr_function
@@ -51,68 +55,100 @@ def joined(ys):
 
 
 @triton.jit
-def largest(ys, stored, rank):
-    """The rank-th largest magnitude per vector. Magnitudes order like their bits as integers.
+def largest(ys, stored, clip):
+    """The rank-th largest magnitude per vector. Magnitudes order like their bits as integers. `clip` is the rank and
+    two numbers for guesses (see store_gpu.py).
 
-    First guess: take the largest magnitude, then the largest below it, and so on, `rank` times. The guess is right if
-    exactly `rank` magnitudes reach it, that is, without ties. Otherwise find the largest number that at least `rank`
-    magnitudes reach, bit by bit from the top down.
+    First try: guess from the length of the vector, then from how many magnitudes reach the first guess. From there,
+    step to the next magnitude, up or down, until `rank` of them reach the limit. Without ties, a step changes their
+    number by one. With ties, or many steps away, find the largest number that at least `rank` magnitudes reach, bit by
+    bit from the top down.
     """
-    limit = tl.full(stored.shape, 1 << 31, tl.uint32)
-    if rank <= GUESSED:
-        for _ in range(rank):
-            limit = limit - 1 - _nearest_below(ys, limit - 1)
+    rank = clip[0]
+    length = tl.sqrt(_square(ys))
+    limit = (length * clip[1]).to(tl.int32, bitcast=True)
+    excess = _reached(ys, limit) - rank
+    limit = (length * tl.maximum(clip[1] + clip[2] * excess, 0.0)).to(tl.int32, bitcast=True)
+    excess = _reached(ys, limit) - rank
+    way = tl.where(excess < 0, -1, 1)
+    steps = tl.where(stored, tl.maximum(excess + 1, -excess), 0.0).to(tl.int32)
+    steps = tl.where(steps <= MOST_STEPS, steps, 0)
+    at = 2 * limit + tl.minimum(way - 1, 0)  # bits are doubled, which drops the sign
+    for i in range(tl.max(steps, axis=0)):
+        at += way * _nearest(ys, 2 * way, way * at)
+        limit = tl.where(i < steps, (at >> 1) & 0x7FFFFFFF, limit)
+        at += 2 * way
     known = (_reached(ys, limit) == rank) | ~stored
     limit = tl.where(known, limit, 0)
     for i in range(31 * (1 - tl.min(known.to(tl.int32), axis=0))):
-        tried = limit | (tl.full(limit.shape, 1, tl.uint32) << (30 - i))
+        tried = limit | (1 << (30 - i))
         limit = tl.where((_reached(ys, tried) >= rank) & ~known, tried, limit)
     return limit.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _reached(ys, limit):
-    """How many magnitudes per vector reach its limit."""
-    count = tl.zeros_like(limit).to(tl.int32)
+def _square(ys):
+    """The squared length of vectors."""
+    square = 0.0
     for i in tl.static_range(len(ys)):
-        reached = (_magnitude(ys[i][0]) >= limit[:, None]).to(tl.int32)
+        squares = ys[i][0] * ys[i][0]
         for part in tl.static_range(1, len(ys[i])):
-            reached += (_magnitude(ys[i][part]) >= limit[:, None]).to(tl.int32)
+            squares = tl.fma(ys[i][part], ys[i][part], squares)
+        square += tl.sum(squares, axis=1)
+    return square
+
+
+@triton.jit
+def _reached(ys, limit):
+    """How many magnitudes per vector reach its limit, given as bits. Limits below 2^-100 may count as 2^-100.
+
+    The difference to the next smaller number, times a large power of two, is at least 1 if a magnitude does.
+    """
+    below = (limit - 1).to(tl.float32, bitcast=True)[:, None]
+    steep = (tl.minimum(280 - (limit >> 23), 254) << 23).to(tl.float32, bitcast=True)[:, None]
+    count = tl.zeros(limit.shape, tl.float32)
+    for i in tl.static_range(len(ys)):
+        reached = _unit((tl.abs(ys[i][0]) - below) * steep)
+        for part in tl.static_range(1, len(ys[i])):
+            reached += _unit((tl.abs(ys[i][part]) - below) * steep)
         count += tl.sum(reached, axis=1)
     return count
 
 
 @triton.jit
-def _nearest_below(ys, end):
-    """The distance from `end` down to the next magnitude. Larger ones count as far away: unsigned numbers wrap."""
-    nearest = tl.full(end.shape, 0xFFFFFFFF, tl.uint32)
+def _nearest(ys, times, start):
+    """The least `times`·bits − start. Negative numbers count as large: unsigned, they wrap."""
+    nearest = tl.full(start.shape, 0xFFFFFFFF, tl.uint32)
     for i in tl.static_range(len(ys)):
-        distance = end[:, None] - _magnitude(ys[i][0])
+        distance = _distance(ys[i][0], times, start)
         for part in tl.static_range(1, len(ys[i])):
-            distance = tl.minimum(distance, end[:, None] - _magnitude(ys[i][part]))
+            distance = tl.minimum(distance, _distance(ys[i][part], times, start))
         nearest = tl.minimum(nearest, tl.min(distance, axis=1))
-    return nearest
+    return nearest.to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def _magnitude(y):
-    return y.to(tl.uint32, bitcast=True) & 0x7FFFFFFF
+def _distance(y, times, start):
+    return (y.to(tl.int32, bitcast=True) * times[:, None] - start[:, None]).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def clamped(ys, limit):
+def _clipped(ys, limit):
     parts = ()
-    for part in tl.static_range(len(ys)):  # NaN stays
-        parts += (tl.where(ys[part] > limit, limit, tl.where(ys[part] < -limit, -limit, ys[part])),)
+    for part in tl.static_range(len(ys)):
+        least = tl.maximum(ys[part], -limit, propagate_nan=tl.PropagateNan.ALL)
+        parts += (tl.minimum(least, limit, propagate_nan=tl.PropagateNan.ALL),)
     return parts
 
 
 @triton.jit
-def quantized(ys, levels, boundaries, per_unit, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
+def quantized(ys, limit, levels, boundaries, per_unit, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
     """Codes (raw segments: numbers), whether their type can hold all, and metadata: float16[TOKENS, entries] or, for
-    evenly spaced levels, bytes [TOKENS]."""
+    evenly spaced levels, bytes [TOKENS]. Magnitudes are clipped to `limit`, unless it is None."""
+    if limit is not None and not (PACKING.rotated and PACKING.side.rule[SEGMENT] == AFFINE):
+        ys = _clipped(ys, limit[:, None])
     if PACKING.side.rule[SEGMENT] == AFFINE:
-        segment = _affine(ys, PACKING, SEGMENT)
+        segment = _affine(ys, limit, PACKING, SEGMENT)
     elif PACKING.side.rule[SEGMENT] == CODEBOOK:
         segment = _codebook(ys, levels, boundaries, PACKING, SEGMENT)
     elif PACKING.side.rule[SEGMENT] == EVEN:
@@ -123,8 +159,9 @@ def quantized(ys, levels, boundaries, per_unit, PACKING: tl.constexpr, SEGMENT: 
 
 
 @triton.jit
-def _affine(ys, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
-    """As `affine.quantize`, but multiplies by 1/scale instead of dividing.
+def _affine(ys, limit, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
+    """As `affine.quantize`, but multiplies by 1/scale instead of dividing. Of rotated vectors, only the range is
+    clipped to `limit`: codes beyond it are clamped anyway.
 
     The product alone may round to the wrong side of a tie between two codes. Where y is not rotated, and so has no
     error of its own, this is corrected. `near` is the code rounded to 1/16. The rest y − low − near·scale is added to
@@ -144,7 +181,10 @@ def _affine(ys, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
         least = tl.where(inside, least, float("inf"))
         most = tl.where(inside, most, float("-inf"))
     low = tl.min(least, axis=1)
-    scale = tl.div_rn(tl.max(most, axis=1) - low, TOP)
+    high = tl.max(most, axis=1)
+    if limit is not None and PACKING.rotated:
+        (low, high) = _clipped((low, high), limit)
+    scale = (high - low) * (1 / TOP) if PACKING.rotated else tl.div_rn(high - low, TOP)
     sound = (scale < HALF_END) & (tl.abs(low) < HALF_END)
     if not PACKING.rotated:  # a rotation spreads NaN over the vector; without one, minima and maxima may not see it
         sound = sound & (tl.abs(tl.sum(total, axis=1)) < float("inf"))
@@ -153,38 +193,38 @@ def _affine(ys, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
     interval = tl.maximum(scale.to(tl.float32), SMALLEST_INTERVAL)
     inverse = (1.0 / interval)[:, None]
     codes = ()
+    per_top = inverse * (1 / TOP)
+    first = low.to(tl.float32)[:, None] * per_top
     for part in tl.static_range(len(ys)):
-        above = ys[part] - low.to(tl.float32)[:, None]
-        code = above * inverse
-        if not PACKING.rotated:
-            near = code + SIXTEENTHS - SIXTEENTHS
+        if PACKING.rotated:
+            code = _unit(tl.fma(ys[part], per_top, -first)) * TOP + ROUNDER
+        else:
+            above = ys[part] - low.to(tl.float32)[:, None]
+            near = above * inverse + SIXTEENTHS - SIXTEENTHS
             code = near + (above - near * interval[:, None]) * inverse
-        code = tl.minimum(tl.maximum(code, 0.0), TOP) + ROUNDER
+            code = tl.minimum(tl.maximum(code, 0.0), TOP) + ROUNDER
         codes += (code.to(tl.int32, bitcast=True),)
     return codes, sound, tl.join(scale, low)
 
 
 @triton.jit
 def _codebook(ys, levels, boundaries, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
-    """As `codebook.quantize`."""
+    """As `codebook.quantize`, with roots and quotients that may be off by a bit or two of 24."""
     BITS: tl.constexpr = PACKING.side.bits[SEGMENT]
-    CODES: tl.constexpr = 1 << BITS
-    squares = ys[0] * ys[0]
-    for part in tl.static_range(1, len(ys)):
-        squares += ys[part] * ys[part]
-    norm = tl.sqrt_rn(tl.sum(squares, axis=1))
-    factor = tl.div_rn(PACKING.side.dims[SEGMENT] ** 0.5, tl.maximum(norm, TINY))[:, None]
+    DIMS: tl.constexpr = PACKING.side.dims[SEGMENT]
+    square_of_norm = _square((ys,))
+    factor = (tl.rsqrt(tl.maximum(square_of_norm, TINY)) * DIMS**0.5)[:, None]
     codes = ()
     squares = tl.zeros_like(ys[0])
     for part in tl.static_range(len(ys)):
-        code = _nearest_level(ys[part] * factor, boundaries, BITS)
-        inside = (tl.arange(0, ys[0].shape[1]) < coded(PACKING.side.dims[SEGMENT], PACKING.side.run[SEGMENT], part))[
-            None, :
-        ]
-        level = tl.where(inside, tl.load(levels + CODES + code), 0.0)
-        squares += level * level
-        codes += (tl.where(inside, code, 0),)
-    norm = tl.div_rn(norm, tl.sqrt_rn(tl.sum(squares, axis=1)))
+        code, square = _nearest_level(ys[part] * factor, levels, boundaries, BITS)
+        if len(ys) * ys[0].shape[1] > DIMS:
+            inside = (tl.arange(0, ys[0].shape[1]) < coded(DIMS, PACKING.side.run[SEGMENT], part))[None, :]
+            code = tl.where(inside, code, 0)
+            square = tl.where(inside, square, 0.0)
+        squares += square
+        codes += (code,)
+    norm = tl.sqrt(square_of_norm / tl.sum(squares, axis=1))
     return codes, norm < HALF_END, norm.to(tl.float16)[:, None]
 
 
@@ -195,10 +235,7 @@ def _even(ys, per_unit, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
     BITS: tl.constexpr = PACKING.side.bits[SEGMENT]
     TOP: tl.constexpr = (1 << BITS) - 1.0
     PER_NORM: tl.constexpr = PACKING.side.dims[SEGMENT] ** 0.5 / step(BITS)
-    squares = ys[0] * ys[0]
-    for part in tl.static_range(1, len(ys)):
-        squares += ys[part] * ys[part]
-    square = tl.sum(squares, axis=1)
+    square = _square((ys,))
     codes, products = _nearest_codes(ys, tl.rsqrt(tl.maximum(square, TINY)) * PER_NORM, TOP)
     scale = tl.where(square > 0, square / tl.sum(products, axis=1), square) * per_unit
     # the nearest 8-bit scale, ties to even
@@ -218,8 +255,7 @@ def _nearest_codes(ys, per_step, TOP: tl.constexpr):
     codes = ()
     products = tl.zeros_like(ys[0])
     for part in tl.static_range(len(ys)):
-        share = tl.minimum(tl.maximum(ys[part] * per_top + 0.5, 0.0), 1.0)  # between 0 and 1, clamping costs nothing
-        rounded = share * TOP + ROUNDER
+        rounded = _unit(ys[part] * per_top + 0.5) * TOP + ROUNDER
         products += ys[part] * (rounded - ROUNDER - TOP / 2)
         codes += (rounded.to(tl.int32, bitcast=True),)
     return codes, products
@@ -231,13 +267,59 @@ def step(bits):
 
 
 @triton.jit
-def _nearest_level(y, boundaries, BITS: tl.constexpr):
-    code = tl.zeros_like(y).to(tl.int32)
-    for i in tl.static_range(BITS):
-        half = (1 << BITS) >> (i + 1)
-        boundary = tl.load(boundaries + (1 << BITS) - 1 + code + half)
-        code = tl.where(y <= boundary, code, code + half)  # NaN, from a vector of length 0, gets the last code
-    return code
+def _unit(x):
+    """Between 0 and 1. Such clamping costs nothing: it is part of the instruction that computes x."""
+    return tl.minimum(tl.maximum(x, 0.0), 1.0)
+
+
+@triton.jit
+def _nearest_level(y, levels, boundaries, BITS: tl.constexpr):
+    """The code of the nearest level, and the square of that level. Levels are symmetric.
+
+    The boundaries below |y| are counted: sums of 0 and 1. If they are too many, only some of them are, and a binary
+    search through the table finds the other bits. Codes of NaN are any.
+    """
+    COUNTED: tl.constexpr = counted(BITS)
+    positive = y > 0
+    sign = tl.where(positive, 1.0, -1.0)
+    # Numbers on a boundary belong to the lower level: below 0, that is the one with the larger magnitude.
+    bits = y.to(tl.int32, bitcast=True)
+    size = tl.where(positive, bits, bits + 1).to(tl.float32, bitcast=True) * sign
+    count = tl.full(y.shape, 0.5, tl.float32)
+    square = tl.full(y.shape, more_square(BITS, 0), tl.float32)
+    for i in tl.static_range(1, 1 << COUNTED):
+        above = _unit(tl.fma(size, STEEP, -STEEP * boundary(BITS, i << (BITS - 1 - COUNTED))))
+        count += above
+        if BITS == COUNTED + 1:
+            square = tl.fma(above, more_square(BITS, i), square)
+    code = (tl.fma(sign, count, (1 << COUNTED) - 0.5) + ROUNDER).to(tl.int32, bitcast=True)
+    if BITS > COUNTED + 1:
+        code = (code & ((2 << COUNTED) - 1)) << (BITS - 1 - COUNTED)
+        for i in tl.static_range(COUNTED + 1, BITS):
+            half = (1 << BITS) >> (i + 1)
+            code = tl.where(y <= tl.load(boundaries + (1 << BITS) - 1 + code + half), code, code + half)
+        level = tl.load(levels + (1 << BITS) + code)
+        square = level * level
+    return code, square
+
+
+@triton.constexpr_function
+def counted(bits):
+    """How many bits of a magnitude's code are found by counting."""
+    return min(bits - 1, 4)
+
+
+@triton.constexpr_function
+def boundary(bits, code):
+    """Below the level of a magnitude's code."""
+    return BOUNDARIES[bits][(1 << bits - 1) + code - 1]
+
+
+@triton.constexpr_function
+def more_square(bits, code):
+    """The square of a magnitude's level, less that of the magnitude below."""
+    middle = 1 << bits - 1
+    return LEVELS[bits][middle + code] ** 2 - (LEVELS[bits][middle + code - 1] ** 2 if code else 0)
 
 
 @triton.jit
@@ -276,10 +358,11 @@ def store_parts(ys, pointers, rows, PACKING: tl.constexpr, SEGMENT: tl.constexpr
 @triton.jit
 def storable(ys, BFLOAT: tl.constexpr):
     """Per vector, whether 16 bits can hold all its numbers."""
-    most = _magnitude(ys[0])
+    most = tl.abs(ys[0])
     for part in tl.static_range(1, len(ys)):
-        most = tl.maximum(most, _magnitude(ys[part]))
-    return tl.max(most, axis=1) < (BFLOAT_BITS if BFLOAT else HALF_BITS)
+        most = tl.maximum(most, tl.abs(ys[part]), propagate_nan=tl.PropagateNan.ALL)
+    bits = most.to(tl.int32, bitcast=True)  # order like magnitudes; those of NaN are largest
+    return tl.max(bits, axis=1) < (BFLOAT_BITS if BFLOAT else HALF_BITS)
 
 
 @triton.jit

@@ -1,9 +1,11 @@
-"""`store` in one launch, keys and values together. A CTA packs a tile of tokens of one KV head, keys or values.
+"""`store` in one launch, keys and values together. A CTA packs tiles of tokens of one KV head, keys or values.
 
 Vectors are computed in parts (see quantize_tiles.py). 16-bit floats are stored as int16, by their bits.
 """
 
+from functools import lru_cache
 from itertools import accumulate
+from statistics import NormalDist
 from typing import NamedTuple
 
 import torch
@@ -14,12 +16,12 @@ from torch.nn.functional import pad
 
 from kvfold.format.codec import Codec
 from kvfold.ops import tiles
+from kvfold.ops.attend.parts import sms
 from kvfold.ops.pages import LayerPages
 from kvfold.ops.pdl import AFTER, ALONE, BESIDE, Overlap, release, wait
 from kvfold.ops.rotate import head_stride, terms_and_shift
 from kvfold.ops.sizes import ceil_div, power_of_two
 from kvfold.ops.store.quantize_tiles import (
-    clamped,
     coded,
     joined,
     largest,
@@ -46,11 +48,13 @@ class _Tile(NamedTuple):
     warps: int
     stages: int  # more than one: the next rows are prefetched
     registers: int | None  # per thread, at most
+    resident: int = 0  # CTAs per SM that keep their matrices from tile to tile; 0: a CTA takes one tile
 
 
 FEW = _Tile(16, 128, 4, 1, None)
 FEW_TERMS = _Tile(16, 64, 4, 3, None)  # for matrices of several terms
 MANY = _Tile(64, 128, 4, 1, 128)  # reads matrices less often; four CTAs per SM
+MANY_ROTATED = _Tile(64, 128, 4, 1, 255, 2)  # both sides; a CTA has up to 80 KB of shared memory
 MANY_LONG = _Tile(64, 32, 8, 3, None)  # for vectors of more than 128 coordinates
 MANY_VECTORS = 1 << 13  # from this many vectors on, MANY has CTAs for nearly all SMs
 IDENTITY = Transform()
@@ -153,26 +157,43 @@ def _launch(
     )
     key, KEY = _prepared(pages.key, transforms[0], tiles.key_side(pages.layout), k)
     value, VALUE = _prepared(pages.value, transforms[1], tiles.value_side(pages.layout), v)
-    ranks, per_unit = (_clip_rank(pages.key), _clip_rank(pages.value)), (1 / pages.key.unit, 1 / pages.value.unit)
+    clips, per_unit = (_clip(pages.key), _clip(pages.value)), (1 / pages.key.unit, 1 / pages.value.unit)
     if tokens * kv_heads < MANY_VECTORS:
         tile = FEW if max(len(key.matrices), len(value.matrices)) < 2 else FEW_TERMS
+    elif max(k.shape[-1], v.shape[-1]) > 128:
+        tile = MANY_LONG
     else:
-        tile = MANY if max(k.shape[-1], v.shape[-1]) <= 128 else MANY_LONG
-    _store[ceil_div(tokens, tile.tokens), kv_heads, 2](
-        _source(k, new[0]), key, KEY, _source(v, new[1]), value, VALUE, *ranks, *per_unit, step.locations, memory,
-        tokens, pages.shadows.dtype == torch.bfloat16, pages.layout.page_size, pages.layout.page_bytes, tile.tokens,
-        tile.rows, overlap, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **overlap.launch,
+        tile = MANY_ROTATED if key.matrices and value.matrices else MANY
+    programs = ceil_div(tokens, tile.tokens)
+    if tile.resident:  # as many as fit at once, or fewer if none of them gets more tiles for it
+        programs = ceil_div(programs, ceil_div(programs, max(1, tile.resident * sms(k.device) // (2 * kv_heads))))
+    _store[programs, kv_heads, 2](
+        _source(k, new[0]), key, KEY, _source(v, new[1]), value, VALUE, *clips, *per_unit, step.locations,
+        memory, tokens, pages.shadows.dtype == torch.bfloat16, pages.layout.page_size, pages.layout.page_bytes,
+        tile.tokens, tile.rows, tile.resident > 0, overlap,
+        num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **overlap.launch,
     )  # fmt: skip
 
 
 def _source(x: Tensor, new: Tensor | None) -> _Source:
-    x = x if x.stride(-1) == 1 else x.contiguous()
+    in_words = x.data_ptr() % 4 == x.stride(0) % 2 == x.stride(1) % 2 == 0  # two numbers each, see `_words`
+    x = x if x.stride(-1) == 1 and in_words else x.contiguous()
     return _Source(x, x.stride(0), x.stride(1), None if new is None else new.view(torch.int16))
 
 
-def _clip_rank(codec: Codec) -> int:
-    """The rank of the magnitude that larger ones are clipped to, counted from the largest; 0: no clipping."""
-    return 0 if codec.clip is None else codec.layout.dims - codec.kept + 1
+def _clip(codec: Codec) -> tuple[float, float, float]:
+    dims = codec.layout.dims
+    return _rank_and_guess(dims - codec.kept + 1, dims)
+
+
+@lru_cache
+def _rank_and_guess(rank: int, dims: int) -> tuple[float, float, float]:
+    """For `largest`: the rank of the magnitude that larger ones are clipped to, counted from the largest. Then about
+    that magnitude in a vector of normal coordinates of length 1, and how far to go from there per magnitude too many:
+    half the way, since chance is the other half."""
+    normal = NormalDist(sigma=dims**-0.5)
+    guess = normal.inv_cdf(1 - (rank - 0.5) / (2 * dims))
+    return float(rank), guess, 0.5 / (2 * dims * normal.pdf(guess))
 
 
 def _prepared(codec: Codec, transform: Transform, side: Side, x: Tensor) -> tuple[Operands, _Packing]:
@@ -216,11 +237,11 @@ def _split_columns(parts: range, width: int, rotated: bool) -> list[tuple[int, i
     return first + second
 
 
-@triton.jit(do_not_specialize=["key_rank", "value_rank", "tokens"], do_not_specialize_on_alignment=["locations"])
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["locations"])
 def _store(
-    k, key, KEY: tl.constexpr, v, value, VALUE: tl.constexpr, key_rank, value_rank, key_per_unit, value_per_unit,
+    k, key, KEY: tl.constexpr, v, value, VALUE: tl.constexpr, key_clip, value_clip, key_per_unit, value_per_unit,
     locations, memory, tokens, BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, RESIDENT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     OF_KEYS: tl.constexpr = PAGE_SIZE * KEY.side.head_dim  # numbers of a shadow page
     SHADOW: tl.constexpr = OF_KEYS + PAGE_SIZE * VALUE.side.head_dim
@@ -228,28 +249,52 @@ def _store(
     release(OVERLAP, "start")
     if tl.program_id(2) == 0:
         _store_side(
-            k, key, key_rank, key_per_unit, locations, memory, tokens, KEY, 0, SHADOW, BFLOAT, PAGE_SIZE, PAGE_BYTES,
-            TOKENS, ROWS,
+            k, key, key_clip, key_per_unit, locations, memory, tokens, KEY, 0, SHADOW, BFLOAT, PAGE_SIZE,
+            PAGE_BYTES, TOKENS, ROWS, RESIDENT,
         )  # fmt: skip
-    else:
+    if tl.program_id(2) != 0:  # after `else`, the compiler would give both sides shared memory of their own
         _store_side(
-            v, value, value_rank, value_per_unit, locations, memory, tokens, VALUE, OF_KEYS, SHADOW, BFLOAT,
-            PAGE_SIZE, PAGE_BYTES, TOKENS, ROWS,
+            v, value, value_clip, value_per_unit, locations, memory, tokens, VALUE, OF_KEYS, SHADOW,
+            BFLOAT, PAGE_SIZE, PAGE_BYTES, TOKENS, ROWS, RESIDENT,
         )  # fmt: skip
     wait(OVERLAP, "end")
 
 
 @triton.jit
 def _store_side(
-    source, operands, rank, per_unit, locations, memory, tokens, PACKING: tl.constexpr, FIRST: tl.constexpr,
+    source, operands, clip, per_unit, locations, memory, tokens, PACKING: tl.constexpr, FIRST: tl.constexpr,
     SHADOW: tl.constexpr, BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, RESIDENT: tl.constexpr,
 ):  # fmt: skip
     """Store a side. It begins at number FIRST of a shadow page, which has SHADOW numbers."""
+    if RESIDENT:
+        matrices = _matrices(operands, 0, PACKING, ROWS)
+        words = _words(source, tl.program_id(0), tokens, PACKING, TOKENS, ROWS)
+        for tile in range(tl.program_id(0), tl.cdiv(tokens, TOKENS), tl.num_programs(0)):
+            following = _words(source, tile + tl.num_programs(0), tokens, PACKING, TOKENS, ROWS)
+            _store_tile(
+                tile, words, matrices, source, operands, clip, per_unit, locations, memory, tokens, PACKING, FIRST,
+                SHADOW, BFLOAT, PAGE_SIZE, PAGE_BYTES, TOKENS, ROWS,
+            )  # fmt: skip
+            words = following
+    else:
+        _store_tile(
+            tl.program_id(0), None, None, source, operands, clip, per_unit, locations, memory, tokens, PACKING, FIRST,
+            SHADOW, BFLOAT, PAGE_SIZE, PAGE_BYTES, TOKENS, ROWS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _store_tile(
+    tile, words, matrices, source, operands, clip, per_unit, locations, memory, tokens, PACKING: tl.constexpr,
+    FIRST: tl.constexpr, SHADOW: tl.constexpr, BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Store a tile of a side. Its numbers (see `_words`) and the matrices are loaded here, if they are None."""
     SEGMENTS: tl.constexpr = len(PACKING.side.parts)
     head = tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(1)
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    token = tile * TOKENS + tl.arange(0, TOKENS)
     exists = token < tokens
     location = tl.load(locations + token, mask=exists, other=-1)
     stored = location >= 0
@@ -257,7 +302,7 @@ def _store_side(
     vectors = source.x + token.to(tl.int64) * source.token + head * source.head
     ys = ()  # per segment, its parts
     if PACKING.rotated:
-        ys = _rotated(vectors, operands, exists, head, PACKING, ROWS)
+        ys = _rotated(vectors, words, matrices, operands, exists, head, PACKING, ROWS)
     else:
         for i in tl.static_range(SEGMENTS):
             ys += (_loaded(vectors, operands, exists, head, PACKING, i),)
@@ -266,15 +311,12 @@ def _store_side(
     if source.new is not None:
         for i in tl.static_range(SEGMENTS):
             sound = sound & storable(ys[i], BFLOAT)
-    clipped = ys
+    limit = None
     if PACKING.clipped:
-        limit = largest((joined(ys),) if PACKING.alike else ys, stored, rank)[:, None]
-        clipped = ()
-        for i in tl.static_range(SEGMENTS):
-            clipped += (clamped(ys[i], limit),)
+        limit = largest((joined(ys),) if PACKING.alike else ys, stored, clip)
     packed = ()  # per segment: codes or numbers, soundness, metadata
     for i in tl.static_range(SEGMENTS):
-        packed += (quantized(clipped[i], memory.levels, memory.boundaries, per_unit, PACKING, i),)
+        packed += (quantized(ys[i], limit, memory.levels, memory.boundaries, per_unit, PACKING, i),)
         sound = sound & packed[i][1]
     tl.store(memory.faults + location, 1, mask=stored & ~sound)
 
@@ -325,7 +367,7 @@ def _loaded(vectors, operands, exists, head, PACKING: tl.constexpr, SEGMENT: tl.
 
 
 @triton.jit
-def _rotated(vectors, operands, exists, head, PACKING: tl.constexpr, ROWS: tl.constexpr):
+def _rotated(vectors, words, matrices, operands, exists, head, PACKING: tl.constexpr, ROWS: tl.constexpr):
     """(x − mean)·A: per segment, its parts; 0 in columns without a coordinate."""
     sums = ()
     factors = ()
@@ -335,26 +377,71 @@ def _rotated(vectors, operands, exists, head, PACKING: tl.constexpr, ROWS: tl.co
         factors += (tl.load(operands.factors + _columns(PACKING, i))[None, :],)
         if operands.shift is not None:
             shifts += (tl.load(operands.shift + head * PACKING.columns + _columns(PACKING, i))[None, :],)
-    for first in range(0, PACKING.side.head_dim, ROWS):
-        row = first + tl.arange(0, ROWS)
-        mask = exists[:, None] & (row < PACKING.side.head_dim)[None, :]
-        x = tl.load(vectors[:, None] + row[None, :], mask=mask, other=0.0)
-        for term in tl.static_range(len(operands.matrices)):
-            matrices = ()  # load all at once
-            for i in tl.static_range(len(PACKING.side.parts)):
-                entry = head * operands.head + row[:, None] * PACKING.columns + _columns(PACKING, i)[None, :]
-                matrices += (tl.load(operands.matrices[term] + entry),)
-            more = ()
-            for i in tl.static_range(len(PACKING.side.parts)):
-                more += (tl.dot(x.to(matrices[i].dtype), matrices[i], sums[i]),)
-            sums = more
+    if matrices is None:
+        for first in range(0, PACKING.side.head_dim, ROWS):
+            x = _numbers(vectors, exists, first, PACKING, ROWS)
+            sums = _products(x, _matrices(operands, first, PACKING, ROWS), sums)
+    else:
+        sums = _products(_halves(words, vectors.dtype.element_ty), matrices, sums)
     ys = ()
     for i in tl.static_range(len(PACKING.side.parts)):
         if operands.shift is None:
             ys += (_split(sums[i] * factors[i], PACKING.side.parts[i]),)
         else:
-            ys += (_split(sums[i] * factors[i] + shifts[i], PACKING.side.parts[i]),)
+            ys += (_split(tl.fma(sums[i], factors[i], shifts[i]), PACKING.side.parts[i]),)
     return ys
+
+
+@triton.jit
+def _numbers(vectors, exists, first, PACKING: tl.constexpr, ROWS: tl.constexpr):
+    """Coordinates of vectors, from `first` on."""
+    row = first + tl.arange(0, ROWS)
+    mask = exists[:, None] & (row < PACKING.side.head_dim)[None, :]
+    return tl.load(vectors[:, None] + row[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _words(source, tile, tokens, PACKING: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr):
+    """The coordinates of a tile, two per word. The next tile waits like this: numbers of 16 bits would each take a
+    register."""
+    token = tile * TOKENS + tl.arange(0, TOKENS)
+    vectors = source.x + token.to(tl.int64) * source.token + tl.program_id(1).to(tl.int64) * source.head
+    word = tl.arange(0, ROWS // 2)
+    mask = (token < tokens)[:, None] & (word < PACKING.side.head_dim // 2)[None, :]
+    return tl.load(vectors.to(tl.pointer_type(tl.int32))[:, None] + word[None, :], mask=mask, other=0)
+
+
+@triton.jit
+def _halves(words, dtype: tl.constexpr):
+    low = words.to(tl.int16).to(dtype, bitcast=True)
+    high = (words >> 16).to(tl.int16).to(dtype, bitcast=True)
+    x = tl.join(low, high)
+    return tl.reshape(x, [x.shape[0], x.shape[1] * 2])
+
+
+@triton.jit
+def _matrices(operands, first, PACKING: tl.constexpr, ROWS: tl.constexpr):
+    """Rows of A from `first` on: per term, per segment."""
+    row = first + tl.arange(0, ROWS)
+    head = tl.program_id(1).to(tl.int64) * operands.head
+    matrices = ()
+    for term in tl.static_range(len(operands.matrices)):
+        columns = ()
+        for i in tl.static_range(len(PACKING.side.parts)):
+            entry = head + row[:, None] * PACKING.columns + _columns(PACKING, i)[None, :]
+            columns += (tl.load(operands.matrices[term] + entry),)
+        matrices += (columns,)
+    return matrices
+
+
+@triton.jit
+def _products(x, matrices, sums):
+    for term in tl.static_range(len(matrices)):
+        more = ()
+        for i in tl.static_range(len(sums)):
+            more += (tl.dot(x.to(matrices[term][i].dtype), matrices[term][i], sums[i]),)
+        sums = more
+    return sums
 
 
 @triton.jit
