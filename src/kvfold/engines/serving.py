@@ -193,7 +193,7 @@ class Plan:
             f"{self.raw_token_bytes / self.token_bytes:.2f} times smaller",
             f"pages: {pages:,} of {self.page_size} tokens, so that {tokens:,} tokens fit",
             f"decoding: on an H200, faster than with 16 bits from about {FEW_TOKENS:,} tokens in flight on; with "
-            "fewer, 0.95 to 1.03 times as fast",
+            f"fewer, {'0.95 to 1.00' if self.windows else '1.00 to 1.05'} times as fast",
         ]
         if self.windows:
             lines.append(
