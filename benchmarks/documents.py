@@ -3,8 +3,9 @@
     python benchmarks/documents.py            # write
     python benchmarks/documents.py --check    # say which are out of date; exit code 1 if some are
 
-A table stands in a document between `<!-- table: NAME -->` and `<!-- end -->`. Of what was measured more than once, the
-last row counts. Ratios of servers are those of two last rows with the same engine and load.
+A table follows `<!-- table: NAME -->` in its document. All that follows `<!-- rest: NAME -->` is written too.
+Of what was measured more than once, the last row counts. Ratios of servers are those of two last rows with the same
+engine and load.
 """
 
 import argparse
@@ -30,7 +31,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 QWEN = "qwen2.5-coder-1.5b"
 SMALL = "smollm2-135m"
 OURS = ("fold4", "fold3", "fold2")
-MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+OTHERS = ("saw-int4", "oscar-int2:group=128", *(f"gtq-k{bits}v{bits}:sink=64,recent=256" for bits in (2, 3, 4)))
+MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n)(\n(\|.*\n)+)?")
+REST = re.compile(r"(<!-- rest: ([\w-]+) -->\n).*", re.DOTALL)
 NOT_MEASURED = ""
 Row = dict[str, str]
 
@@ -54,7 +57,9 @@ def documents() -> list[Path]:
 
 def with_tables(text: str) -> str:
     """A document with every marked table made anew."""
-    return MARKED.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]()}\n\n{found[3]}", text)
+    for marked in (MARKED, REST):
+        text = marked.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]()}\n", text)
+    return text
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -112,11 +117,14 @@ def gsm8k(file: str) -> dict[str, str]:
     return {row["recipe"]: f"{100 * float(row['exact_match']):.1f} %" for row in read(file)}
 
 
-def quality_of_qwen() -> str:
+def quality_of_qwen(*shown: str) -> str:
+    """Of these recipes, or of all that were measured."""
     near, far = (last(f"{QWEN}/quality.csv", context=context) for context in ("4096", "32768"))
     found, solved = needles(QWEN, "32000"), gsm8k(f"{QWEN}/gsm8k.csv")
     rows = []
     for recipe, row in sorted(near.items(), key=lambda each: -float(each[1]["bits_per_element_128k"])):
+        if shown and recipe not in shown:
+            continue
         rows.append(
             [
                 code(recipe),
@@ -388,7 +396,7 @@ def commands() -> str:
         example = re.search(r"`([^`]+)`", text[1]) if len(text) > 1 else None
         parts += [f"## kvfold {name}", " ".join(text[0].split())]
         if example:
-            parts.append(f'```sh\n{example[1]}\n```')
+            parts.append(f"```sh\n{example[1]}\n```")
         rows = []
         for parameter in command.params:
             if parameter.name == "help":
@@ -414,7 +422,8 @@ def walk(command: typer.core.TyperGroup, prefix: str = "") -> Iterable[tuple[str
 TABLES: dict[str, Callable[[], str]] = {
     "which-recipe": which_recipe,
     "published": published,
-    "quality-qwen": quality_of_qwen,
+    "quality-qwen": lambda: quality_of_qwen("bf16", *OURS, *OTHERS),
+    "quality-qwen-all": quality_of_qwen,
     "quality-small": quality_of_the_small_model,
     "kernels": kernels,
     "serving-vllm": lambda: serving("vllm"),
