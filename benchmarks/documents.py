@@ -334,6 +334,18 @@ MEANINGS = {
 }
 
 
+NOT_RUN = {  # examples that the tests of the documents do not run: what they need
+    "push": "needs an account at the Hub",
+    "check": "needs a quarter of an hour",
+    "serve": "needs an engine",
+    "demo": "needs some minutes",
+    "selftest": "needs some minutes",
+    "bench kernels": "needs a GPU",
+    "bench step": "needs a GPU",
+    "bench serving": "needs a server",
+}
+
+
 def needs(recipe: Recipe) -> str:
     return "calibration" if recipe.learns else "means" if recipe.centre else "nothing"
 
@@ -396,7 +408,8 @@ def commands() -> str:
         example = re.search(r"`([^`]+)`", text[1]) if len(text) > 1 else None
         parts += [f"## kvfold {name}", " ".join(text[0].split())]
         if example:
-            parts.append(f"```sh\n{example[1]}\n```")
+            title = f' title="{NOT_RUN[name]}"' if name in NOT_RUN else ""
+            parts.append(f"```sh{title}\n{example[1]}\n```")
         rows = []
         for parameter in command.params:
             if parameter.name == "help":
