@@ -77,8 +77,8 @@ def test_every_command_is_one_that_there_is(needed: bool, monkeypatch: pytest.Mo
         if program == "kvfold":
             name, command, rest = find([word for word in words if not word.startswith("[") and "…" not in word])
             context = command.make_context(name, [word for word in rest if "]" not in word])
-            recipes = context.params.get("recipe") or ()
-            for recipe in [recipes] if isinstance(recipes, str) else recipes:
+            (recipes,) = [context.params[each.name] for each in command.params if "--recipe" in each.opts] or [None]
+            for recipe in [recipes] if isinstance(recipes, str) else recipes or ():
                 parse(recipe)
         elif program == "python" and words[0].endswith(".py"):
             parsed_by_script(words, monkeypatch)
