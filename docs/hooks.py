@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: the site has the files outside of docs/ that its pages link to.
+"""Hooks of mkdocs. The site has the files outside of docs/ that its pages link to, and lists may be indented by two.
 
 In the site, `docs/NAME` is `NAME`, and every other file of the repository is where it is in the repository. So
 `../benchmarks/README.md`, which works where the repository is browsed, becomes `benchmarks/README.md`.
@@ -14,6 +14,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+CODE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
 ALWAYS = ("CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md")  # in the navigation
 
@@ -33,7 +34,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Links as they have to be in the site."""
+    """Links as they have to be in the site, and lists as Python's Markdown reads them: indented by four."""
     source, here = Path(page.file.abs_src_path).parent, Path(page.file.src_uri).parent
 
     def moved(found: re.Match[str]) -> str:
@@ -44,7 +45,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             return found[0]
         return f"{found[1]}{Path(os.path.relpath(place_of(target), here)).as_posix()}{found[3]}"
 
-    return LINK.sub(moved, markdown)
+    parts = CODE.split(LINK.sub(moved, markdown))  # every second one is code
+    parts[::2] = [re.sub("^ +", lambda spaces: 2 * spaces[0], part, flags=re.MULTILINE) for part in parts[::2]]
+    return "".join(parts)
 
 
 def linked(page: Path) -> Iterator[Path]:
