@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import typer
 from commands import run
-from fenced_blocks import ROOT, Block, blocks, commands
+from fenced_blocks import FENCE, ROOT, Block, blocks, commands, documents
 from packaging.requirements import Requirement
 
 from kvfold.cli import app
@@ -95,6 +95,19 @@ def test_every_command_is_one_that_there_is(needed: bool, monkeypatch: pytest.Mo
             assert block.needs, f"{told} is neither run nor marked"
             assert program in SERVERS or words[:2] == ["-m", "sglang.launch_server"], told
     assert seen
+
+
+def test_commands_inside_sentences_are_some_that_there_are():
+    """They may be parts of commands, so only their names and options are looked up."""
+    found = 0
+    for page in documents():
+        for text in re.findall(r"(?<!`)`kvfold (?!bench`|bench [A-Z])([a-z][^`]*)`", FENCE.sub("", page.read_text())):
+            name, command, rest = find(text.split())
+            options = {option for parameter in command.params for option in parameter.opts} | {"--help"}
+            given = {word.partition("=")[0] for word in rest if word.startswith("-") and name != "serve"}
+            assert given - {"-"} <= options, f"{page.name}: kvfold {text}"
+            found += 1
+    assert found > 100
 
 
 def here(block: Block) -> list[list[str]]:
