@@ -219,7 +219,6 @@ KERNEL_ROWS = {
     **{f"`{name}`, no windows": f"{name}:sink=0,recent=0" for name in OURS},
     "`saw-int4`": "saw-int4",
     "`oscar-int2`, group 128, no windows": "oscar-int2:sink=0,recent=0,group=128",
-    "`oscar-int2`, group 64, no windows": "oscar-int2:sink=0,recent=0",
     "`gtq-k3v3`": "gtq-k3v3:sink=0",
 }
 KERNEL_CASES = {
@@ -237,6 +236,33 @@ def kernels() -> str:
         cells = [speeds.get((recipe, *case)) for case in KERNEL_CASES.values()]
         rows.append([name, *(f"{cell:.2f}×" if cell else NOT_MEASURED for cell in cells)])
     return table(["decode", *KERNEL_CASES], rows)
+
+
+PROMPT_CASES = {  # op, sequences, tokens of a sequence, new ones of these
+    "first 8k": ("extend", "1", "8192", "8192"),
+    "next 8k": ("extend", "1", "16384", "8192"),
+    "512 after 32k": ("extend", "1", "33280", "512"),
+    "store 8k": ("store", "1", "8192", "8192"),
+    "store 32 × 1": ("store", "32", "1", "1"),
+}
+
+
+def prompts() -> str:
+    """Reading prompts, over 16-bit attention, and storing tokens, in µs; with the heads of Qwen3-8B."""
+    shape = {"page": "64", "head_dim": "128", "q_heads": "32", "kv_heads": "8"}
+    names = ("op", "batch", "context", "new")
+    rows = last("kernels-h200.csv", lambda row: (row["recipe"], *(row[name] for name in names)), **shape)
+    lines = []
+    for name, recipe in {**KERNEL_ROWS, "`oscar-int2`, group 128, with its windows": "oscar-int2:group=128"}.items():
+        found = [rows.get((recipe, *case)) for case in PROMPT_CASES.values()]
+        cells = [prompt_cell(row) if row else NOT_MEASURED for row in found]
+        if any(cells):
+            lines.append([name, *cells])
+    return table(["", *PROMPT_CASES], lines)
+
+
+def prompt_cell(row: Row) -> str:
+    return f"{float(row['speedup']):.2f}×" if row["op"] == "extend" else f"{float(row['us']):.1f} µs"
 
 
 CACHES = {  # of servers, as rows call them
@@ -439,6 +465,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "quality-qwen-all": quality_of_qwen,
     "quality-small": quality_of_the_small_model,
     "kernels": kernels,
+    "prompts": prompts,
     "serving-vllm": lambda: serving("vllm"),
     "serving-sglang": lambda: serving("sglang"),
     "sglang-decode": sglang_decode,
