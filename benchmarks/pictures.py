@@ -24,7 +24,7 @@ RESULTS = Path(__file__).parent / "results"
 QUALITY = RESULTS / "qwen2.5-coder-1.5b" / "quality.csv"
 PUBLISHED = RESULTS / "quality-qwen2.5-coder-1.5b.csv"
 OURS = "fold"
-CENTRED = ("saw-int4", "gtq-k4v4", "gtq-k2v2:sink=64,recent=256", "oscar-int2:group=128")  # others', with our centring
+CENTRED = ("saw-int4", "oscar-int2:group=128", *(f"gtq-k{bits}v{bits}:sink=64,recent=256" for bits in (2, 3, 4)))
 AS_PUBLISHED = (
     "int4:centre=false",
     "saw-int4:centre=false",
@@ -33,7 +33,13 @@ AS_PUBLISHED = (
 )
 SIXTEEN_BITS = ("auto", "bf16")  # as the engines' rows call them
 LOADS = (("8192", "32"), ("8192", "8"))  # tokens in and users of vLLM's rows: the first that a cache has
-LIFTED = {"gtq-k2v2:sink=64,recent=256": 7, "fold2": -3, "turboquant_4bit_nc": 7}  # labels
+LIFTED = {  # labels, in points
+    "gtq-k2v2:sink=64,recent=256": 7,
+    "gtq-k4v4:sink=64,recent=256": -4,
+    "fold4": 3,
+    "fold2": -3,
+    "turboquant_4bit_nc": 7,
+}
 STEPS = (  # of a key, with what each is for
     ("centre", "subtract the mean key", "exact: softmax ignores it"),
     ("rotate", "by a Hadamard matrix", "spreads outliers"),
@@ -129,7 +135,8 @@ def speed_points() -> list[Point]:
         speeds = {row["recipe"]: float(row["system_tps"]) for row in rows}
         for name, speed in speeds.items():
             if name not in SIXTEEN_BITS:
-                points["vllm", name] = speed_point(name, smaller[name], speed / speeds["bf16"], "^")
+                users = "" if load == LOADS[0] else f", {load[1]} users"
+                points["vllm", name] = speed_point(name, smaller[name], speed / speeds["bf16"], "^", users)
     return list(points.values())
 
 
@@ -138,10 +145,10 @@ def is_load(row: Row, load: tuple[str, str]) -> bool:
     return kind == ("vllm", "Qwen3-8B", "0") and (row["input"], row["concurrency"]) == load
 
 
-def speed_point(name: str, smaller: float, speed: float, marker: str) -> Point:
+def speed_point(name: str, smaller: float, speed: float, marker: str, users: str = "") -> Point:
     kind = "ours" if name.startswith(OURS) else "bad" if speed < 1 else "others"
     names = {"fp8": "FP8", "fp8_e4m3": "FP8"}
-    return Point(name, smaller, speed, kind, marker, names.get(name, name.partition(":")[0]))
+    return Point(name, smaller, speed, kind, marker, names.get(name, name.partition(":")[0]) + users)
 
 
 def overview(quality: list[Point], speed: list[Point], palette: Palette, picture: Path) -> None:
@@ -159,7 +166,7 @@ def overview(quality: list[Point], speed: list[Point], palette: Palette, picture
         left.set(yscale="log", ylabel="KL against the 16-bit cache (less is better)")
         left.set_title("Quality against memory\nQwen2.5-Coder-1.5B, WikiText-2", fontsize=10)
         left.axhline(noise_floor(), color=palette.others, linewidth=0.8, linestyle="--")
-        left.annotate("two 16-bit caches", (3.3, noise_floor()), (0, 3), textcoords="offset points", fontsize=8)
+        left.annotate("two 16-bit caches", (6.5, noise_floor()), (0, 3), textcoords="offset points", fontsize=8)
         right.set(ylabel="speed over the engine's 16-bit cache (more is better)")
         right.set_title("Speed against memory\nQwen3-8B shape, one H200, prompts of 8k", fontsize=10)
         right.axhline(1, color=palette.others, linewidth=0.8, linestyle="--")
@@ -172,7 +179,7 @@ def overview(quality: list[Point], speed: list[Point], palette: Palette, picture
         left.set(xlim=(3.2, 8.6), ylim=(3e-4, 30))
         right.set(xlim=(1.5, 8.6), ylim=(0, 2.3))
         right.scatter([], [], color=palette.others, marker="o", label="decoding in SGLang, batch of 32")
-        right.scatter([], [], color=palette.others, marker="^", label="serving in vLLM, 32 users (TurboQuant: 8)")
+        right.scatter([], [], color=palette.others, marker="^", label=f"serving in vLLM, {LOADS[0][1]} users")
         right.legend(frameon=False, fontsize=8, loc="lower right", labelcolor=palette.text)
         figure.savefig(picture, transparent=True, metadata={"Date": None})
         plt.close(figure)

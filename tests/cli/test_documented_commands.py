@@ -20,6 +20,7 @@ from kvfold.cli import app
 from kvfold.recipes import parse
 
 BLOCKS = list(blocks("sh"))
+KVFOLD = typer.main.get_command(app)
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 TARGETS = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
 SERVERS = {"curl", "docker", "kubectl", "vllm"}  # only in blocks that say what they need
@@ -40,7 +41,7 @@ def all_commands(run_here: bool) -> Iterator[tuple[Block, list[str]]]:
 
 def find(words: list[str]) -> tuple[str, typer.core.TyperCommand, list[str]]:
     """The name of a kvfold command, the command, and the rest of the words."""
-    command, name = typer.main.get_command(app), []
+    command, name = KVFOLD, []
     while hasattr(command, "commands"):
         name.append(words[len(name)])
         command = command.commands[name[-1]]
