@@ -14,7 +14,7 @@ SGLANG_BIN := .venv-sglang/bin
 SGLANG_PIP := $(SGLANG_BIN)/python -m pip --quiet --disable-pip-version-check
 SGLANG_INSTALLED := .venv-sglang/.installed
 
-.PHONY: help install demo serve test test-all test-kernels test-others test-vllm test-sglang lint format clean
+.PHONY: help install demo serve documents site test test-all test-kernels test-others test-vllm test-sglang lint format clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -56,10 +56,19 @@ serve: $(VLLM_INSTALLED) ## Serve the embedded model with a packed cache through
 demo: install ## Show what packed caches gain and cost on the embedded model (options: DEMO_ARGS=)
 	$(BIN)/kvfold demo $(DEMO_ARGS)
 
+documents: install ## Draw the pictures and write the tables of the documents, from rows and code
+	$(BIN)/python benchmarks/pictures.py docs/pictures
+	$(BIN)/python benchmarks/pareto.py benchmarks/results/qwen2.5-coder-1.5b docs/pareto.svg --context 4096
+	$(BIN)/python benchmarks/bandwidth.py benchmarks/results/kernels-h200.csv docs/bandwidth.svg --case 32x8192
+	$(BIN)/python benchmarks/documents.py
+
+site: install ## Build the documentation site into build/site; a link without a target is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs --quiet build --strict
+
 # Two at a time, with a core for each, in an order in which both are busy to the end.
 # SGLang's engines are forked, which threads of OpenMP would not outlive.
 test: install $(VLLM_INSTALLED) $(SGLANG_INSTALLED) ## Run everything that CI runs
-	OMP_NUM_THREADS=1 $(MAKE) --jobs 2 --keep-going test-others test-kernels test-vllm test-sglang lint
+	OMP_NUM_THREADS=1 $(MAKE) --jobs 2 --keep-going test-others test-kernels test-vllm test-sglang lint site
 
 test-all: ## Run all cases of tests of which `make test` runs some
 	$(MAKE) test TEST_ARGS=--whole-product

@@ -21,11 +21,13 @@ def support(models: Iterable[Model], engine: str) -> str:
 
 
 def families() -> str:
-    """One row per family."""
+    """One row per family that some engine packs."""
     rows = []
     for family in dict.fromkeys(model.family for model in MODELS.values()):
         models = [model for model in MODELS.values() if model.family == family]
-        rows.append([family, *(support(models, engine) for engine in ENGINES)])
+        engines = [support(models, engine) for engine in ENGINES]
+        if set(engines) - {"no", "–"}:
+            rows.append([family, *engines])
     return table(["models", *ENGINES], *rows)
 
 

@@ -136,7 +136,7 @@ def test_the_slower_of_two_servers_takes_what_the_faster_has_found(model):
 
 def test_the_documents_state_the_number_of_tokens():
     root = Path(__file__).parents[2]
-    for document in ("README.md", "docs/vllm.md", "docs/sglang.md"):
+    for document in (f"docs/{page}.md" for page in ("index", "transformers", "calibrate", "vllm", "sglang")):
         pattern = r"first ([\d,]+) tokens of Python's own documentation \(([\d,]+) on a CPU\)"
         stated = re.findall(pattern, (root / document).read_text())
         assert set(stated) == {(f"{TOKENS['cuda']:,}", f"{TOKENS['cpu']:,}")}, document

@@ -186,9 +186,9 @@ def test_short_texts_are_refused(checked, served, error_of, tmp_path):
     assert line.endswith("no text has 2,048 tokens: name a longer one with --haystack FILE")
 
 
-def test_the_readme_states_what_is_allowed():
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
+def test_the_documents_state_what_is_allowed():
+    page = (Path(__file__).parents[2] / "docs" / "calibrate.md").read_text()
     for option in (f"--max-kl {MAX_KL:g}", f"--max-tail {MAX_TAIL:g}", f"--max-loss {100 * MAX_LOSS:g}` points"):
-        assert option in readme
+        assert option in page
     calls = 2 * CALL_TRIALS * CALLS  # of both default texts
     assert 1 / calls <= MAX_LOSS < 2 / calls
