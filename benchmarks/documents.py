@@ -300,7 +300,14 @@ def serving(engine: str) -> str:
 
 def sglang_decode() -> str:
     """Decoding of Qwen3-8B: each row over the last 16-bit row above it, which is of the same run."""
-    cases = {"32 × 8k": ("32", "8192"), "32 × 16k": ("32", "16384"), "1 × 100k": ("1", "100000")}
+    cases = {
+        "32 × 8k": ("32", "8192"),
+        "32 × 16k": ("32", "16384"),
+        "8 × 256": ("8", "256"),
+        "1 × 8k": ("1", "8192"),
+        "1 × 16k": ("1", "16384"),
+        "1 × 100k": ("1", "100000"),
+    }
     dense: dict[tuple[str, str], float] = {}
     cells: dict[str, dict[tuple[str, str], str]] = {}
     for row in read("sglang-decode-h200.csv"):

@@ -3,6 +3,7 @@
 import csv
 import re
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -94,7 +95,8 @@ def speed_and_ratio(cell: str) -> tuple[float, float]:
 def test_decoding_in_sglang():
     """Every number is the last row over the last row of the 16-bit cache above it, which is of the same run."""
     header, *body = table(BENCHMARKS, "| tokens per second | 32 × 8k")
-    cases = {"32 × 8k": ("32", "8192"), "32 × 16k": ("32", "16384"), "1 × 100k": ("1", "100000")}
+    some = {"8 × 256": ("8", "256"), "1 × 8k": ("1", "8192"), "1 × 16k": ("1", "16384"), "1 × 100k": ("1", "100000")}
+    cases = {"32 × 8k": ("32", "8192"), "32 × 16k": ("32", "16384"), **some}
     assert header[1:] == list(cases)
     checked = 0
     for cache, *cells in body:
@@ -114,6 +116,22 @@ def test_decoding_in_sglang():
             assert ratio == pytest.approx(expected[1], abs=0.00501), (cache, case)
             checked += 1
     assert checked >= 13
+
+
+def test_first_tokens_in_sglang():
+    """Medians of the runs of 2026-11-18, as parts of the time with 16 bits."""
+    said = re.search(r"First tokens of one prompt.*?\n", BENCHMARKS)
+    assert said
+    runs = [row for row in rows("sglang-decode-h200.csv") if (row["batch"], row["date"]) == ("1", "2026-11-18")]
+    stated = re.findall(r"([\d.]+) and ([\d.]+) of FA3's time with `([\w-]+)`", said[0])
+    assert len(stated) == 2
+    for *shares, recipe in stated:
+        for tokens, share in zip(("8192", "16384"), shares, strict=True):
+            own, dense = (
+                median([float(row["prefill_tps"]) for row in runs if (row["recipe"], row["input"]) == (name, tokens)])
+                for name in (recipe, "auto")
+            )
+            assert float(share) == pytest.approx(dense / own, abs=0.00501), (recipe, tokens)
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
