@@ -20,7 +20,7 @@ FLAGS = (
     *("--max-model-len", "512", "--max-num-seqs", "16", "--max-num-batched-tokens", "512"),
     *("--block-size", "16", "--num-gpu-blocks-override", "100"),
 )
-PROMPT = list(range(100, 180))
+PROMPT = list(range(700, 780))  # begins as no other prompt
 
 
 def engine_core(server: Server) -> psutil.Process:
