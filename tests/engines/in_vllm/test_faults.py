@@ -58,6 +58,7 @@ def test_a_server_loses_no_answer_and_ends_with_a_clear_error(small: Path):
         server.complete(tokens := list(range(100, 500)), 1)
         server.complete([*tokens[:300], *range(600, 650)], 1)
         assert server.complete(PROMPT, 20) == before
+        server.complete(PROMPT, 40)  # gauges are updated every 16 steps, and tell what was 16 steps ago
         gauges = server.metrics("/metrics")
     assert gauges["kvfold:bytes_per_token"] == (16 + 4) * 2 * 3 * 2  # 64 numbers of 2 bits, 3 KV heads, 2 layers
     assert gauges["kvfold:compression"] == pytest.approx(128 / 20)
