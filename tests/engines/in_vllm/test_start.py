@@ -16,8 +16,8 @@ import torch
 import vllm
 from forked import Ended, forked
 from model_configs import MODELS
-from operations_files import container, metrics_asked_for
-from served import kvfold, serving
+from operations_files import container
+from served import kvfold
 from tiny_models import HYBRIDS, SIZES, tiny
 from vllm import EngineArgs
 from vllm.config import KVTransferConfig
@@ -386,21 +386,3 @@ def test_flags_of_the_kubernetes_example_are_flags_of_vllm():
     parsed = make_arg_parser(FlexibleArgumentParser()).parse_args([model, *own])
     assert (parsed.model_tag, parsed.host, parsed.port) == (model, "0.0.0.0", 8000)
     assert (parsed.max_model_len, parsed.max_num_seqs) == (32768, 64)
-
-
-def test_the_server_answers_and_shows_its_gauges():
-    flags = ("--max-model-len", "512", "--max-num-seqs", "4")
-    with serving("-r", "saw-int4:sink=4,recent=40,centre=false", *flags) as server:
-        assert json.loads(server.get("/v1/models"))["data"][0]["id"] == "embedded"
-        server.complete(tokens := list(range(100, 500)), 1)
-        server.complete([*tokens[:300], *range(600, 650)], 1)
-        assert server.complete().startswith(" Berlin")
-        gauges = server.metrics("/metrics")
-    assert gauges["kvfold:bytes_per_token"] == (32 + 4) * 2 * 3 * 30
-    assert gauges["kvfold:compression"] == pytest.approx(128 / 36)
-    assert gauges["kvfold:shadow_pages_used"] >= 1
-    assert gauges["kvfold:restored_pages"] == 1  # the second prompt begins at token 256 and reads 217 to 255
-    assert gauges["kvfold:non_finite_tokens"] == 0
-    exported = {name.partition("{")[0] for name in gauges}
-    assert metrics_asked_for("vllm") | metrics_asked_for("kvfold") <= exported
-    assert "30 packed" in server.printed
