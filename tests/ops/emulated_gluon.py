@@ -61,6 +61,6 @@ class Decode:
 def use(monkeypatch: Any) -> None:
     """Replace the Gluon decode kernels by these. The interpreter runs one kernel after the other, so none waits."""
     kernel = gluon._kernel
-    monkeypatch.setattr(gluon, "_kernel", lambda layout, card: kernel(layout, card)._replace(decode=Decode(layout)))
+    monkeypatch.setattr(gluon, "_kernel", lambda layout, *rest: kernel(layout, *rest)._replace(decode=Decode(layout)))
     for name in ("gdc_wait", "gdc_launch_dependents"):
         monkeypatch.setattr(pdl, name, lambda: None)
