@@ -164,11 +164,9 @@ def _attend(
     tokens, q_heads, dims = q.shape
     kv_heads, sequences = pages.pool.shape[1], len(step.lengths)
     ratio = q_heads // kv_heads
-    queries = power_of_two(step.max_queries)
-    several = queries > 1
-    kernel = _kernel(layout, card, several)
-    each = min(queries, 1 << (_most_heads(layout) // ratio).bit_length() - 1)
-    groups, heads = queries // each, max(4, power_of_two(each * ratio))
+    several = step.max_queries > 1
+    kernel, shape = _kernel(layout, card, several), _shape(layout, ratio, step.max_queries)
+    groups = shape["GROUPS"]
     tiles = ceil_div(step.table.shape[1] * layout.page_size, TILE)
     splits = _splits(sequences * kv_heads * groups, tiles, kernel.warps, q.device)
     outs, weights = empty(splits + (0 if new is None else window_kernel.splits(pages, q)), q, dims)
@@ -198,10 +196,7 @@ def _attend(
         PAGE=layout.page_size,
         PAGE_WORDS=layout.page_bytes // 4,
         RATIO=ratio,
-        QUERIES=each,
-        GROUPS=groups,
-        HEADS=heads,
-        COLUMNS=max(8, heads if layout.value.even else heads * kernel.value.segments),
+        **shape,
         ORDER=order,
         SHARED=card.shared,
         OVERLAP=overlap,
@@ -222,11 +217,18 @@ def _splits(heads: int, tiles: int, warps: int, device: torch.device) -> int:
     return max(1, min(warps * sms(device) // heads, tiles, MAX_SPLITS))
 
 
-def _most_heads(layout: PageLayout) -> int:
-    """How many queries times query heads of a KV head a CTA takes: their outputs fill a quarter of its registers. With
-    more, the CTA would spill."""
-    columns = 1 if layout.value.even else len(layout.value.segments)  # of outputs, per head
-    return 16 if layout.value.dims * columns <= 128 else 8
+@lru_cache
+def _shape(layout: PageLayout, ratio: int, queries: int) -> dict[str, int]:
+    """How CTAs share up to `queries` queries of a sequence, in `ratio` query heads per KV head (see decode_tiles.py).
+
+    A CTA takes 8 heads. It takes 16 if their outputs fill no more than a quarter of its registers.
+    """
+    segments = 1 if layout.value.even else len(layout.value.segments)
+    most = 16 if layout.value.dims * segments <= 128 else 8
+    queries = power_of_two(queries)
+    each = min(queries, 1 << (most // ratio).bit_length() - 1)
+    heads = max(4, power_of_two(each * ratio))
+    return {"QUERIES": each, "GROUPS": queries // each, "HEADS": heads, "COLUMNS": max(8, heads * segments)}
 
 
 class Kernel(NamedTuple):

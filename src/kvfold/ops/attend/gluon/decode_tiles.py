@@ -53,7 +53,13 @@ def own_tiles(split, splits, sink, recent, length, QUERIES: gl.constexpr, GROUPS
     tiles = gl.maximum((end + 63) // 64 - first, 0)
     share = (tiles + splits - 1) // splits
     first += split * share
-    return begin, end, first, gl.minimum(first + share, (end + 63) // 64) - 1, gl.maximum(length - 2 * QUERIES * GROUPS, 0) // 64
+    return (
+        begin,
+        end,
+        first,
+        gl.minimum(first + share, (end + 63) // 64) - 1,
+        gl.maximum(length - 2 * QUERIES * GROUPS, 0) // 64,
+    )
 
 
 @gluon.jit
