@@ -56,9 +56,8 @@ CASES = [
 ]
 SEVERAL = [
     Case(4, 4, 64, (9, 0), sink=5, recent=20, queries=4),
-    Case(3, 7, 16, (8, 0), recent=3, queries=4),  # two CTAs have two queries each
-    Case(4, 2, 16, (8, 6), queries=8, rule="affine"),
-    Case(3, 4, 64, (9, 0), sink=70, recent=1, queries=3, rule="codebook"),
+    Case(4, 4, 16, (8, 0), recent=3, queries=7, rule="affine"),  # two CTAs share them
+    Case(3, 8, 64, (8, 9), sink=70, queries=2, rule="codebook"),
 ]
 
 
@@ -91,7 +90,7 @@ def _compile(case: Case) -> Any:
         "ORDER": 1, "SHARED": card.shared, "OVERLAP": overlap,
     }  # fmt: skip
     if case.queries == 1:
-        constants |= {"query_starts": None, "tokens": None}
+        constants |= {"query_starts": None, "tokens": None, "groups": None}
     types = {"q": "*fp32", "outs": "*fp32", "weights": "*fp32", "pool": "*i32", "table": "*i64", "lengths": "*i32"}
     types["query_starts"] = "*i32"
     names = kernel.decode.arg_names

@@ -178,7 +178,7 @@ class _Warp:
             a, b = self._all(suffixes, (x, y))
             wide = np.dtype(f"{a.dtype.kind}{2 * a.itemsize}")
             return a.astype(wide) * b.astype(wide)
-        if suffixes[0] == "hi":
+        if suffixes == ["hi", "u32"]:
             a, b = (each.astype(np.uint64) for each in self._all(suffixes, (x, y)))
             return (a * b >> np.uint64(32)).astype(np.uint32)
         a, b = (_flushed(each, suffixes) for each in self._all(suffixes, (x, y)))

@@ -75,7 +75,7 @@ def _words(slot: SlotLayout, codes: int, meta: int, lanes: int) -> CodebookWords
 
 
 @gluon.jit(
-    do_not_specialize=["sink", "recent", "q_stride", "table_stride", "table_pages", "tokens"],
+    do_not_specialize=["sink", "recent", "q_stride", "table_stride", "table_pages", "tokens", "groups"],
     do_not_specialize_on_alignment=["table", "lengths", "query_starts"],
 )
 def decode(
@@ -91,8 +91,9 @@ def decode(
     q_stride,
     table_stride,
     table_pages,
-    query_starts,  # and the rows of q; None: every sequence has one query
-    tokens,
+    query_starts,  # None: every sequence has one query
+    tokens,  # of q, None as well
+    groups,  # CTAs that share the queries of a sequence, None as well
     KEY: gl.constexpr,
     VALUE: gl.constexpr,
     DIMS: gl.constexpr,
@@ -100,7 +101,6 @@ def decode(
     PAGE_WORDS: gl.constexpr,
     RATIO: gl.constexpr,  # query heads per KV head
     QUERIES: gl.constexpr,  # of a CTA
-    GROUPS: gl.constexpr,  # CTAs that share the queries of a sequence
     HEADS: gl.constexpr,  # QUERIES · RATIO, up to 4, 8 or 16
     COLUMNS: gl.constexpr,  # one or two per head
     ORDER: gl.constexpr,  # 1: queries come rotated
@@ -114,12 +114,12 @@ def decode(
     splits, kv_heads, sequences = gl.num_programs(0), gl.num_programs(1), gl.num_programs(2)
     table += sequence.to(gl.int64) * table_stride
     if query_starts is None:
-        token, tokens, live, length = sequence, sequences, RATIO, gl.load(lengths + sequence)
+        token, tokens, live, length, latest = sequence, sequences, RATIO, gl.load(lengths + sequence), 2
     else:
-        group, split, splits = split % GROUPS, split // GROUPS, splits // GROUPS
+        group, split, splits, latest = split % groups, split // groups, splits // groups, 2 * QUERIES * groups
         token, count, shortest, length = own_queries(query_starts, lengths, sequence, group, QUERIES)
         live = count * RATIO
-    begin, end, first, last, newest = own_tiles(split, splits, sink, recent, length, QUERIES, GROUPS)
+    begin, end, first, last, newest = own_tiles(split, splits, sink, recent, length, latest)
     whole = end  # up to where all queries of the CTA read
     if query_starts is not None:
         whole = shortest - recent

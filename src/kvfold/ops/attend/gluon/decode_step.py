@@ -166,7 +166,7 @@ def _attend(
     ratio = q_heads // kv_heads
     several = step.max_queries > 1
     kernel, shape = _kernel(layout, card, several), _shape(layout, ratio, step.max_queries)
-    groups = shape["GROUPS"]
+    groups = ceil_div(step.max_queries, shape["QUERIES"])
     tiles = ceil_div(step.table.shape[1] * layout.page_size, TILE)
     splits = _splits(sequences * kv_heads * groups, tiles, kernel.warps, q.device)
     outs, weights = empty(splits + (0 if new is None else window_kernel.splits(pages, q)), q, dims)
@@ -190,6 +190,7 @@ def _attend(
         step.table.shape[1],
         step.query_starts if several else None,
         tokens if several else None,
+        groups if several else None,
         KEY=kernel.key,
         VALUE=kernel.value,
         DIMS=dims,
@@ -223,12 +224,11 @@ def _shape(layout: PageLayout, ratio: int, queries: int) -> dict[str, int]:
 
     A CTA takes 8 heads. It takes 16 if their outputs fill no more than a quarter of its registers.
     """
-    segments = 1 if layout.value.even else len(layout.value.segments)
+    segments = len(layout.value.segments)
     most = 16 if layout.value.dims * segments <= 128 else 8
-    queries = power_of_two(queries)
-    each = min(queries, 1 << (most // ratio).bit_length() - 1)
+    each = min(power_of_two(queries), 1 << (most // ratio).bit_length() - 1)
     heads = max(4, power_of_two(each * ratio))
-    return {"QUERIES": each, "GROUPS": queries // each, "HEADS": heads, "COLUMNS": max(8, heads * segments)}
+    return {"QUERIES": each, "HEADS": heads, "COLUMNS": max(8, heads if layout.value.even else heads * segments)}
 
 
 class Kernel(NamedTuple):

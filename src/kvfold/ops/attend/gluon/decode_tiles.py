@@ -4,7 +4,7 @@ A CTA is one warp. Lanes are numbered 4·run + lane of the run, as in MMA fragme
 
 A CTA takes QUERIES queries of a sequence, in the RATIO query heads of a KV head. To the products, each of them is a
 head: number query · RATIO + query head. HEADS is how many of them there are, up to 4, 8 or 16. If a sequence has more
-queries, several CTAs read the same tokens: GROUPS of them.
+queries, several CTAs read the same tokens.
 """
 
 from triton.experimental import gluon
@@ -38,15 +38,15 @@ def row_of(head, stride, RATIO: gl.constexpr, QUERIES: gl.constexpr, EACH: gl.co
 
 
 @gluon.jit
-def own_tiles(split, splits, sink, recent, length, QUERIES: gl.constexpr, GROUPS: gl.constexpr):
+def own_tiles(split, splits, sink, recent, length, latest):
     """What a CTA reads. Returns
 
     - `begin` and `end` of the tokens that the sequence reads packed; the first and the last tile may hold others, too;
     - the first and the last tile of this CTA;
     - `newest`, the first tile that may hold a token of this step.
 
-    Of this step's tokens, a sequence may read its own and as many before them. Another sequence may store the latter in
-    this step, as the last tokens of a page that both share.
+    Of this step's tokens, a sequence may read its own and as many before them: the `latest`. Another sequence may store
+    those before them in this step, as the last tokens of a page that both share.
     """
     begin, end = sink, length - recent
     first = sink // 64
@@ -58,7 +58,7 @@ def own_tiles(split, splits, sink, recent, length, QUERIES: gl.constexpr, GROUPS
         end,
         first,
         gl.minimum(first + share, (end + 63) // 64) - 1,
-        gl.maximum(length - 2 * QUERIES * GROUPS, 0) // 64,
+        gl.maximum(length - latest, 0) // 64,
     )
 
 

@@ -72,7 +72,7 @@ def room(key: EvenSide, value: EvenSide, shared: int) -> int:
 
 
 @gluon.jit(
-    do_not_specialize=["sink", "recent", "q_stride", "table_stride", "table_pages", "tokens"],
+    do_not_specialize=["sink", "recent", "q_stride", "table_stride", "table_pages", "tokens", "groups"],
     do_not_specialize_on_alignment=["table", "lengths", "query_starts"],
 )
 def decode(
@@ -88,8 +88,9 @@ def decode(
     q_stride,
     table_stride,
     table_pages,
-    query_starts,  # and the rows of q; None: every sequence has one query
-    tokens,
+    query_starts,  # None: every sequence has one query
+    tokens,  # of q, None as well
+    groups,  # CTAs that share the queries of a sequence, None as well
     unit,  # of values
     KEY: gl.constexpr,
     VALUE: gl.constexpr,
@@ -98,7 +99,6 @@ def decode(
     PAGE_WORDS: gl.constexpr,
     RATIO: gl.constexpr,  # query heads per KV head
     QUERIES: gl.constexpr,  # of a CTA
-    GROUPS: gl.constexpr,  # CTAs that share the queries of a sequence
     HEADS: gl.constexpr,  # QUERIES · RATIO, up to 4, 8 or 16
     COLUMNS: gl.constexpr,  # of a segment's outputs: HEADS, or 8 if that is more
     ORDER: gl.constexpr,  # 1: queries come rotated
@@ -113,12 +113,12 @@ def decode(
     splits, kv_heads, sequences = gl.num_programs(0), gl.num_programs(1), gl.num_programs(2)
     table += sequence.to(gl.int64) * table_stride
     if query_starts is None:
-        token, tokens, live, length = sequence, sequences, RATIO, gl.load(lengths + sequence)
+        token, tokens, live, length, latest = sequence, sequences, RATIO, gl.load(lengths + sequence), 2
     else:
-        group, split, splits = split % GROUPS, split // GROUPS, splits // GROUPS
+        group, split, splits, latest = split % groups, split // groups, splits // groups, 2 * QUERIES * groups
         token, count, shortest, length = own_queries(query_starts, lengths, sequence, group, QUERIES)
         live = count * RATIO
-    begin, end, first, last, newest = own_tiles(split, splits, sink, recent, length, QUERIES, GROUPS)
+    begin, end, first, last, newest = own_tiles(split, splits, sink, recent, length, latest)
     end = gl.minimum(end, last * 64 + 64)  # the loop may go past the last tile
     whole = end  # up to where all queries of the CTA read
     if query_starts is not None:
