@@ -243,7 +243,7 @@ class Layer:
         else:
             self.ops.store_and_attend(first, q[tokens], k[tokens], v[tokens], logits, out[tokens])
         for (rows, pages), new in zip(others, stored, strict=True):
-            self.ops.read(pages, q[rows], new, logits, out[rows])
+            self.ops.attend(pages, q[rows], new, logits, out[rows])
 
     def read(self, steps: Steps, q: Tensor, logits: Logits, out: Tensor) -> None:
         """Let the queries of another layer read what `attend` packed in the same steps. Outputs go to `out`."""

@@ -31,6 +31,9 @@ from kvfold.transforms import Hadamard
 
 MAX_SPLITS = 256
 QUERIES = 8  # of a sequence in a step, at most
+# Per CTA. Before its first tile, a CTA with several queries works as long as for four tiles. So if it has few tiles,
+# half as many CTAs are faster.
+FEW_TILES = 8
 # per thread: with a limit, even the highest, the compiler uses what it needs; else it stops at 168 and may spill
 MOST_REGISTERS = 255
 
@@ -169,6 +172,8 @@ def _attend(
     groups = ceil_div(step.max_queries, shape["QUERIES"])
     tiles = ceil_div(step.table.shape[1] * layout.page_size, TILE)
     splits = _splits(sequences * kv_heads * groups, tiles, kernel.warps, q.device)
+    if several and tiles <= FEW_TILES * splits:
+        splits = _splits(sequences * kv_heads * groups, tiles, max(4, kernel.warps // 2), q.device)
     outs, weights = empty(splits + (0 if new is None else window_kernel.splits(pages, q)), q, dims)
     # With windows, the next kernels pack tokens and read windows beside this one. So this one waits for their inputs
     # before it releases them. Without windows, the next kernel merges.
