@@ -14,7 +14,7 @@ CASES = {  # the default per op
     "store": ("32x1", "1x8192"),
 }
 EXTENDED = 512  # new tokens of `extend`, unless a case says how many
-DECODED = 8  # new tokens of `decode`, at most
+DECODED = 16  # new tokens of `decode`, at most
 
 
 @dataclass(frozen=True)

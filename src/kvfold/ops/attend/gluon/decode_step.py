@@ -30,7 +30,7 @@ from kvfold.ops.store.store_gpu import pack, store
 from kvfold.transforms import Hadamard
 
 MAX_SPLITS = 256
-QUERIES = 8  # of a sequence in a step, at most
+QUERIES = 16  # of a sequence in a step, at most
 # Per CTA. Before its first tile, a CTA with several queries works as long as for four tiles. So if it has few tiles,
 # half as many CTAs are faster.
 FEW_TILES = 8
