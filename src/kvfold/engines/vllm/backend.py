@@ -126,7 +126,8 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         steps = []
         if decodes:
             rows, query_starts = slice(decodes), step.query_start_loc[: decodes + 1]
-            described = step.slot_mapping[:first], query_starts, self.starts[rows], step.seq_lens[rows], self.table[rows]
+            lengths = self.starts[rows], step.seq_lens[rows]
+            described = step.slot_mapping[:first], query_starts, *lengths, self.table[rows]
             steps.append(served.decode(*described, queries=self.queries if max(counts[rows]) > 1 else 1))
         if decodes < step.num_reqs:
             others = slice(decodes, step.num_reqs)

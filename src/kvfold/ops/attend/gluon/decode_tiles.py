@@ -53,13 +53,8 @@ def own_tiles(split, splits, sink, recent, length, latest):
     tiles = gl.maximum((end + 63) // 64 - first, 0)
     share = (tiles + splits - 1) // splits
     first += split * share
-    return (
-        begin,
-        end,
-        first,
-        gl.minimum(first + share, (end + 63) // 64) - 1,
-        gl.maximum(length - latest, 0) // 64,
-    )
+    last = gl.minimum(first + share, (end + 63) // 64) - 1
+    return begin, end, first, last, gl.maximum(length - latest, 0) // 64
 
 
 @gluon.jit
