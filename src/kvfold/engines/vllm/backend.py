@@ -50,10 +50,6 @@ class PackedBackend(AttentionBackend):
         return (KVCacheLayout.LBHNC,)  # a block is contiguous, and so is each KV head in it
 
     @classmethod
-    def supports_kv_connector(cls) -> bool:
-        return False
-
-    @classmethod
     def supports_sink(cls) -> bool:
         return True
 

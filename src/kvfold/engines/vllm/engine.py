@@ -1,6 +1,6 @@
 """kvfold in one vLLM process: what the layers of a model share, and how it follows vLLM's runner."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from pkgutil import resolve_name
@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec
 
 from kvfold.engines.serving import Layer, Served, Steps
 from kvfold.engines.vllm.blocks import fit_blocks
+from kvfold.engines.vllm.offload import loaded_blocks
 from kvfold.engines.vllm.plan import geometry_of, layers_of, logger, make_plan
 from kvfold.engines.vllm.requests import Requests
 from kvfold.geometry import listed
@@ -154,6 +155,15 @@ class Engine:
         for group in self.groups:
             group.served.warm_up()
 
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Blocks get other contents from elsewhere, before a request reads them."""
+        if not (numbers := list(blocks)):
+            return
+        for group in self.groups:
+            device = group.served.plan.device
+            table = torch.tensor([numbers], pin_memory=device.type == "cuda", device="cpu")
+            group.served.forget(group.pages(table.to(device, non_blocking=True)).flatten())
+
     def before_step(self, group: Group) -> None:
         """Before each step of a group, outside of CUDA graphs."""
         if group is self.groups[0]:
@@ -206,6 +216,7 @@ def follow(runner: Any) -> None:
         engine = Engine.serving(self.vllm_config)
         if engine is not None and engine.served.plan.windows:  # without windows, no request has shadows to keep
             engine.requests.follow(scheduler_output)
+            engine.forget(loaded_blocks(scheduler_output))
         return execute(self, scheduler_output, *others, **options)
 
     runner.get_kv_cache_spec, runner.initialize_kv_cache, runner.execute_model = sized, initialized, executed

@@ -11,6 +11,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from kvfold.artifact import digest_model
 from kvfold.engines.serving import Plan
 from kvfold.engines.vllm.configuration import SIXTEEN_BITS, asked_for
+from kvfold.engines.vllm.offload import refusals
 from kvfold.format.layout import ALIGNMENT
 from kvfold.geometry import Geometry
 
@@ -18,7 +19,7 @@ TESTED = "0.32"  # the version of vLLM that kvfold is tested with
 HOOKS = {  # names of vLLM that kvfold overrides or reads
     AttentionBackend: (
         *("get_impl_cls", "get_builder_cls", "get_supported_kernel_block_sizes", "supported_kv_cache_layouts"),
-        *("supports_kv_connector", "customize_spec"),
+        "customize_spec",
     ),
     AttentionMetadataBuilder: ("_cudagraph_support", "reorder_batch_threshold", "requires_block_table_width", "build"),
     AttentionSpec: ("state_content_bytes", "page_size_padded"),
@@ -67,8 +68,9 @@ def refuse(config: VllmConfig) -> None:
             cache.prefix_match_unit is not None
         ),
         "--kv-sharing-fast-prefill is not supported": cache.kv_sharing_fast_prefill,
-        "KV connectors would ship pages to where they cannot be read: leave out --kv-transfer-config": (
-            config.kv_transfer_config is not None
+        **refusals(config.kv_transfer_config),
+        "offloading is tested for models with full attention alone: leave out --kv-transfer-config": (
+            config.kv_transfer_config is not None and not kinds <= {"full", "shared"}
         ),
         f"speculative decoding by {speculation and speculation.method} is not tested yet: use the method ngram": (
             speculation is not None and speculation.method != "ngram"
