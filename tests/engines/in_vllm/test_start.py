@@ -35,6 +35,11 @@ def drafts(method: str, tokens: int) -> SimpleNamespace:
     return SimpleNamespace(method=method, num_speculative_tokens=tokens)
 
 
+def connector(name: str, **extra: object) -> KVTransferConfig:
+    """What vLLM's configuration says of a KV connector."""
+    return KVTransferConfig(kv_connector=name, kv_role="kv_both", kv_connector_extra_config=extra)
+
+
 @pytest.fixture(scope="module")
 def config(artifact):
     """The configuration of an engine that can be served."""
@@ -74,8 +79,15 @@ def test_memory_as_measured_with_another_recipe_is_refused(config, monkeypatch):
         ("model_config", "enable_sleep_mode", True, "--enable-sleep-mode would lose means and rotations"),
         ("parallel_config", "decode_context_parallel_size", 2, "context parallelism is not supported"),
         *(
-            (None, "kv_transfer_config", KVTransferConfig(kv_connector=name, kv_role=role), "KV connectors would ship")
-            for name, role in (("NixlConnector", "kv_producer"), ("LMCacheConnectorV1", "kv_consumer"))
+            (None, "kv_transfer_config", connector(name, **extra), reason)
+            for name, extra, reason in (
+                ("NixlConnector", {}, "NixlConnector is not supported: of KV connectors, use OffloadingConnector"),
+                ("LMCacheMPConnector", {}, "LMCacheMPConnector is not supported"),
+                ("SimpleCPUOffloadConnector", {}, "SimpleCPUOffloadConnector is not supported"),
+                ("OffloadingConnector", {"spec_name": "Own", "spec_module_path": "own"}, "spec_name Own of Offloading"),
+                ("OffloadingConnector", {"canonical_layout": True}, "canonical_layout would cut packed pages"),
+                ("OffloadingConnector", {"secondary_tiers": [{"type": "p2p"}]}, "tested with files alone: leave out"),
+            )
         ),
         (None, "speculative_config", drafts("eagle3", 3), "speculative decoding by eagle3 is not tested yet: use"),
         (None, "speculative_config", drafts("ngram", 128), "num_speculative_tokens has to be below --block-size 128"),
@@ -88,6 +100,28 @@ def test_configurations_that_are_refused(config, part, field, value, reason):
     setattr(getattr(changed, part) if part else changed, field, value)
     with pytest.raises(ValueError, match=reason):
         plan.make_plan(changed)
+
+
+def test_offloading_is_allowed_however_it_is_asked_for(config, artifact, tmp_path):
+    """By its size alone too. Files are checked, and lie in a folder of their own: once, however often vLLM makes its
+    configuration."""
+    files = [{"type": "fs", "root_dir": str(tmp_path)}]
+    changed = copy.copy(config)
+    changed.kv_transfer_config = connector("OffloadingConnector", cpu_bytes_to_use=2**20, secondary_tiers=files)
+    for _ in range(2):
+        plugin.check(changed)
+        assert files[0]["type"] == "CheckedFileTier"
+        assert Path(files[0]["root_dir"]).parent == tmp_path
+    given = {"kvfold": {"recipe": "saw-int4", "artifact": artifact}}
+    arguments = EngineArgs(str(embedded_folder()), dtype="float32", additional_config=given, kv_offloading_size=1)
+    assert arguments.create_engine_config().kv_transfer_config.kv_connector == "OffloadingConnector"
+
+
+def test_offloading_beside_layers_that_are_not_packed_is_refused(config):
+    changed = of_model(config, MODELS["Gemma-3-27B"].config)
+    changed.kv_transfer_config = connector("OffloadingConnector", cpu_bytes_to_use=2**20)
+    with pytest.raises(ValueError, match="offloading is tested for models with full attention alone: leave out"):
+        plan.refuse(changed)
 
 
 def test_drafts_in_a_pipeline_are_refused(config):
