@@ -76,7 +76,6 @@ def test_memory_as_measured_with_another_recipe_is_refused(config, monkeypatch):
         ("cache_config", "block_size", 24, "multiple of 16 tokens, not --block-size 24"),
         ("cache_config", "prefix_match_unit", 16, "--prefix-match-unit would copy parts of pages"),
         ("cache_config", "kv_sharing_fast_prefill", True, "--kv-sharing-fast-prefill is not supported"),
-        ("model_config", "enable_sleep_mode", True, "--enable-sleep-mode would lose means and rotations"),
         ("parallel_config", "decode_context_parallel_size", 2, "context parallelism is not supported"),
         *(
             (None, "kv_transfer_config", connector(name, **extra), reason)
@@ -115,6 +114,17 @@ def test_offloading_is_allowed_however_it_is_asked_for(config, artifact, tmp_pat
     given = {"kvfold": {"recipe": "saw-int4", "artifact": artifact}}
     arguments = EngineArgs(str(embedded_folder()), dtype="float32", additional_config=given, kv_offloading_size=1)
     assert arguments.create_engine_config().kv_transfer_config.kv_connector == "OffloadingConnector"
+
+
+def test_files_of_pages_that_outlive_weights_are_refused(config, tmp_path):
+    changed, model = copy.copy(config), copy.copy(config.model_config)
+    files = [{"type": "fs", "root_dir": str(tmp_path)}]
+    changed.kv_transfer_config = connector("OffloadingConnector", cpu_bytes_to_use=2**20, secondary_tiers=files)
+    plan.refuse(changed)
+    model.enable_sleep_mode = True
+    changed.model_config = model
+    with pytest.raises(ValueError, match="weights that change while vLLM sleeps: leave out --enable-sleep-mode or sec"):
+        plan.refuse(changed)
 
 
 def test_offloading_beside_layers_that_are_not_packed_is_refused(config):

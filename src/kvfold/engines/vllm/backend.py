@@ -177,8 +177,13 @@ class PackedImpl(AttentionImpl[PackedMetadata]):
         self.logits = Logits(scale, self.logits_soft_cap)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        if self.sinks is not None:
+        """Called again when weights are loaded again. CUDA graphs have the address of the first copy."""
+        if self.sinks is None:
+            return
+        if self.logits.sinks is None:
             self.logits = self.logits._replace(sinks=self.sinks.float())
+        else:
+            self.logits.sinks.copy_(self.sinks)
 
     def forward(
         self,

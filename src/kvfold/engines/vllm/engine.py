@@ -1,6 +1,7 @@
 """kvfold in one vLLM process: what the layers of a model share, and how it follows vLLM's runner."""
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from pkgutil import resolve_name
@@ -8,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from vllm import device_allocator
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.models.utils import extract_layer_index
@@ -21,6 +23,8 @@ from kvfold.engines.vllm.plan import geometry_of, layers_of, logger, make_plan
 from kvfold.engines.vllm.requests import Requests
 from kvfold.geometry import listed
 
+# vLLM's pools of memory: what it keeps while it sleeps; what it frees, and takes back with any contents, as for pages
+KEPT, FREED = "runtime", "kv_cache"
 RUNNERS = ("vllm.v1.worker.gpu_model_runner:GPUModelRunner", "vllm.v1.worker.gpu.model_runner:GPUModelRunner")  # V1, V2
 
 
@@ -53,7 +57,8 @@ class Engine:
 
     def __init__(self, config: VllmConfig) -> None:
         self.config = config
-        plan = make_plan(config, get_tensor_model_parallel_rank(), config.device_config.device)
+        with memory_pool(config, KEPT):
+            plan = make_plan(config, get_tensor_model_parallel_rank(), config.device_config.device)
         scheduler, cache = config.scheduler_config, config.cache_config
         shadow_pages = plan.shadows(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
         if cache.kv_cache_memory_bytes is not None:  # for pages and shadow pages: vLLM measures nothing then
@@ -64,7 +69,8 @@ class Engine:
                     f"kvfold: {shadow_pages} shadow pages for the windows of --max-num-seqs {scheduler.max_num_seqs} "
                     "requests leave nothing of the memory for the cache"
                 )
-        self.served = Served(plan, shadow_pages, logger)
+        with memory_pool(config, FREED):
+            self.served = Served(plan, shadow_pages, logger)
         self.groups: list[Group] = []
         self.layers: dict[str, Layer] = {}  # by vLLM's names
         self.requests = Requests()
@@ -153,7 +159,7 @@ class Engine:
         logger.info(self.served.plan.report(served.pages, served.shadow_pages, tokens))
         self.served.gauges.update([group.served.shown for group in self.groups])
         for group in self.groups:
-            group.served.warm_up()
+            group.served.warm_up(in_pool=self.config.model_config.enable_cumem_allocator)
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Blocks get other contents from elsewhere, before a request reads them."""
@@ -186,6 +192,12 @@ def check_layers(config: VllmConfig) -> None:
         raise ValueError(
             f"kvfold: vLLM gives layers {listed(missing)} to another backend, which would serve them in 16 bits"
         )
+
+
+def memory_pool(config: VllmConfig, name: str) -> AbstractContextManager[None]:
+    """Where tensors are allocated. While vLLM makes layers, that is the pool of weights, which it may empty."""
+    asleep = config.model_config.enable_sleep_mode
+    return device_allocator.get_mem_allocator_instance().use_memory_pool(name) if asleep else nullcontext()
 
 
 def follow(runner: Any) -> None:

@@ -22,7 +22,7 @@ def refusals(transfer: KVTransferConfig | None) -> dict[str, bool]:
     if transfer is None:
         return {}
     given = transfer.kv_connector_extra_config
-    spec, tiers = given.get("spec_name", SPECS[0]), {tier.get("type") for tier in _tiers(transfer)}
+    spec, types = given.get("spec_name", SPECS[0]), {tier.get("type") for tier in tiers(transfer)}
     return {
         f"{transfer.kv_connector} is not supported: of KV connectors, use OffloadingConnector": (
             transfer.kv_connector != "OffloadingConnector" or transfer.kv_connector_module_path is not None
@@ -32,13 +32,14 @@ def refusals(transfer: KVTransferConfig | None) -> dict[str, bool]:
         ),
         "canonical_layout would cut packed pages into tokens: leave it out": bool(given.get("canonical_layout")),
         "secondary_tiers are tested with files alone: leave out all but those of type fs": (
-            not tiers <= {"fs", FILES["type"]}
+            not types <= {"fs", FILES["type"]}
         ),
     }
 
 
-def _tiers(transfer: KVTransferConfig) -> list[dict[str, Any]]:
-    return transfer.kv_connector_extra_config.get("secondary_tiers") or []
+def tiers(transfer: KVTransferConfig | None) -> list[dict[str, Any]]:
+    """What is below CPU memory."""
+    return [] if transfer is None else transfer.kv_connector_extra_config.get("secondary_tiers") or []
 
 
 def check_files(config: VllmConfig) -> None:
@@ -48,7 +49,7 @@ def check_files(config: VllmConfig) -> None:
         return
     parallel = config.parallel_config
     ranks = f"tp{parallel.tensor_parallel_size}-pp{parallel.pipeline_parallel_size}"
-    for tier in _tiers(transfer):
+    for tier in tiers(transfer):
         if tier["type"] == "fs":
             name = name_of_pages(choice, digest_model(config.model_config.model))
             tier.update(FILES, root_dir=f"{tier['root_dir']}/{name}-{ranks}")

@@ -11,7 +11,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from kvfold.artifact import digest_model
 from kvfold.engines.serving import Plan
 from kvfold.engines.vllm.configuration import SIXTEEN_BITS, asked_for
-from kvfold.engines.vllm.offload import refusals
+from kvfold.engines.vllm.offload import refusals, tiers
 from kvfold.format.layout import ALIGNMENT
 from kvfold.geometry import Geometry
 
@@ -87,7 +87,8 @@ def refuse(config: VllmConfig) -> None:
             parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1
         ),
         "microbatching (DBO) is not supported": parallel.use_ubatching,
-        "--enable-sleep-mode would lose means and rotations": model.enable_sleep_mode,
+        "files of pages would outlive weights that change while vLLM sleeps: leave out --enable-sleep-mode or "
+        "secondary_tiers": model.enable_sleep_mode and bool(tiers(config.kv_transfer_config)),
         "VLLM_ENABLE_STARTUP_PLAN takes memory as measured with other recipes: unset it": (
             vllm.envs.VLLM_ENABLE_STARTUP_PLAN
         ),
