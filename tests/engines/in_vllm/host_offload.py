@@ -7,6 +7,7 @@ streams and the events are stand-ins: a copy is done when it is asked for.
 import ctypes
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -84,25 +85,27 @@ def offloading_on_a_cpu() -> Iterator[None]:
 
 
 @contextmanager
-def followed_to_cpu_memory(found: Found) -> Iterator[list[int]]:
-    """Let the record of what was stored in pages follow them to CPU memory and back. Yields the blocks that came back.
-    A page that came back has no 16-bit copy, whatever its block had before."""
+def followed_to_cpu_memory(found: Found, pages: int = 1) -> Iterator[list[int]]:
+    """Let the record of what was stored in pages follow them to CPU memory and back. A block has so many pages. Yields
+    the blocks that came back. A page that came back has no 16-bit copy, whatever its block had before."""
     worker, kept, loaded = gpu_worker.CPUOffloadingWorker, {}, []
     store, load = worker.submit_store, worker.submit_load
 
     def stored(self, job, source, target) -> bool:
-        for page, chunk in zip(source.block_ids.tolist(), target.block_ids.tolist(), strict=True):
-            kept[chunk] = {
-                layer: tuple(map(torch.clone, record.states[page])) for layer, record in found.records.items()
-            }
+        for block, chunk in zip(source.block_ids.tolist(), target.block_ids.tolist(), strict=True):
+            kept[chunk] = [
+                (record, number, tuple(map(torch.clone, record.states[page])))
+                for record, number in product(found.records.values(), range(pages))
+                if (page := block * pages + number) in record.states  # else the block is not of this layer
+            ]
         return store(self, job, source, target)
 
     def came_back(self, job, source, target) -> bool:
-        for chunk, page in zip(source.block_ids.tolist(), target.block_ids.tolist(), strict=True):
-            for layer, record in found.records.items():
-                record.states[page] = tuple(map(torch.clone, kept[chunk][layer]))
-                record.copied[page] = torch.zeros(record.page_size, dtype=torch.bool)
-            loaded.append(page)
+        for chunk, block in zip(source.block_ids.tolist(), target.block_ids.tolist(), strict=True):
+            for record, number, states in kept[chunk]:
+                record.states[block * pages + number] = tuple(map(torch.clone, states))
+                record.copied[block * pages + number] = torch.zeros(record.page_size, dtype=torch.bool)
+            loaded.append(block)
         return load(self, job, source, target)
 
     with patch.object(worker, "submit_store", stored), patch.object(worker, "submit_load", came_back):

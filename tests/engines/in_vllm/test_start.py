@@ -127,13 +127,6 @@ def test_files_of_pages_that_outlive_weights_are_refused(config, tmp_path):
         plan.refuse(changed)
 
 
-def test_offloading_beside_layers_that_are_not_packed_is_refused(config):
-    changed = of_model(config, MODELS["Gemma-3-27B"].config)
-    changed.kv_transfer_config = connector("OffloadingConnector", cpu_bytes_to_use=2**20)
-    with pytest.raises(ValueError, match="offloading is tested for models with full attention alone: leave out"):
-        plan.refuse(changed)
-
-
 def test_drafts_in_a_pipeline_are_refused(config):
     changed, parallel = copy.copy(config), copy.copy(config.parallel_config)
     parallel.pipeline_parallel_size = 2

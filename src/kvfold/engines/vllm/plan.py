@@ -69,9 +69,6 @@ def refuse(config: VllmConfig) -> None:
         ),
         "--kv-sharing-fast-prefill is not supported": cache.kv_sharing_fast_prefill,
         **refusals(config.kv_transfer_config),
-        "offloading is tested for models with full attention alone: leave out --kv-transfer-config": (
-            config.kv_transfer_config is not None and not kinds <= {"full", "shared"}
-        ),
         f"speculative decoding by {speculation and speculation.method} is not tested yet: use the method ngram": (
             speculation is not None and speculation.method != "ngram"
         ),
