@@ -122,19 +122,6 @@ def test_requests_that_find_prefixes_without_copies_read_them_packed(engine, pro
     assert found.error < 1e-5
 
 
-def test_pages_that_come_back_from_cpu_memory_are_read_packed(small, prompts):
-    """Their blocks had other pages before, with 16-bit copies. All pages go to CPU memory, and requests find them there
-    after others have taken their blocks."""
-    with offloading_on_a_cpu():
-        engine = start(small, kv_transfer_config=transfer_config())
-        with engine.only(30), defined_attention() as found, followed_to_cpu_memory(found) as loaded:
-            serve(engine, prompts, 200, 64)
-        engine.close()
-    assert len(loaded) > 50
-    assert found.restored > 1000
-    assert found.error < 1e-5
-
-
 # Requests that run without being in a step
 
 BUDGET = RECENT - 8  # tokens of a step
@@ -200,3 +187,19 @@ def test_a_prompt_keeps_its_copies_between_two_chunks(running, words):
     with patch.object(running.core, "_should_throttle_prefills", lambda: True):
         assert steps(running, 80) >= 79
     steps(running, 3)
+
+
+# The last one: vLLM cannot go on when another engine of the process has ended
+
+
+def test_pages_that_come_back_from_cpu_memory_are_read_packed(small, prompts):
+    """Their blocks had other pages before, with 16-bit copies. All pages go to CPU memory, and requests find them there
+    after others have taken their blocks."""
+    with offloading_on_a_cpu():
+        engine = start(small, kv_transfer_config=transfer_config())
+        with engine.only(30), defined_attention() as found, followed_to_cpu_memory(found) as loaded:
+            serve(engine, prompts, 200, 64)
+        engine.close()
+    assert len(loaded) > 50
+    assert found.restored > 1000
+    assert found.error < 1e-5

@@ -12,7 +12,6 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.fs.io import O_DIRECT
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
-from kvfold.engines.gauges import count_refused_page
 from kvfold.engines.stored_pages import CHECKSUM_BYTES, checksum
 
 Files = Iterable[tuple[Path, memoryview]]  # where the pages of a key are stored, and where they lie in CPU memory
@@ -65,6 +64,8 @@ class CheckedFileTier(FileSystemTierManager):
             end = mmap.mmap(-1, mmap.PAGESIZE)
             self._transfer(os.readv, path, os.O_RDONLY, pages, end)
             if end[:CHECKSUM_BYTES] != self._checksum(path, pages):
+                from kvfold.engines.gauges import count_refused_page  # only after vLLM has set up prometheus_client
+
                 path.unlink(missing_ok=True)
                 count_refused_page()
                 raise OSError(f"{path} was changed after it was stored: it is deleted, and not read")
