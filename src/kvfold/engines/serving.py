@@ -353,6 +353,11 @@ class Served:
         if self.plan.windows:
             self.shadow_table.rest(least, most, table)
 
+    def forget(self, pages: Tensor) -> None:
+        """Pages int64[n] get other contents from elsewhere, as from CPU memory: see `ShadowTable.forget`."""
+        if self.plan.windows:
+            self.shadow_table.forget(pages)
+
     def begin(self, locations: Tensor, starts: Tensor, lengths: Tensor, table: Tensor) -> None:
         """Begin a step, on the device. After this, every page that a window reaches into has a shadow. The arguments
         are those of `ShadowTable.update`."""
