@@ -102,7 +102,7 @@ def fetch(
 
 
 def _checksum(files: "HiCacheFile", key: str, page: Tensor) -> bytes:
-    return checksum(files._get_suffixed_key(key), memoryview(page.numpy()))
+    return checksum(files._get_suffixed_key(key), page.numpy().data)
 
 
 def refuse(files: "HiCacheFile", key: str) -> None:
