@@ -115,9 +115,11 @@ def tokens_of(pages: list[int]) -> Tensor:
     return (torch.tensor(pages).unsqueeze(1) * PAGE + torch.arange(PAGE)).flatten()
 
 
-def test_pages_come_back_with_the_same_bytes(pools):
+@pytest.mark.parametrize("kernel", [False, True])
+def test_pages_come_back_with_the_same_bytes(kernel, pools):
     """From host memory, and from what is stored of it; other pages do not change."""
     pool, host = pools
+    host.pin_memory = kernel  # as on a GPU
     before = [rows.clone() for rows in pool.rows]
     assert len({rows.shape[1] for rows in before}) == 2
     assert host.size_per_token * PAGE == sum(rows.shape[1] for rows in before)
@@ -272,14 +274,29 @@ def test_a_stored_page_that_has_changed_is_refused_and_can_be_stored_again(chang
 # A server
 
 
-def test_models_with_pages_that_are_not_packed_are_refused():
-    arguments = SimpleNamespace(enable_hierarchical_cache=True, hicache_ratio=None, hicache_size=0)
-    hierarchical_cache.prepare(arguments, Geometry.from_config(MODEL))
-    assert arguments.hicache_ratio == 2.0
-    kinds = ["sliding_attention", "full_attention"]
-    sliding = MODEL | {"num_hidden_layers": 2, "sliding_window": 32, "layer_types": kinds}
-    with pytest.raises(ValueError, match="whose layers are all packed, and layers 0 of LlamaForCausalLM are not"):
-        hierarchical_cache.prepare(arguments, Geometry.from_config(sliding))
+@pytest.mark.parametrize(
+    ("config", "arguments", "reason"),
+    [
+        (
+            {"num_hidden_layers": 2, "sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"]},
+            {},
+            "whose layers are all packed, and layers 0 of LlamaForCausalLM are not",
+        ),
+        (
+            {},
+            {"enable_memory_saver": True},
+            "--hicache-storage-backend does not go together with --enable-memory-saver",
+        ),
+    ],
+)
+def test_what_would_keep_wrong_pages_is_refused(config, arguments, reason):
+    given = {"enable_hierarchical_cache": True, "hicache_storage_backend": "file", "enable_memory_saver": False}
+    given |= {"hicache_ratio": None, "hicache_size": 0}
+    usual = SimpleNamespace(**given)
+    hierarchical_cache.prepare(usual, Geometry.from_config(MODEL))
+    assert usual.hicache_ratio == 2.0
+    with pytest.raises(ValueError, match=reason):
+        hierarchical_cache.prepare(SimpleNamespace(**given | arguments), Geometry.from_config(MODEL | config))
 
 
 def test_storage_that_has_no_checksums_is_refused_later_too():
@@ -349,7 +366,7 @@ def test_conversations_come_back_from_host_memory_and_after_a_restart_from_files
     changed = min(stored, key=lambda path: path.stat().st_mtime_ns)  # the first page of the first prompt
     changed.write_bytes(b"?" + stored[changed][1:])
     capfd.readouterr()
-    first, again = served(prompts.start_again, enable_memory_saver=True)
+    first, again = served(prompts.start_again)
     assert capfd.readouterr().err.count("is not what was stored") == 1
     assert [answer.cached for answer in first] == [0, *CACHED[1:]]
     assert first[1:] == back[1:]

@@ -145,7 +145,7 @@ def test_attention_that_cannot_be_packed_is_refused(options, what):
 
 
 ALLOWED = {name: values[0] for name, values in hooks.PLAIN.items()}
-LOOKED_AT = {"disable_prefill_cuda_graph", "enable_hierarchical_cache"}  # which may have any value
+LOOKED_AT = {"disable_prefill_cuda_graph", "enable_hierarchical_cache", "enable_memory_saver"}  # with any value
 
 
 @pytest.mark.parametrize(

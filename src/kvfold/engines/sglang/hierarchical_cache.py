@@ -4,9 +4,9 @@ SGLang itself decides which pages are kept where. The hooks give it a host pool 
 after recipe and artifact, and add a checksum to each.
 """
 
-import os
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,11 +29,16 @@ FILES = "sglang.srt.mem_cache.hicache_storage.HiCacheFile"
 
 
 def prepare(arguments: "ServerArgs", geometry: Geometry) -> None:
-    """Refuse a model that has other pages than packed ones, and set the arguments that packed pages need."""
+    """Refuse what would keep wrong pages or none, and set the arguments that packed pages need."""
     from sglang.srt.environ import envs
 
     if not arguments.enable_hierarchical_cache:
         return
+    if arguments.hicache_storage_backend and arguments.enable_memory_saver:
+        raise ValueError(
+            "--hicache-storage-backend does not go together with --enable-memory-saver: stored pages would outlive the "
+            "weights that they belong to"
+        )
     if others := [number for number, layer in enumerate(geometry.layers) if layer.kind != "full"]:
         raise ValueError(
             f"--enable-hierarchical-cache needs a model whose layers are all packed, and layers {listed(others)} of "
@@ -115,4 +120,4 @@ def refuse(files: "HiCacheFile", key: str) -> None:
     if files.metadata_cache is not None:
         files.metadata_cache.remove(name)
     files._evictor.abort(name)
-    os.unlink(os.path.join(files.file_path, f"{name}.bin"))
+    Path(files.file_path, f"{name}.bin").unlink(missing_ok=True)

@@ -43,7 +43,8 @@ PLAIN: dict[str, tuple[Any, ...]] = {  # arguments, and the values that go toget
     "kv_canary": ("none",),
     **dict.fromkeys(("disaggregation_mode", "decoupled_spec_role"), ("null",)),
     **dict.fromkeys(("dcp_size", "attn_cp_size", "attn_dp_size"), (1,)),
-    "enable_hierarchical_cache": (False, True),  # `hierarchical_cache.prepare` looks at it
+    # `hierarchical_cache.prepare` looks at them
+    **dict.fromkeys(("enable_hierarchical_cache", "enable_memory_saver"), (False, True)),
     "hicache_storage_backend": (None, *hierarchical_cache.STORAGE),
     "cuda_graph_config": (None,),  # it would override the next three
     "cuda_graph_backend_prefill": (None, "disabled"),  # a prefill step needs its lengths on the host
