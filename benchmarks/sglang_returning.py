@@ -5,9 +5,10 @@
     python benchmarks/sglang_returning.py Qwen3-8B -r fold4 --tokens 32768 --conversations 4 --csv rows.csv
 
 It runs in an environment with SGLang and kvfold. Weights are random, so times and memory are real, and answers are not.
-The cache on the device holds little more than one conversation. All conversations are read first. Each is then asked
-once more with new tokens behind it, while its pages are still on the device, and again after the others: then its pages
-come from host memory. A row has medians over conversations. There is no row if SGLang did not find all pages.
+The cache on the device holds one and a half conversations. Each is read, and asked again with new tokens behind
+it while its pages are on the device. After all others, it is asked the same again: then its pages come from host
+memory. The new tokens fill no page, so they are read every time. A row has medians over conversations. There is no row
+if SGLang did not find all pages.
 """
 
 import argparse
@@ -15,12 +16,13 @@ import json
 import os
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sweep import model_folder
@@ -44,10 +46,11 @@ class Row:
     recipe: str  # or the type of SGLang's own cache
     attention: str
     input: int  # tokens of a conversation
-    new: int  # tokens behind it when it is asked once more
+    new: int  # tokens behind it when it is asked again
     read_ms: float  # until the first token of an answer: all tokens are read
     device_ms: float  # the same when its pages are on the device
     host_ms: float  # the same when its pages are in host memory
+    same: int  # conversations with the same answer from both; windows may make a difference
     host_bytes: float  # per token
     host_tokens_per_gb: int
     conversations: int
@@ -61,11 +64,15 @@ def main() -> None:
     parser.add_argument("model", help="an example as Qwen3-8B, or a folder with config.json")
     parser.add_argument("-r", "--recipe", help="default: SGLang's own cache")
     parser.add_argument("--tokens", type=int, default=32768, help="of a conversation")
-    parser.add_argument("--new", type=int, default=128, help="tokens behind it when it is asked once more")
+    parser.add_argument("--new", type=int, default=32, help="tokens behind it when it is asked again")
     parser.add_argument("--conversations", type=int, default=4)
     parser.add_argument("--engine", type=json.loads, default={}, help="more arguments of sglang.Engine, as JSON")
     parser.add_argument("--csv", type=Path, required=True, help="rows are added to it")
     options = parser.parse_args()
+    if options.tokens % PAGE_SIZE or options.new + OUTPUT >= PAGE_SIZE:
+        parser.error(
+            f"a conversation has to fill its pages of {PAGE_SIZE} tokens, and new tokens with answers have not to"
+        )
     with TemporaryDirectory() as scratch:
         row = run(options, Path(scratch))
     print(row, flush=True)
@@ -92,7 +99,7 @@ def run(options: argparse.Namespace, scratch: Path) -> Row:
         "context_length": longest + 64,
         "page_size": PAGE_SIZE,
         "json_model_override_args": json.dumps({"max_position_embeddings": longest + 64}),
-        "max_total_tokens": (longest // PAGE_SIZE + 64) * PAGE_SIZE,
+        "max_total_tokens": 3 * longest // 2 // PAGE_SIZE * PAGE_SIZE,
         "max_running_requests": 4,
         "cuda_graph_max_bs_decode": 4,
         "grammar_backend": "none",
@@ -102,16 +109,13 @@ def run(options: argparse.Namespace, scratch: Path) -> Row:
     }
     engine = sglang.Engine(**arguments)
     generator = random.Random(0)
-    read, device, host = [], [], []
-    warm_up, *conversations = ([*generator.choices(TOKENS, k=options.tokens)] for _ in range(options.conversations + 1))
-    for place in range(2):  # the first conversation compiles
-        for conversation in (warm_up, *conversations):
-            new = generator.choices(TOKENS, k=options.new)
-            if place == 0:
-                read.append(first_token(engine, conversation, hit=False))
-                device.append(first_token(engine, [*conversation, *new], hit=True))
-            else:
-                host.append(first_token(engine, [*conversation, *new], hit=True))
+    new = generator.choices(TOKENS, k=options.new)
+    conversations = [generator.choices(TOKENS, k=options.tokens) for _ in range(1 + options.conversations)]
+    read, device = zip(*((ask(engine, each), ask(engine, each + new)) for each in conversations), strict=True)
+    host = [ask(engine, each + new) for each in conversations]
+    for cached, answers in ((0, read), (options.tokens, device), (options.tokens, host)):
+        if found := [answer.cached for answer in answers if answer.cached != cached]:
+            raise ValueError(f"SGLang had {found[0]} tokens in its caches, not {cached}: try a larger hicache_ratio")
     row = Row(
         engine="SGLang",
         version=sglang.__version__,
@@ -120,9 +124,10 @@ def run(options: argparse.Namespace, scratch: Path) -> Row:
         attention="kvfold" if options.recipe else engine.server_args.attention_backend,
         input=options.tokens,
         new=options.new,
-        read_ms=round(1000 * median(read[1:]), 2),
-        device_ms=round(1000 * median(device[1:]), 2),
-        host_ms=round(1000 * median(host[1:]), 2),
+        read_ms=milliseconds(read),
+        device_ms=milliseconds(device),
+        host_ms=milliseconds(host),
+        same=sum(one.tokens == other.tokens for one, other in zip(device[1:], host[1:], strict=True)),
         host_bytes=round(host_bytes, 1),
         host_tokens_per_gb=int(1e9 / host_bytes),
         conversations=options.conversations,
@@ -134,22 +139,30 @@ def run(options: argparse.Namespace, scratch: Path) -> Row:
     return row
 
 
-def first_token(engine: Any, prompt: list[int], hit: bool) -> float:
-    """Seconds until the first token of an answer."""
-    return engine.loop.run_until_complete(_first_token(engine, prompt, hit))
+class Answer(NamedTuple):
+    seconds: float  # until the first token
+    cached: int  # tokens of the prompt that were in a cache
+    tokens: list[int]
 
 
-async def _first_token(engine: Any, prompt: list[int], hit: bool) -> float:
+def milliseconds(answers: Sequence[Answer]) -> float:
+    """Until the first token. The first answer is left out: its kernels had to be compiled."""
+    return round(1000 * median(answer.seconds for answer in answers[1:]), 2)
+
+
+def ask(engine: Any, prompt: list[int]) -> Answer:
+    return engine.loop.run_until_complete(stream(engine, prompt))
+
+
+async def stream(engine: Any, prompt: list[int]) -> Answer:
     wanted = {"max_new_tokens": OUTPUT, "temperature": 0, "ignore_eos": True}
     start = time.perf_counter()
-    chunks = await engine.async_generate(input_ids=prompt, sampling_params=wanted, stream=True)
-    times, cached = [], 0
-    async for chunk in chunks:
-        times.append(time.perf_counter() - start)
-        cached = chunk["meta_info"]["cached_tokens"]
-    if hit != (cached > len(prompt) // 2):
-        raise ValueError(f"SGLang had {cached} of {len(prompt)} tokens in its caches: try a larger hicache_ratio")
-    return times[0]
+    chunks = [
+        (time.perf_counter() - start, chunk)
+        async for chunk in await engine.async_generate(input_ids=prompt, sampling_params=wanted, stream=True)
+    ]
+    last = chunks[-1][1]
+    return Answer(chunks[0][0], last["meta_info"]["cached_tokens"], last["output_ids"])
 
 
 if __name__ == "__main__":

@@ -291,7 +291,7 @@ def test_a_stored_page_that_has_changed_is_refused_and_can_be_stored_again(chang
 )
 def test_what_would_keep_wrong_pages_is_refused(config, arguments, reason):
     given = {"enable_hierarchical_cache": True, "hicache_storage_backend": "file", "enable_memory_saver": False}
-    given |= {"hicache_ratio": None, "hicache_size": 0}
+    given |= {"hicache_ratio": None, "hicache_size": 0, "speculative_algorithm": None}
     usual = SimpleNamespace(**given)
     hierarchical_cache.prepare(usual, Geometry.from_config(MODEL))
     assert usual.hicache_ratio == 2.0

@@ -34,6 +34,8 @@ def prepare(arguments: "ServerArgs", geometry: Geometry) -> None:
 
     if not arguments.enable_hierarchical_cache:
         return
+    if arguments.speculative_algorithm:
+        raise ValueError("--enable-hierarchical-cache does not go together with --speculative-algorithm")
     if arguments.hicache_storage_backend and arguments.enable_memory_saver:
         raise ValueError(
             "--hicache-storage-backend does not go together with --enable-memory-saver: stored pages would outlive the "
