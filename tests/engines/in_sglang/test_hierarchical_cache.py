@@ -282,11 +282,8 @@ def test_a_stored_page_that_has_changed_is_refused_and_can_be_stored_again(chang
             {},
             "whose layers are all packed, and layers 0 of LlamaForCausalLM are not",
         ),
-        (
-            {},
-            {"enable_memory_saver": True},
-            "--hicache-storage-backend does not go together with --enable-memory-saver",
-        ),
+        ({}, {"speculative_algorithm": "EAGLE"}, "does not go together with --speculative-algorithm"),
+        ({}, {"enable_memory_saver": True}, "storage-backend does not go together with --enable-memory-saver"),
     ],
 )
 def test_what_would_keep_wrong_pages_is_refused(config, arguments, reason):
