@@ -116,7 +116,7 @@ def test_shadow_pages_come_off_the_budget_first(artifact):
         ("int4", {"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype fp8_e4m3 does not go together"),
         ("int4", {"attention_backend": "torch_native"}, "--attention-backend torch_native does not go together"),
         ("int4", {"speculative_algorithm": "NGRAM"}, "--speculative-algorithm NGRAM does not go together"),
-        ("int4", {"enable_hierarchical_cache": True}, "--enable-hierarchical-cache True does not go together"),
+        ("int4", {"hicache_storage_backend": "nixl"}, "--hicache-storage-backend nixl does not go together"),
         ("int4", {"disaggregation_mode": "prefill"}, "--disaggregation-mode prefill does not go together"),
         ("int4", {"disaggregation_mode": "decode"}, "--disaggregation-mode decode does not go together"),
         ("int4", {"enable_dp_attention": True}, "--enable-dp-attention True does not go together"),
@@ -145,9 +145,12 @@ def test_attention_that_cannot_be_packed_is_refused(options, what):
 
 
 ALLOWED = {name: values[0] for name, values in hooks.PLAIN.items()}
+LOOKED_AT = {"disable_prefill_cuda_graph", "enable_hierarchical_cache", "enable_memory_saver"}  # with any value
 
 
-@pytest.mark.parametrize("flag", sorted(hooks.PLAIN.keys() - {"disable_prefill_cuda_graph"}))
+@pytest.mark.parametrize(
+    "flag", sorted(hooks.PLAIN.keys() - {"disable_prefill_cuda_graph", "enable_hierarchical_cache"})
+)
 def test_flags_that_are_refused_are_named(flag):
     hooks.refuse(SimpleNamespace(**ALLOWED))
     with pytest.raises(ValueError, match=f"^--{flag.replace('_', '-')} another does not go together"):
@@ -157,7 +160,7 @@ def test_flags_that_are_refused_are_named(flag):
 @pytest.mark.parametrize(
     ("flag", "version", "refused"),
     [
-        ("enable_hierarchical_cache", "0.5.17", True),
+        ("hicache_storage_backend", "0.5.17", True),
         ("disable_prefill_cuda_graph", "0.5.99", True),
         ("enable_kv_cache_sharding", "0.5.21", False),
         ("enable_kv_cache_sharding", "0.5.22", True),
@@ -359,7 +362,7 @@ def backend(
     pool = PackedPool(
         *(plan, shadows, (), MHATokenToKVPool, pages * PAGE),
         page_size=PAGE,
-        layer_num=1,
+        layer_num=len(plan.layouts),
         device="cpu",
         enable_memory_saver=False,
     )

@@ -58,6 +58,7 @@ class PackedBackend(AttentionBackend):
         replayed, SGLang may already write the next step's locations to `req_to_token`."""
         if forward_batch.forward_mode.is_idle():
             return
+        self.pool.before_step()
         requests = forward_batch.req_pool_indices
         self.table = self.tables[: len(requests)] if len(requests) <= len(self.tables) else self._table(len(requests))
         self._read_pages(requests, self.table)
@@ -139,6 +140,7 @@ class PackedBackend(AttentionBackend):
         out = queries.new_empty(*queries.shape[:2], layer.v_head_dim)
         logits = Logits(layer.scaling, layer.logit_cap or None, None if sinks is None else sinks.float())
         target = self.served.layers[layer.layer_id]
+        self.pool.wait_for(layer.layer_id - self.pool.start_layer)
         if k is None or v is None:  # a layer without a cache of its own has the number of the one whose pages it reads
             target.read(self.steps, queries, logits, out)
         else:

@@ -18,6 +18,7 @@ from packaging.version import Version
 
 from kvfold.artifact import digest_model
 from kvfold.engines.serving import Config, Plan
+from kvfold.engines.sglang import hierarchical_cache
 from kvfold.engines.start import aborting
 from kvfold.format.layout import ALIGNMENT
 from kvfold.geometry import Geometry, listed
@@ -42,6 +43,9 @@ PLAIN: dict[str, tuple[Any, ...]] = {  # arguments, and the values that go toget
     "kv_canary": ("none",),
     **dict.fromkeys(("disaggregation_mode", "decoupled_spec_role"), ("null",)),
     **dict.fromkeys(("dcp_size", "attn_cp_size", "attn_dp_size"), (1,)),
+    # `hierarchical_cache.prepare` looks at them
+    **dict.fromkeys(("enable_hierarchical_cache", "enable_memory_saver"), (False, True)),
+    "hicache_storage_backend": (None, *hierarchical_cache.STORAGE),
     "cuda_graph_config": (None,),  # it would override the next three
     "cuda_graph_backend_prefill": (None, "disabled"),  # a prefill step needs its lengths on the host
     "cuda_graph_backend_decode": (None, "full", "disabled"),
@@ -49,8 +53,8 @@ PLAIN: dict[str, tuple[Any, ...]] = {  # arguments, and the values that go toget
     **dict.fromkeys(
         (
             *("speculative_algorithm", "dllm_algorithm", "enable_dp_attention", "enable_two_batch_overlap"),
-            *("enable_hierarchical_cache", "enable_lmcache", "enable_flexkv", "enable_hisparse", "enable_pdmux"),
-            *("enable_unified_memory", "enable_page_major_kv_layout", "enable_memory_saver", "enable_prefill_cp"),
+            *("enable_lmcache", "enable_flexkv", "enable_hisparse", "enable_pdmux"),
+            *("enable_unified_memory", "enable_page_major_kv_layout", "enable_prefill_cp"),
             *("enable_unified_cache_external_linker", "enable_kv_cache_sharding", "radix_cache_backend"),
             *("enable_mis", "enable_nvidia_megakernel", "enable_amd_monokernel"),
             *("prefill_only_disable_kv_cache", "encoder_only"),
@@ -93,6 +97,10 @@ def install() -> None:
         (f"{pools}._build_hybrid_swa_kv_pool", HookType.AROUND, build_pool),
         (f"{pools}.configure", HookType.AFTER, verify),
         (f"{backends}._build_full_attention_backend_from_str", HookType.AROUND, build_backend),
+        (hierarchical_cache.HOST_POOL, HookType.AROUND, hierarchical_cache.host_pool),
+        (hierarchical_cache.STORAGE_CONFIG, HookType.AFTER, hierarchical_cache.name_storage),
+        (f"{hierarchical_cache.FILES}.set", HookType.AROUND, hierarchical_cache.store),
+        (f"{hierarchical_cache.FILES}.get", HookType.AROUND, hierarchical_cache.fetch),
     ):
         require(target)
         HookRegistry.register(target, hook, kind)
@@ -143,6 +151,7 @@ def prepare(config: Config, arguments: "ServerArgs") -> Geometry:
     model, ranks = configuration(*source(arguments)), arguments.tp_size
     plan = Plan.make(config, model, arguments.page_size, torch.bfloat16, ranks=ranks, weights=weights)
     refuse_idle_ranks(plan, arguments.pp_size)
+    hierarchical_cache.prepare(arguments, plan.geometry)
     for name in BACKENDS:
         if (given := getattr(arguments, name)) is not None and not beside(plan.geometry):
             raise ValueError(f"--{name.replace('_', '-')} {given} does not go together with a packed cache")
