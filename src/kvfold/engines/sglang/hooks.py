@@ -18,6 +18,7 @@ from packaging.version import Version
 
 from kvfold.artifact import digest_model
 from kvfold.engines.serving import Config, Plan
+from kvfold.engines.sglang.speculation import chains, refuse_drafts
 from kvfold.engines.start import aborting
 from kvfold.format.layout import ALIGNMENT
 from kvfold.geometry import Geometry, listed
@@ -48,7 +49,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {  # arguments, and the values that go toget
     "disable_prefill_cuda_graph": (False, True),  # `prepare` sets it, so it has to exist
     **dict.fromkeys(
         (
-            *("speculative_algorithm", "dllm_algorithm", "enable_dp_attention", "enable_two_batch_overlap"),
+            *("dllm_algorithm", "enable_dp_attention", "enable_two_batch_overlap", "speculative_adaptive"),
             *("enable_hierarchical_cache", "enable_lmcache", "enable_flexkv", "enable_hisparse", "enable_pdmux"),
             *("enable_unified_memory", "enable_page_major_kv_layout", "enable_memory_saver", "enable_prefill_cp"),
             *("enable_unified_cache_external_linker", "enable_kv_cache_sharding", "radix_cache_backend"),
@@ -93,6 +94,7 @@ def install() -> None:
         (f"{pools}._build_hybrid_swa_kv_pool", HookType.AROUND, build_pool),
         (f"{pools}.configure", HookType.AFTER, verify),
         (f"{backends}._build_full_attention_backend_from_str", HookType.AROUND, build_backend),
+        ("sglang.srt.speculative.cpp_ngram.ngram_corpus.NgramCorpus.batch_get", HookType.AFTER, chains),
     ):
         require(target)
         HookRegistry.register(target, hook, kind)
@@ -143,6 +145,7 @@ def prepare(config: Config, arguments: "ServerArgs") -> Geometry:
     model, ranks = configuration(*source(arguments)), arguments.tp_size
     plan = Plan.make(config, model, arguments.page_size, torch.bfloat16, ranks=ranks, weights=weights)
     refuse_idle_ranks(plan, arguments.pp_size)
+    refuse_drafts(arguments, plan)
     for name in BACKENDS:
         if (given := getattr(arguments, name)) is not None and not beside(plan.geometry):
             raise ValueError(f"--{name.replace('_', '-')} {given} does not go together with a packed cache")
@@ -312,10 +315,11 @@ def configuration(path: str, trusted: bool, revision: str | None, overrides: str
 
 
 def shadows_of(plan: Plan) -> int:
-    from sglang.srt.runtime_context import get_schedule
+    from sglang.srt.runtime_context import get_schedule, get_spec
 
     schedule = get_schedule()
     if not plan.windows:
         return 0
-    chunk = schedule.chunked_prefill_size
-    return plan.shadows(schedule.max_running_requests, chunk if chunk > 0 else schedule.max_prefill_tokens)
+    requests, chunk = schedule.max_running_requests, schedule.chunked_prefill_size
+    prompts = chunk if chunk > 0 else schedule.max_prefill_tokens
+    return plan.shadows(requests, max(prompts, requests * (get_spec().speculative_num_draft_tokens or 1)))

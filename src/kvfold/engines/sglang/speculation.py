@@ -1,0 +1,53 @@
+"""Speculative decoding: which drafts packed pages can take, and how drafts of a tree become a chain."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+    from kvfold.engines.serving import Plan
+
+Array = np.ndarray[Any, Any]
+NGRAM_TOKENS = 12  # SGLang's default of --speculative-num-draft-tokens
+
+
+def refuse_drafts(arguments: "ServerArgs", plan: "Plan") -> None:
+    """Refuse drafts that cannot be checked over packed pages, or are not tested there."""
+    algorithm = arguments.speculative_algorithm
+    if algorithm is None:
+        return
+    tokens = arguments.speculative_num_draft_tokens or NGRAM_TOKENS  # of a step: one token and its drafts
+    others = {layer.kind for layer in plan.geometry.layers} - {"full"}
+    reasons = {
+        f"--speculative-algorithm {algorithm} is not tested yet: use NGRAM": algorithm.upper() != "NGRAM",
+        "packed pages are read causally, and drafts of NGRAM form a tree: add --speculative-ngram-max-bfs-breadth 1": (
+            arguments.speculative_ngram_max_bfs_breadth != 1
+        ),
+        f"--speculative-num-draft-tokens {tokens} is above the {arguments.page_size} tokens of a page, and a step taken "
+        "back would lose shadow pages: lower it": tokens > arguments.page_size,
+        f"speculative decoding beside {' and '.join(sorted(others))} layers is not tested yet: leave it out": others,
+        "speculative decoding in a pipeline is not tested yet: leave out one of the two": arguments.pp_size > 1,
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise ValueError(reason)
+
+
+def chains(drafts: tuple[Array, Array], corpus: Any, *_: Any, **__: Any) -> tuple[Array, Array]:
+    """The longest path of each tree of drafts, as a chain.
+
+    SGLang gives tokens [requests · n] and masks [requests · n · n]: in row i, the token i and those before it on its
+    path. The first token is the last one of the answer so far. Even with a breadth of 1, matches of several lengths may
+    begin with several tokens, and padding begins there too. A chain is padded at its end, by the token 0.
+    """
+    tokens, masks = drafts
+    n = corpus.draft_token_num
+    trees, paths = tokens.reshape(-1, n), masks.reshape(-1, n, n) != 0
+    chained = np.zeros_like(trees)
+    for chain, tree, path in zip(chained, trees, paths, strict=True):
+        longest = path[path.sum(axis=1).argmax()]
+        chain[: longest.sum()] = tree[longest]
+    causal = np.tril(np.ones((n, n), masks.dtype))
+    return chained.reshape(tokens.shape), np.broadcast_to(causal, paths.shape).reshape(masks.shape)
