@@ -563,7 +563,7 @@ class Crowd:
         former request stay in the table."""
         self.lengths[row] = prefix
         self.backend.req_to_token_pool.free_slots = sorted(
-            set(range(1, len(self.backend.lengths))) - self.lengths.keys()
+            set(range(1, len(self.backend.req_to_token))) - self.lengths.keys()
         )
         self.grow(row, 0, prefix)
 

@@ -95,15 +95,20 @@ class PackedBackend(AttentionBackend):
         if one_by_one and self.captured:
             self._begin_decode(forward_batch)
             return
-        starts, locations = starts_of(forward_batch), forward_batch.out_cache_loc
-        lengths = starts + len(locations) // len(starts) if one_by_one else forward_batch.seq_lens
+        locations = forward_batch.out_cache_loc
         locations = torch.where(locations < self.pool.page_size, -1, locations)  # page 0 is for padding
+        starts, lengths = starts_of(forward_batch), forward_batch.seq_lens
+        kept = lengths
+        if one_by_one:
+            drafted = locations.view(len(lengths), -1)
+            padding = drafted[:, 0] < 0  # reads no page and needs no windows
+            starts = torch.where(padding, 0, starts)
+            lengths = starts + drafted.shape[1]
+            kept = torch.where(padding, 0, lengths)
         if self.served.plan.windows:
             least = starts + 1 if one_by_one else lengths
             self.lengths[:, forward_batch.req_pool_indices] = torch.stack((least, lengths)).int()
-            # padding needs no windows
-            kept = torch.where(locations.view(len(lengths), -1)[:, 0] < 0, 0, lengths) if one_by_one else lengths
-            self.served.begin(locations, torch.minimum(starts, kept), kept, table)
+            self.served.begin(locations, starts, kept, table)
         starts, lengths = starts.int(), lengths.int()
         if one_by_one:
             host = HostLengths(starts.tolist(), lengths.tolist())
@@ -121,7 +126,7 @@ class PackedBackend(AttentionBackend):
         locations, requests = forward_batch.out_cache_loc, forward_batch.req_pool_indices
         counted = 1 if forward_batch.forward_mode.is_decode() else 0
         step = decode_inputs(locations, forward_batch.seq_lens, requests, self.lengths, self.pool.page_size, counted)
-        self.served.begin(step.locations, step.kept_starts, step.kept_lengths, self.table)
+        self.served.begin(step.locations, step.starts, step.kept, self.table)
         described = (step.locations, step.query_starts, step.starts, step.lengths)
         self.steps = [self.served.decode(*described, self.table, len(locations) // len(requests))]
 

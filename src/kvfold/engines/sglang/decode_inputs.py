@@ -15,10 +15,9 @@ class DecodeInputs(NamedTuple):
 
     locations: Tensor  # int64[rows · queries], -1: padding
     query_starts: Tensor  # int32[rows + 1]
-    starts: Tensor  # int32[rows], as are all below
+    starts: Tensor  # int32[rows], as are all below; 0 for padding
     lengths: Tensor
-    kept_starts: Tensor  # the same for windows: 0 for padding, which needs none
-    kept_lengths: Tensor
+    kept: Tensor  # lengths for windows: 0 for padding, which needs none
 
 
 def decode_inputs(
@@ -31,7 +30,7 @@ def decode_inputs(
     queries = len(locations) // rows
     places = torch.empty(rows * queries, dtype=torch.int64, device=lengths.device)
     stride = rows // 4 * 4 + 4  # a multiple of 16 bytes, since Triton compiles kernels anew for another alignment
-    numbers = torch.empty(5, stride, dtype=torch.int32, device=lengths.device)
+    numbers = torch.empty(4, stride, dtype=torch.int32, device=lengths.device)
     width = power_of_two(rows + 1)
     _decode_inputs[(1,)](
         *(locations, lengths, requests, known, places, numbers, rows, stride, known.shape[1]),
@@ -61,12 +60,13 @@ def _decode_inputs(
 ):
     row = tl.arange(0, WIDTH)
     live = row < rows
+    real = tl.load(locations + row * QUERIES, mask=live, other=0) >= PAGE
     start = tl.load(lengths + row, mask=live, other=1).to(tl.int32) - COUNTED
+    start = tl.where(real, start, 0)  # padding reads no page, not even in windows
     length = start + QUERIES
     column = tl.load(requests + row, mask=live, other=0)
     tl.store(known + column, start + 1, mask=live)
     tl.store(known + known_stride + column, length, mask=live)
-    real = tl.load(locations + row * QUERIES, mask=live, other=0) >= PAGE
     for query in tl.static_range(QUERIES):
         place = row * QUERIES + query
         location = tl.load(locations + place, mask=live, other=0).to(tl.int64)
@@ -74,5 +74,4 @@ def _decode_inputs(
     tl.store(numbers + row, row * QUERIES, mask=row <= rows)
     tl.store(numbers + stride + row, start, mask=live)
     tl.store(numbers + 2 * stride + row, length, mask=live)
-    tl.store(numbers + 3 * stride + row, tl.where(real, start, 0), mask=live)
-    tl.store(numbers + 4 * stride + row, tl.where(real, length, 0), mask=live)
+    tl.store(numbers + 3 * stride + row, tl.where(real, length, 0), mask=live)
