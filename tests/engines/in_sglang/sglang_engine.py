@@ -37,6 +37,7 @@ class Answer(NamedTuple):
     tokens: list[int]
     logprobs: list[float]
     cached: int  # tokens of the prompt that were in the prefix cache
+    checks: int  # steps that checked drafts
 
 
 def serve(
@@ -109,6 +110,7 @@ def ask(engine: sglang.Engine, prompts: Sequence[list[int]], tokens: int) -> lis
             answer["output_ids"],
             [logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]],
             answer["meta_info"]["cached_tokens"],
+            answer["meta_info"].get("spec_verify_ct", 0),
         )
         for answer in answers
     ]

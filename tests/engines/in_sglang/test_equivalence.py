@@ -1,5 +1,6 @@
 """What SGLang answers does not depend on prefix hits, chunks, neighbours or retractions, packed or not."""
 
+import math
 import re
 from functools import partial
 from typing import NamedTuple
@@ -7,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from defined_attention import defined_attention
+from known_drafts import draft_from
 from sglang_engine import Answer, ask, ask_alone, be_batch_invariant, forget, retract_often, serve
 from tiny_models import random_tokens, tiny
 from typer.testing import CliRunner
@@ -23,6 +25,11 @@ CACHED = [144, 96, 48, 32, 16, 16]  # of these tokens, in whole pages of 16
 TOKENS = 12  # of an answer
 SMALL = {"chunked_prefill_size": CHUNK, "max_total_tokens": 768}
 LARGE = {"chunked_prefill_size": 512, "max_total_tokens": 2048}
+DRAFTS = {
+    "speculative_algorithm": "NGRAM",
+    "speculative_ngram_max_bfs_breadth": 1,
+    "speculative_num_draft_tokens": 6,
+}
 
 
 class Small(NamedTuple):
@@ -76,7 +83,7 @@ def same(answers: list[Answer]) -> list[tuple[list[int], list[float]]]:
 
 @pytest.mark.parametrize("recipe", [None, *RECIPES])
 def test_schedules_change_nothing(recipe, prompts, served, capfd):
-    """Not a bit: prefix hits, retraction, other chunks, other requests beside one."""
+    """Not a bit: prefix hits, retraction, other chunks, other requests beside one, drafts."""
     prepare = (be_batch_invariant, retract_often)
     small = served(prompts.small, recipe, prepare=prepare, **SMALL, log_level="warning")
     retracted = re.findall(r"Testing retraction. #retracted_reqs: (\d+)", capfd.readouterr().err)
@@ -89,6 +96,13 @@ def test_schedules_change_nothing(recipe, prompts, served, capfd):
     assert same(large.cold) == same(small.cold)
     assert [answer.cached for answer in large.together] == [0] * 6
     assert same(large.together) == same(small.cold)
+    if recipe == WINDOWS:
+        texts = [prompt + answer.tokens for prompt, answer in zip(prompts.all, small.cold, strict=True)]
+        asked = partial(ask, prompts=prompts.all, tokens=TOKENS)
+        drafted = served(asked, recipe, prepare=(*prepare[:1], partial(draft_from, texts)), **LARGE, **DRAFTS)
+        assert same(drafted) == same(small.cold)
+        least = math.ceil((TOKENS - 1) / (DRAFTS["speculative_num_draft_tokens"] - 1))  # steps, if all were accepted
+        assert all(least < answer.checks < TOKENS - 1 for answer in drafted)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
