@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar
 
@@ -87,9 +88,9 @@ def be_batch_invariant() -> None:
 
     def under_mode(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
-        def wrapped(*arguments: Any, **options: Any) -> Any:
-            with mode:
-                return method(*arguments, **options)
+        def wrapped(runner: ModelRunner, *arguments: Any, **options: Any) -> Any:
+            with nullcontext() if runner.is_draft_worker else mode:  # answers do not depend on what is drafted
+                return method(runner, *arguments, **options)
 
         return wrapped
 

@@ -18,7 +18,7 @@ from packaging.version import Version
 
 from kvfold.artifact import digest_model
 from kvfold.engines.serving import Config, Plan
-from kvfold.engines.sglang.speculation import chains, refuse_drafts
+from kvfold.engines.sglang.speculation import chains, draft_layers, refuse_drafts
 from kvfold.engines.start import aborting
 from kvfold.format.layout import ALIGNMENT
 from kvfold.geometry import Geometry, listed
@@ -88,6 +88,7 @@ def install() -> None:
         (f"sglang.srt.server_args.ServerArgs.{begin}", HookType.AROUND, resolve),
         (f"{pools}._profile_available_bytes", HookType.AFTER, page_budget),
         (f"{sizes}.DefaultPoolConfigurator._compute_cell_size", HookType.AFTER, cell_size),
+        (f"{sizes}.DefaultPoolConfigurator.__init__", HookType.AFTER, with_drafts),
         (f"{sizes}.HybridSWAPoolConfigurator.__init__", HookType.AFTER, full_cell_size),
         (f"{pools}._build_mha_kv_pool", HookType.AROUND, build_pool),
         (f"{pools}._build_hybrid_linear_kv_pool", HookType.AROUND, build_pool),
@@ -206,8 +207,16 @@ def page_budget(available: int, configurator: "KVCacheConfigurator", *_: Any) ->
 
 def cell_size(counted: int, sizes: Any, configurator: "KVCacheConfigurator", layers: int) -> int:
     """Bytes per token, over all layers. SGLang counts `layers` layers of one size."""
+    if configurator.is_draft_worker:
+        return counted
     other = counted // layers * len(beside_in(configurator))
     return math.ceil(plan_of(configurator).token_bytes + other)
+
+
+def with_drafts(_: None, sizes: Any, configurator: "KVCacheConfigurator") -> None:
+    """Count layers of a draft model in 16 bits. SGLang counts them like those of the model, which are packed."""
+    if draft_layers(configurator):
+        sizes._cell_size = math.ceil(plan_of(configurator).token_bytes + draft_bytes(configurator))
 
 
 def full_cell_size(_: None, sizes: Any, configurator: "KVCacheConfigurator") -> None:
@@ -216,6 +225,12 @@ def full_cell_size(_: None, sizes: Any, configurator: "KVCacheConfigurator") -> 
     packed = plan_of(configurator).token_bytes
     sizes._cell_size += packed - sizes._full_per_token * layers
     sizes._full_per_token = packed / layers
+
+
+def draft_bytes(configurator: "KVCacheConfigurator") -> int:
+    """Bytes per token in the layers of a draft model. SGLang assumes that they are like the model's own."""
+    plan = plan_of(configurator)
+    return draft_layers(configurator) * plan.raw_token_bytes // len(plan.codecs)
 
 
 def beside_in(configurator: "KVCacheConfigurator") -> list[int]:
@@ -227,6 +242,8 @@ def beside_in(configurator: "KVCacheConfigurator") -> list[int]:
 def build_pool(build: Callable[..., "KVCache"], configurator: "KVCacheConfigurator", **options: Any) -> "KVCache":
     from kvfold.engines.sglang.packed_pool import PackedPool
 
+    if configurator.is_draft_worker:  # its cache stays in 16 bits
+        return build(configurator, **options)
     plan, stock = plan_of(configurator), options["mha_pool_class"]
     packed = partial(PackedPool, plan, shadows_of(plan), beside_in(configurator), stock)
 
@@ -243,8 +260,10 @@ def verify(result: Any, configurator: "KVCacheConfigurator", **_: Any) -> None:
 
     from kvfold.engines.sglang.packed_pool import packed_pool_of
 
+    if configurator.is_draft_worker:
+        return
     packed = packed_pool_of(result.token_to_kv_pool)
-    takes = packed.token_bytes
+    takes = packed.token_bytes + draft_bytes(configurator)
     sizes = create_memory_pool_configurator(configurator)
     full = configurator.is_hybrid_swa
     counted = sizes._full_per_token * sizes._full_layers_num if full else sizes._cell_size
@@ -265,6 +284,8 @@ def build_backend(
     for prompts and another for decoding."""
     from kvfold.engines.sglang.attention import MixedBackend
 
+    if model_runner.is_draft_worker:
+        return build(model_runner=model_runner, **options)
     packed = packed_backend(model_runner)
     if not beside(packed.served.plan.geometry):
         return packed

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
     from sglang.srt.server_args import ServerArgs
 
     from kvfold.engines.serving import Plan
@@ -21,9 +22,9 @@ def refuse_drafts(arguments: "ServerArgs", plan: "Plan") -> None:
     tokens = arguments.speculative_num_draft_tokens or NGRAM_TOKENS  # of a step: one token and its drafts
     others = {layer.kind for layer in plan.geometry.layers} - {"full"}
     reasons = {
-        f"--speculative-algorithm {algorithm} is not tested yet: use NGRAM": algorithm.upper() != "NGRAM",
+        f"--speculative-algorithm {algorithm} is not tested yet: use NGRAM": algorithm.upper() not in ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN"),
         "packed pages are read causally, and drafts of NGRAM form a tree: add --speculative-ngram-max-bfs-breadth 1": (
-            arguments.speculative_ngram_max_bfs_breadth != 1
+            algorithm == "NGRAM" and arguments.speculative_ngram_max_bfs_breadth != 1
         ),
         f"--speculative-num-draft-tokens {tokens} is above the {arguments.page_size} tokens of a page, and a step taken "
         "back would lose shadow pages: lower it": tokens > arguments.page_size,
@@ -33,6 +34,14 @@ def refuse_drafts(arguments: "ServerArgs", plan: "Plan") -> None:
     for reason, applies in reasons.items():
         if applies:
             raise ValueError(reason)
+
+
+def draft_layers(configurator: "KVCacheConfigurator") -> int:
+    """How many layers of a draft model share the memory for the cache."""
+    algorithm = configurator.spec_algorithm
+    if configurator.is_draft_worker or not (algorithm.is_eagle() or algorithm.is_standalone()):
+        return 0
+    return int(configurator.spec_aux_config.eagle_draft_num_layers or 0)
 
 
 def chains(drafts: tuple[Array, Array], corpus: Any, *_: Any, **__: Any) -> tuple[Array, Array]:

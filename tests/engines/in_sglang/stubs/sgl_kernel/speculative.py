@@ -1,5 +1,6 @@
 """Kernels of speculative decoding in plain PyTorch, one request after the other."""
 
+import torch
 from torch import Tensor
 
 
@@ -74,3 +75,44 @@ def assign_req_to_token_pool_cpu(
     for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True):
         req_to_token[row, start:end] = locations[place : place + end - start]
         place += end - start
+
+
+def build_tree_kernel_efficient_cpu(
+    parents: Tensor,
+    selected: Tensor,
+    lengths: Tensor,
+    mask: Tensor,
+    positions: Tensor,
+    index: Tensor,
+    next_token: Tensor,
+    next_sibling: Tensor,
+    topk: int,
+    steps: int,
+    n: int,
+    mode: int,
+) -> None:
+    """Of one draft after the other: a chain."""
+    assert topk == 1
+    rows, requests = torch.arange(n), len(lengths)
+    mask.view(requests, n, n).copy_(rows <= rows.unsqueeze(1))
+    positions.view(requests, n).copy_(lengths.unsqueeze(1) + rows)
+    index.copy_(torch.arange(requests * n).view(requests, n))
+    next_token.copy_(torch.where(rows + 1 < n, rows + 1, -1))
+    next_sibling.fill_(-1)
+
+
+def fill_bonus_tokens_cpu(accepted: Tensor, counts: Tensor, out: Tensor, stride: int) -> None:
+    """The last accepted token of each request."""
+    for row, count in enumerate(counts.tolist()):
+        out[row] = accepted.flatten()[row * stride + count - 1]
+
+
+def assign_draft_cache_locs_contiguous_cpu(
+    rows: Tensor, req_to_token: Tensor, lengths: Tensor, out: Tensor, width: int, topk: int, steps: int
+) -> None:
+    ends = lengths + topk * steps
+    assign_extend_cache_locs_cpu(rows, req_to_token, lengths, ends, out, width)
+
+
+def copy_all_layer_kv_cache_cpu(*_: object) -> None:
+    """Nothing moves: accepted drafts of a chain lie where they belong."""
