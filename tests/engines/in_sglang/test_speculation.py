@@ -26,20 +26,24 @@ NGRAM = {
     "page_size": PAGE,
     "pp_size": 1,
 }
+EAGLE = {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1, "speculative_num_steps": 15}
 
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"speculative_algorithm": "STANDALONE"}, "--speculative-algorithm STANDALONE is not tested yet: use NGRAM"),
+        (EAGLE | {"speculative_algorithm": "DFLASH"}, "--speculative-algorithm DFLASH is not tested yet: use NGRAM"),
         ({"speculative_ngram_max_bfs_breadth": 10}, "form a tree: add --speculative-ngram-max-bfs-breadth 1"),
-        ({"speculative_num_draft_tokens": 17}, "--speculative-num-draft-tokens 17 is above the 16 tokens of a page"),
+        (EAGLE | {"speculative_eagle_topk": None}, "form a tree: add --speculative-eagle-topk 1"),
+        ({"speculative_num_draft_tokens": 17}, "a page of 16 tokens is smaller than a step of 17"),
+        (EAGLE | {"speculative_num_steps": 16}, "a page of 16 tokens is smaller than a step of 17"),
         ({"pp_size": 2}, "speculative decoding in a pipeline is not tested yet"),
     ],
 )
 def test_drafts_that_are_refused(arguments, reason):
     plan = Plan.make(Config(parse("int4:centre=false")), MODEL, PAGE, torch.bfloat16)
-    refuse_drafts(SimpleNamespace(**NGRAM | {"speculative_num_draft_tokens": 16}), plan)
+    for allowed in ({"speculative_num_draft_tokens": 16}, EAGLE):
+        refuse_drafts(SimpleNamespace(**NGRAM | allowed), plan)
     with pytest.raises(ValueError, match=reason):
         refuse_drafts(SimpleNamespace(**NGRAM | arguments), plan)
 

@@ -49,7 +49,8 @@ PLAIN: dict[str, tuple[Any, ...]] = {  # arguments, and the values that go toget
     "disable_prefill_cuda_graph": (False, True),  # `prepare` sets it, so it has to exist
     **dict.fromkeys(
         (
-            *("dllm_algorithm", "enable_dp_attention", "enable_two_batch_overlap", "speculative_adaptive"),
+            *("dllm_algorithm", "enable_dp_attention", "enable_two_batch_overlap"),
+            *("speculative_adaptive", "enable_multi_layer_eagle"),
             *("enable_hierarchical_cache", "enable_lmcache", "enable_flexkv", "enable_hisparse", "enable_pdmux"),
             *("enable_unified_memory", "enable_page_major_kv_layout", "enable_memory_saver", "enable_prefill_cp"),
             *("enable_unified_cache_external_linker", "enable_kv_cache_sharding", "radix_cache_backend"),
@@ -68,6 +69,7 @@ BACKENDS = ("attention_backend", "prefill_attention_backend", "decode_attention_
 VARIABLES = (  # of the environment, which may not be set
     "SGLANG_ENABLE_METADATA_GLUE_GRAPH",  # a graph would replay what has to run on the host
     "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING",  # the size of a pool would change
+    "SGLANG_ENABLE_OVERLAP_PLAN_STREAM",  # steps with drafts would begin on another stream
 )
 RUNNING = 128  # default of max_running_requests for recipes with windows: each request takes shadow pages
 

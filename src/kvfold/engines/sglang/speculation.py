@@ -11,24 +11,30 @@ if TYPE_CHECKING:
     from kvfold.engines.serving import Plan
 
 Array = np.ndarray[Any, Any]
-NGRAM_TOKENS = 12  # SGLang's default of --speculative-num-draft-tokens
+MODELS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")  # algorithms with a draft model
 
 
 def refuse_drafts(arguments: "ServerArgs", plan: "Plan") -> None:
     """Refuse drafts that cannot be checked over packed pages, or are not tested there."""
-    algorithm = arguments.speculative_algorithm
-    if algorithm is None:
+    if arguments.speculative_algorithm is None:
         return
-    tokens = arguments.speculative_num_draft_tokens or NGRAM_TOKENS  # of a step: one token and its drafts
+    algorithm = arguments.speculative_algorithm.upper()
+    ngram = algorithm == "NGRAM"
+    breadth = "speculative_ngram_max_bfs_breadth" if ngram else "speculative_eagle_topk"
+    # of a request in a step: one token and its drafts
+    tokens = arguments.speculative_num_draft_tokens or 1 if ngram else 1 + (arguments.speculative_num_steps or 0)
     others = {layer.kind for layer in plan.geometry.layers} - {"full"}
     reasons = {
-        f"--speculative-algorithm {algorithm} is not tested yet: use NGRAM": algorithm.upper() not in ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN"),
-        "packed pages are read causally, and drafts of NGRAM form a tree: add --speculative-ngram-max-bfs-breadth 1": (
-            algorithm == "NGRAM" and arguments.speculative_ngram_max_bfs_breadth != 1
+        f"--speculative-algorithm {algorithm} is not tested yet: use NGRAM, {', '.join(MODELS)}": (
+            not ngram and algorithm not in MODELS
         ),
-        f"--speculative-num-draft-tokens {tokens} is above the {arguments.page_size} tokens of a page, and a step taken "
-        "back would lose shadow pages: lower it": tokens > arguments.page_size,
-        f"speculative decoding beside {' and '.join(sorted(others))} layers is not tested yet: leave it out": others,
+        f"packed pages are read causally, and drafts of {algorithm} may form a tree: add "
+        f"--{breadth.replace('_', '-')} 1": getattr(arguments, breadth) != 1,
+        f"a page of {arguments.page_size} tokens is smaller than a step of {tokens}, which loses shadow pages if it is "
+        "taken back: draft fewer tokens": tokens > arguments.page_size,
+        f"speculative decoding beside {' and '.join(sorted(others))} layers is not tested yet: leave it out": (
+            bool(others)
+        ),
         "speculative decoding in a pipeline is not tested yet: leave out one of the two": arguments.pp_size > 1,
     }
     for reason, applies in reasons.items():
