@@ -12,9 +12,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from test_plugin import MODEL, PAGE, PAGES, Requests, backend, reading, tokens
 
 from kvfold.engines.serving import Config, Plan
-from kvfold.engines.shadow_table import shadows_needed
 from kvfold.engines.sglang.attention import PackedBackend
 from kvfold.engines.sglang.speculation import chains, refuse_drafts
+from kvfold.engines.shadow_table import shadows_needed
 from kvfold.ops.restore import Restore
 from kvfold.recipes import parse
 
