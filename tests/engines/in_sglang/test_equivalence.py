@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from defined_attention import defined_attention
-from draft_models import draft_plainly, save_eagle
+from draft_models import draft_plainly, eagle
 from known_drafts import draft_from
 from plain_attention import attend_plainly
 from sglang_engine import Answer, ask, ask_alone, be_batch_invariant, forget, retract_often, serve
@@ -99,7 +99,7 @@ def test_schedules_change_nothing(recipe, prompts, served, small, tmp_path, capf
     assert same(large.together) == same(answers.cold)
     texts = [prompt + answer.tokens for prompt, answer in zip(prompts.all, answers.cold, strict=True)]
     drafts = {
-        RECIPES[0]: ((attend_plainly, draft_plainly), save_eagle(small, tmp_path)),
+        RECIPES[0]: ((attend_plainly, draft_plainly), eagle(small, tmp_path)),
         WINDOWS: ((partial(draft_from, texts),), NGRAM),
     }
     if recipe in drafts:

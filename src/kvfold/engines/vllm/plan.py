@@ -102,9 +102,8 @@ def _drafts(config: VllmConfig, kinds: set[str]) -> dict[str, bool]:
         f"speculative decoding by {speculation.method} is not tested yet: use {', '.join(('ngram', *DRAFT_MODELS))}": (
             not drafted and speculation.method != "ngram"
         ),
-        f"num_speculative_tokens has to be below --block-size {block}, so that a step taken back loses no shadow page": (
-            config.num_speculative_tokens >= block
-        ),
+        f"num_speculative_tokens has to be below --block-size {block}, so that a step taken back loses no "
+        "shadow page": config.num_speculative_tokens >= block,
         f"speculative decoding by {speculation.method} beside {' and '.join(sorted(kinds - {'full'}))} layers is not "
         "tested yet: use ngram": drafted and kinds != {"full"},
         f"speculative decoding by {speculation.method} needs --no-async-scheduling": (
