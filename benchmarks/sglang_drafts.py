@@ -1,13 +1,14 @@
 """Speculative decoding in SGLang by NGRAM: users who ask for passages of a text that the server knows.
 
-    python benchmarks/sglang_drafts.py Qwen/Qwen3-8B --text book.txt --engine '{"attention_backend": "fa3"}' --csv rows.csv
-    python benchmarks/sglang_drafts.py Qwen/Qwen3-8B --text book.txt -r saw-int4 --artifact fits --csv rows.csv
-    python benchmarks/sglang_drafts.py Qwen/Qwen3-8B --text book.txt -r saw-int4 --artifact fits --drafts 0 --csv rows.csv
+    python benchmarks/sglang_drafts.py Qwen/Qwen3-8B --text book.txt --engine '{"attention_backend": "fa3"}' \\
+        --csv rows.csv                                                                                      # its own
+    python benchmarks/sglang_drafts.py Qwen/Qwen3-8B --text book.txt -r saw-int4 --csv rows.csv              # packed
+    python benchmarks/sglang_drafts.py Qwen/Qwen3-8B --text book.txt -r saw-int4 --drafts 0 --csv rows.csv   # no drafts
 
-It runs in an environment with SGLang and kvfold. The model and its tokenizer are real, since drafts have to be right. A
-prompt is a long passage, and the wish to repeat it. Drafts come from the text, which SGLang reads at start as an external
-corpus: it does not draft from prompts. Every row is greedy and without a prefix cache. Timing begins when all users have
-their first token. It ends when one has its last token.
+It runs in an environment with SGLang and kvfold. Model and tokenizer are real, since drafts have to be right. A prompt
+is a long passage, and the wish to repeat it. Drafts come from the text, which SGLang reads at start as an external
+corpus: it does not draft from prompts. Every row is greedy and without a prefix cache. Timing begins when all users
+have their first token. It ends when one has its last token.
 """
 
 import argparse

@@ -77,7 +77,7 @@ def test_memory_as_measured_with_another_recipe_is_refused(config, monkeypatch):
             (None, "kv_transfer_config", KVTransferConfig(kv_connector=name, kv_role=role), "KV connectors would ship")
             for name, role in (("NixlConnector", "kv_producer"), ("LMCacheConnectorV1", "kv_consumer"))
         ),
-        (None, "speculative_config", drafts("mtp", 3), "by mtp is not tested yet: use ngram, eagle, eagle3, draft_model"),
+        (None, "speculative_config", drafts("mtp", 3), "by mtp is not tested yet: use ngram, eagle, eagle3"),
         (None, "speculative_config", drafts("ngram", 128), "num_speculative_tokens has to be below --block-size 128"),
     ],
 )

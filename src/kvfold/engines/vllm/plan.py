@@ -1,5 +1,7 @@
 """What a vLLM configuration means for kvfold: what is refused, which layers a rank packs, and its plan."""
 
+from collections.abc import Set
+
 import torch
 import vllm
 from vllm.config import VllmConfig
@@ -92,7 +94,7 @@ def refuse(config: VllmConfig) -> None:
             raise ValueError(f"kvfold: {reason}")
 
 
-def _drafts(config: VllmConfig, kinds: set[str]) -> dict[str, bool]:
+def _drafts(config: VllmConfig, kinds: Set[str]) -> dict[str, bool]:
     """Reasons to refuse speculative decoding."""
     speculation, block = config.speculative_config, config.cache_config.block_size
     if speculation is None:
