@@ -88,7 +88,7 @@ def test_memory_as_measured_with_another_recipe_is_refused(config, monkeypatch):
                 ("OffloadingConnector", {"secondary_tiers": [{"type": "p2p"}]}, "tested with files alone: leave out"),
             )
         ),
-        (None, "speculative_config", drafts("eagle3", 3), "speculative decoding by eagle3 is not tested yet: use"),
+        (None, "speculative_config", drafts("mtp", 3), "by mtp is not tested yet: use ngram, eagle, eagle3"),
         (None, "speculative_config", drafts("ngram", 128), "num_speculative_tokens has to be below --block-size 128"),
     ],
 )
@@ -133,6 +133,16 @@ def test_drafts_in_a_pipeline_are_refused(config):
     changed.parallel_config, changed.speculative_config = parallel, drafts("ngram", 3)
     with pytest.raises(ValueError, match="speculative decoding in a pipeline is not tested yet: leave out one"):
         plan.make_plan(changed)
+
+
+def test_drafts_of_a_model_need_steps_that_are_not_ahead(config):
+    changed, scheduler = copy.copy(config), copy.copy(config.scheduler_config)
+    scheduler.async_scheduling = True
+    changed.scheduler_config, changed.speculative_config = scheduler, drafts("ngram", 3)
+    plan.refuse(changed)
+    changed.speculative_config = drafts("eagle", 3)
+    with pytest.raises(ValueError, match="speculative decoding by eagle needs --no-async-scheduling"):
+        plan.refuse(changed)
 
 
 def of_model(config, fields: Mapping[str, Any], **changes: object):

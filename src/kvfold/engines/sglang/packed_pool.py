@@ -118,6 +118,10 @@ class PackedPool(KVCache):
         pool, place = self._beside(layer.layer_id)
         pool.set_kv_buffer(layer, *arguments, **options, layer_id_override=place)
 
+    def move_kv_cache(self, tgt_loc: Tensor, src_loc: Tensor) -> None:
+        """Nothing has to move: SGLang asks for this after drafts were accepted, and accepted drafts of a chain lie
+        where they belong."""
+
 
 def packed_pool_of(pool: KVCache) -> PackedPool:
     """The packed pool that SGLang's pool is, or has for its full layers."""

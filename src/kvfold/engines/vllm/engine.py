@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec
 from kvfold.engines.serving import Layer, Served, Steps
 from kvfold.engines.vllm.blocks import fit_blocks
 from kvfold.engines.vllm.offload import loaded_blocks
-from kvfold.engines.vllm.plan import geometry_of, layers_of, logger, make_plan
+from kvfold.engines.vllm.plan import DRAFT_MODELS, geometry_of, layers_of, logger, make_plan
 from kvfold.engines.vllm.requests import Requests
 from kvfold.geometry import listed
 
@@ -75,6 +75,10 @@ class Engine:
         self.layers: dict[str, Layer] = {}  # by vLLM's names
         self.requests = Requests()
         follow(resolve_name(RUNNERS[config.use_v2_model_runner]))
+        if self.drafted:
+            from kvfold.engines.vllm.draft_models import keep_raw
+
+            keep_raw()
 
     @classmethod
     def of(cls, config: VllmConfig) -> "Engine":
@@ -90,6 +94,12 @@ class Engine:
         # the language model of a multimodal one has its own configuration, with the same cache_config
         current = cls.current
         return current if current is not None and current.config.cache_config is config.cache_config else None
+
+    @property
+    def drafted(self) -> bool:
+        """Whether there are layers of a draft model too. They stay in 16 bits, and all layers have full attention."""
+        speculation = self.config.speculative_config
+        return speculation is not None and speculation.method in DRAFT_MODELS
 
     @property
     def modules(self) -> dict[str, Any]:
@@ -114,6 +124,8 @@ class Engine:
             name: replace(attention[name], state_content_bytes=self.token_bytes[extract_layer_index(name)])
             for name in attention.keys() & self.modules.keys()
         }
+        if self.drafted:  # blocks of layers with full attention may differ in size
+            return {**specs, **packed}
         others = {name: spec for name, spec in attention.items() if name not in packed}
         every = self.config.compilation_config.static_forward_context
         return {**specs, **fit_blocks(packed, others, {name: every[name].get_attn_backend() for name in others})}
@@ -129,7 +141,8 @@ class Engine:
             specs = list(iter_layer_specs(group.kv_cache_spec))
             tokens = specs[0].block_size
             padded = any(isinstance(spec, AttentionSpec) and spec.page_size_padded for spec in specs)
-            if padded or tokens % plan.page_size or len(numbers) < len(group.layer_names):
+            whole = self.drafted or len(numbers) == len(group.layer_names)
+            if padded or tokens % plan.page_size or not whole:
                 raise ValueError(
                     f"kvfold: vLLM's blocks of {tokens} tokens for layers {listed(numbers)} are not whole packed pages "
                     f"of {plan.page_size} tokens"
