@@ -145,12 +145,9 @@ def test_attention_that_cannot_be_packed_is_refused(options, what):
 
 
 ALLOWED = {name: values[0] for name, values in hooks.PLAIN.items()}
-LOOKED_AT = {"disable_prefill_cuda_graph", "enable_hierarchical_cache", "enable_memory_saver"}  # with any value
 
 
-@pytest.mark.parametrize(
-    "flag", sorted(hooks.PLAIN.keys() - {"disable_prefill_cuda_graph", "enable_hierarchical_cache"})
-)
+@pytest.mark.parametrize("flag", sorted(hooks.PLAIN.keys() - {"enable_hierarchical_cache"}))
 def test_flags_that_are_refused_are_named(flag):
     hooks.refuse(SimpleNamespace(**ALLOWED))
     with pytest.raises(ValueError, match=f"^--{flag.replace('_', '-')} another does not go together"):
@@ -161,7 +158,7 @@ def test_flags_that_are_refused_are_named(flag):
     ("flag", "version", "refused"),
     [
         ("hicache_storage_backend", "0.5.17", True),
-        ("disable_prefill_cuda_graph", "0.5.99", True),
+        ("cuda_graph_backend_prefill", "0.5.99", True),
         ("enable_kv_cache_sharding", "0.5.21", False),
         ("enable_kv_cache_sharding", "0.5.22", True),
     ],
@@ -472,6 +469,28 @@ def test_a_captured_step_reads_what_the_next_ones_bring(monkeypatch):
         own.backend.req_to_token.copy_(written)
         torch.testing.assert_close(out[:2], plain.decode(*new)[:2], atol=2e-2, rtol=0)
     assert torch.equal(own.backend.served.shadow_table.of, plain.backend.served.shadow_table.of)
+
+
+def test_prefill_graphs_are_captured_without_pages():
+    """SGLang captures parts of a prompt that is padding alone, and runs attention between them."""
+    prompt = Requests(backend("int4:centre=false,sink=4,recent=20"), [37, 13])
+    batch = reading(prompt.backend, [0], [0], [50])
+    prompt.backend.init_forward_metadata(batch)
+    q, k, v = tokens(50, torch.Generator().manual_seed(0))
+    before = [pages.clone() for pages in prompt.backend.pool.rows]
+    assert prompt.backend.forward_extend(q, k, v, prompt.layer, batch).shape == (50, KV_HEADS * RATIO * DIMS)
+    assert prompt.backend.served.shadow_table.used == 0
+    assert all(map(torch.equal, prompt.backend.pool.rows, before))
+
+
+@pytest.mark.parametrize(("kind", "refused"), [("breakable", False), ("disabled", False), ("full", True)])
+def test_prefill_graphs_that_hold_attention_are_refused(kind, refused):
+    arguments = SimpleNamespace(cuda_graph_config=SimpleNamespace(prefill=SimpleNamespace(backend=kind)))
+    if refused:
+        with pytest.raises(SystemExit, match="of the kind full hold attention: add --disable-prefill-cuda-graph"):
+            hooks.refuse_prefill_graphs(arguments)
+    else:
+        hooks.refuse_prefill_graphs(arguments)
 
 
 def test_values_may_have_another_size_than_keys():

@@ -99,7 +99,7 @@ class PackedBackend(AttentionBackend):
         locations = forward_batch.out_cache_loc
         locations = torch.where(locations < self.pool.page_size, -1, locations)  # page 0 is for padding
         starts, lengths = starts_of(forward_batch), forward_batch.seq_lens
-        kept = lengths
+        kept = torch.where(forward_batch.req_pool_indices == 0, 0, lengths)  # row 0 is for padding
         if one_by_one:
             drafted = locations.view(len(lengths), -1)
             padding = drafted[:, 0] < 0  # reads no page and needs no windows

@@ -39,6 +39,8 @@ logger = getLogger("sglang.kvfold")  # a child of SGLang's logger, so that it is
 
 PAGE_SIZE = {"cuda": 64, "cpu": 16}
 OLDEST, NEWEST = "0.5.17", "0.5.23"  # versions of SGLang that kvfold is tested with
+# Attention needs the lengths of a prefill step on the host: it runs between the parts of a breakable graph.
+PREFILL_GRAPHS = ("breakable", "disabled")
 PLAIN: dict[str, tuple[Any, ...]] = {  # arguments, and the values that go together with a packed cache
     "kv_cache_dtype": ("auto", "bfloat16", "bf16"),
     "kv_canary": ("none",),
@@ -47,10 +49,9 @@ PLAIN: dict[str, tuple[Any, ...]] = {  # arguments, and the values that go toget
     # `hierarchical_cache.prepare` looks at them
     **dict.fromkeys(("enable_hierarchical_cache", "enable_memory_saver"), (False, True)),
     "hicache_storage_backend": (None, *hierarchical_cache.STORAGE),
-    "cuda_graph_config": (None,),  # it would override the next three
-    "cuda_graph_backend_prefill": (None, "disabled"),  # a prefill step needs its lengths on the host
+    "cuda_graph_config": (None,),  # it would override the next two
+    "cuda_graph_backend_prefill": (None, *PREFILL_GRAPHS),
     "cuda_graph_backend_decode": (None, "full", "disabled"),
-    "disable_prefill_cuda_graph": (False, True),  # `prepare` sets it, so it has to exist
     **dict.fromkeys(
         (
             *("dllm_algorithm", "enable_dp_attention", "enable_two_batch_overlap"),
@@ -139,6 +140,14 @@ def resolve(original: Callable[["ServerArgs"], None], arguments: "ServerArgs") -
         if "_buffer" not in str(error):
             raise
         refuse_prefixes(geometry, arguments, error)
+    refuse_prefill_graphs(arguments)
+
+
+@aborting
+def refuse_prefill_graphs(arguments: "ServerArgs") -> None:
+    """SGLang chooses another kind for some models by itself."""
+    if (kind := arguments.cuda_graph_config.prefill.backend) not in PREFILL_GRAPHS:
+        raise ValueError(f"prefill graphs of the kind {kind} hold attention: add --disable-prefill-cuda-graph")
 
 
 @aborting
@@ -147,7 +156,6 @@ def prepare(config: Config, arguments: "ServerArgs") -> Geometry:
     refuse(arguments)
     device = arguments.device or default_device()
     arguments.page_size = arguments.page_size or PAGE_SIZE.get(device, ALIGNMENT)
-    arguments.disable_prefill_cuda_graph = True
     if config.recipe.windows and arguments.max_running_requests is None:
         arguments.max_running_requests = RUNNING
     if arguments.page_size % ALIGNMENT:
