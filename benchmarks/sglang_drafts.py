@@ -2,13 +2,14 @@
 
     python benchmarks/sglang_drafts.py Qwen/Qwen3-8B --text book.txt --engine '{"attention_backend": "fa3"}' \\
         --csv rows.csv                                                                                      # its own
-    python benchmarks/sglang_drafts.py Qwen/Qwen3-8B --text book.txt -r saw-int4 --csv rows.csv              # packed
-    python benchmarks/sglang_drafts.py Qwen/Qwen3-8B --text book.txt -r saw-int4 --drafts 0 --csv rows.csv   # no drafts
+    python benchmarks/sglang_drafts.py Qwen/Qwen3-8B --text book.txt -r saw-int4 --artifact fits --csv rows.csv # packed
+    python benchmarks/sglang_drafts.py Qwen/Qwen3-8B --text book.txt -r saw-int4 --artifact fits --drafts 0 \\
+        --csv rows.csv                                                                                    # no drafts
 
 It runs in an environment with SGLang and kvfold. Model and tokenizer are real, since drafts have to be right. A prompt
 is a long passage, and the wish to repeat it. Drafts come from the text, which SGLang reads at start as an external
 corpus: it does not draft from prompts. Every row is greedy and without a prefix cache. Timing begins when all users
-have their first token. It ends when one has its last token.
+have their first token. It ends when all have their last token: those with fewer right drafts take longer.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from sglang_decode import together
+from sglang_decode import so_far
 from transformers import AutoTokenizer
 
 from kvfold.files import append_rows
@@ -42,7 +43,7 @@ class Row:
     users: int
     input: int  # tokens per prompt
     output: int  # tokens per answer
-    decode_tps: float  # tokens of all answers per second, while all users wait for tokens
+    decode_tps: float  # tokens of all answers per second, from when all have one until all are done
     tokens_per_step: float  # of a user: 1 without drafts
     acceptance: float  # accepted drafts, of all that were checked
     repeated: float  # tokens of answers that are those of the passage, from its start on
@@ -106,7 +107,8 @@ def run(options, users: list[int], scratch: Path):
         if number == 0:  # it compiles
             continue
         counts, tokens, checks = zip(*found, strict=True)
-        _, seconds, decoded = together(list(counts), options.output)
+        begin, end = (max(count[place][0] for count in counts) for place in (0, -1))
+        decoded = sum(options.output - so_far(count, begin) for count in counts)
         steps, written = sum(checks), sum(map(len, tokens)) - count  # prompts give the first tokens
         yield Row(
             engine="SGLang",
@@ -118,7 +120,7 @@ def run(options, users: list[int], scratch: Path):
             users=count,
             input=options.input,
             output=options.output,
-            decode_tps=round(decoded / seconds, 1),
+            decode_tps=round(decoded / (end - begin), 1),
             tokens_per_step=round(written / steps, 3) if options.drafts else 1.0,
             acceptance=round((written - steps) / (steps * options.drafts), 4) if options.drafts else 0.0,
             repeated=round(sum(map(repeated, tokens, asked)) / sum(map(len, tokens)), 3),
