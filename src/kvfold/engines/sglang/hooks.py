@@ -132,7 +132,8 @@ def resolve(original: Callable[["ServerArgs"], None], arguments: "ServerArgs") -
     """Prepare the arguments, then let SGLang resolve them."""
     config = Config.read()
     if config is None or getattr(arguments, "_resolution_finished", False):  # SGLang calls again
-        return original(arguments)
+        original(arguments)
+        return
     geometry = prepare(config, arguments)
     try:
         original(arguments)
