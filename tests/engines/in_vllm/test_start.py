@@ -127,6 +127,15 @@ def test_files_of_pages_that_outlive_weights_are_refused(config, tmp_path):
         plan.refuse(changed)
 
 
+def test_draft_models_beside_offloading_are_refused(config):
+    """Names of stored pages do not say which draft model wrote its part of a block."""
+    changed = copy.copy(config)
+    changed.kv_transfer_config = connector("OffloadingConnector", cpu_bytes_to_use=2**20)
+    changed.speculative_config = drafts("eagle3", 3)
+    with pytest.raises(ValueError, match="speculative decoding by eagle3 beside offloading is not tested yet: use ngr"):
+        plan.refuse(changed)
+
+
 def test_drafts_in_a_pipeline_are_refused(config):
     changed, parallel = copy.copy(config), copy.copy(config.parallel_config)
     parallel.pipeline_parallel_size = 2

@@ -108,6 +108,9 @@ def _drafts(config: VllmConfig, kinds: Set[str]) -> dict[str, bool]:
         "shadow page": config.num_speculative_tokens >= block,
         f"speculative decoding by {speculation.method} beside {' and '.join(sorted(kinds - {'full'}))} layers is not "
         "tested yet: use ngram": drafted and kinds != {"full"},
+        f"speculative decoding by {speculation.method} beside offloading is not tested yet: use ngram": (
+            drafted and config.kv_transfer_config is not None
+        ),
         f"speculative decoding by {speculation.method} needs --no-async-scheduling": (
             drafted and bool(config.scheduler_config.async_scheduling)
         ),
