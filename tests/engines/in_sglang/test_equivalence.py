@@ -10,7 +10,7 @@ from defined_attention import defined_attention
 from draft_models import draft_plainly, eagle
 from known_drafts import draft_from
 from plain_attention import attend_plainly
-from sglang_engine import Answer, ask, ask_alone, be_batch_invariant, forget, retract_often, serve
+from sglang_engine import Answer, ask, ask_alone, be_batch_invariant, forget, retract_often, serve, tokens_that_fit
 from tiny_models import random_tokens, tiny
 from typer.testing import CliRunner
 
@@ -26,6 +26,7 @@ CACHED = [144, 96, 48, 32, 16, 16]  # of these tokens, in whole pages of 16
 TOKENS = 12  # of an answer
 SMALL = {"chunked_prefill_size": CHUNK, "max_total_tokens": 768}
 LARGE = {"chunked_prefill_size": 512, "max_total_tokens": 2048}
+BUDGET = 2**21  # bytes
 NGRAM = {
     "speculative_algorithm": "NGRAM",
     "speculative_ngram_max_bfs_breadth": 1,
@@ -59,6 +60,10 @@ class Prompts(NamedTuple):
         cold, warm = self.twice(engine)
         forget(engine)
         return Small(cold, warm, ask(engine, self.all, TOKENS))
+
+    def together(self, engine) -> tuple[list[Answer], int]:
+        """Also how many tokens fit."""
+        return ask(engine, self.all, TOKENS), tokens_that_fit(engine)
 
     def large(self, engine) -> Large:
         cold = ask_alone(engine, self.all, TOKENS)
@@ -99,14 +104,15 @@ def test_schedules_change_nothing(recipe, prompts, served, small, tmp_path, capf
     assert same(large.together) == same(answers.cold)
     texts = [prompt + answer.tokens for prompt, answer in zip(prompts.all, answers.cold, strict=True)]
     drafts = {
-        RECIPES[0]: ((attend_plainly, draft_plainly), eagle(small, tmp_path)),
-        WINDOWS: ((partial(draft_from, texts),), NGRAM),
+        RECIPES[0]: ((attend_plainly, draft_plainly), eagle(small, tmp_path) | {"budget": BUDGET}),
+        WINDOWS: ((partial(draft_from, texts),), NGRAM | LARGE),
     }
     if recipe in drafts:
         changes, arguments = drafts[recipe]
-        asked = partial(ask, prompts=prompts.all, tokens=TOKENS)
-        drafted = served(asked, recipe, prepare=(*prepare[:1], *changes), **LARGE, **arguments)
+        drafted, tokens = served(prompts.together, recipe, prepare=(*prepare[:1], *changes), **arguments)
         assert same(drafted) == same(answers.cold)
+        if recipe == RECIPES[0]:  # 2 layers, 3 KV heads, 64 numbers; the layer of the draft model is in float32
+            assert tokens == BUDGET // (2 * 3 * 2 * (64 * 4 // 8 + 4) + 3 * 2 * 64 * 4) // 16 * 16
         assert all(3 < answer.checks < TOKENS - 1 for answer in drafted)  # 3 steps, if each draft were right
 
 

@@ -250,7 +250,8 @@ def full_cell_size(_: None, sizes: Any, configurator: "KVCacheConfigurator") -> 
 def draft_bytes(configurator: "KVCacheConfigurator") -> int:
     """Bytes per token in the layers of a draft model. SGLang assumes that they are like the model's own."""
     plan = plan_of(configurator)
-    return draft_layers(configurator) * plan.raw_token_bytes // len(plan.codecs)
+    numbers = plan.raw_token_bytes // 2 // len(plan.codecs)  # of a layer
+    return draft_layers(configurator) * numbers * configurator.model_dtype.itemsize
 
 
 def beside_in(configurator: "KVCacheConfigurator") -> list[int]:
