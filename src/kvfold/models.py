@@ -12,13 +12,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from rich.console import Console
 
 from kvfold import hub
 from kvfold.geometry import UnsupportedModel
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 EMBEDDED = "embedded"
@@ -61,7 +61,9 @@ def load_model(
 
 def default_device() -> str:
     """What models and kernels run on, if nothing else is asked for."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    from torch import cuda
+
+    return "cuda" if cuda.is_available() else "cpu"
 
 
 def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
@@ -174,7 +176,9 @@ def _auto_class(config: "PretrainedConfig") -> Any:
     raise UnsupportedModel(f"transformers {transformers.__version__} knows no language model {config.model_type!r}")
 
 
-def _default_dtype(config: "PretrainedConfig", device: str) -> torch.dtype:
+def _default_dtype(config: "PretrainedConfig", device: str) -> "torch.dtype":
+    import torch
+
     if device == "cpu":
         return torch.float32
     own: torch.dtype | None = config.get_text_config().dtype

@@ -18,7 +18,6 @@ from kvfold.methods.turboquant import TurboQuant
 from kvfold.recipe import Recipe
 
 TUNED = Fold(name="fold", summary="kvfold's own, with widths that `kvfold tune` chose per layer")
-DEFAULT = "fold4"  # what is served if the user names no recipe
 CODEBOOKS = re.compile(r"(tq|gtq)-k(\d+)v(\d+)")  # any two bit widths; RECIPES lists a few
 WIDTHS = range(1, 9)
 

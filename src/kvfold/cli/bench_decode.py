@@ -8,7 +8,6 @@ import typer
 from kvfold.cli.inputs import check, find_artifact, load
 from kvfold.cli.options import ArtifactFolder, CsvFile, JsonFile, Model
 from kvfold.cli.output import collect_rows, new_table, out, write_json
-from kvfold.recipes import parse
 from kvfold.text import read_text, tokenize
 
 
@@ -30,6 +29,7 @@ def decode(
     Example: `kvfold bench decode embedded -r saw-int4 --context 2048`
     """
     from kvfold.bench.decode_times import decode as run
+    from kvfold.recipes import parse
 
     panel, means = [parse(name) for name in recipe], find_artifact(artifact, model, recipe)
     check(model, panel, json_file, csv_file, artifact=means)

@@ -9,9 +9,7 @@ import typer
 from kvfold.cli.inputs import check_files
 from kvfold.cli.options import CsvFile, JsonFile, Target
 from kvfold.cli.output import collect_rows, err, new_table, out, write_csv, write_json
-from kvfold.fitted import Fitted
 from kvfold.geometry import Geometry
-from kvfold.recipes import parse
 
 
 def kernels(
@@ -49,6 +47,8 @@ def kernels(
     """
     from kvfold.bench import kernel_times as run
     from kvfold.bench.attention_libraries import missing
+    from kvfold.fitted import Fitted
+    from kvfold.recipes import parse
 
     check_files(json_file, csv_file)
     panel = [parse(name) for name in recipe or run.default_recipes(head_dim)]

@@ -9,9 +9,7 @@ import typer
 from kvfold.cli.inputs import check_files, config_of
 from kvfold.cli.options import CsvFile, JsonFile
 from kvfold.cli.output import collect_rows, new_table, out, write_json
-from kvfold.fitted import Fitted
 from kvfold.geometry import Geometry
-from kvfold.recipes import parse
 
 
 def step(
@@ -42,6 +40,8 @@ def step(
     """
     from kvfold.bench import step_times as run
     from kvfold.bench.model_steps import with_layers
+    from kvfold.fitted import Fitted
+    from kvfold.recipes import parse
 
     check_files(json_file, csv_file)
     config = with_layers(config_of(shape), layers)

@@ -12,7 +12,6 @@ from kvfold.cli.options import Model, TextFile
 from kvfold.cli.output import err, out, progress
 from kvfold.files import claimed
 from kvfold.models import default_device
-from kvfold.recipes import parse
 from kvfold.text import draw, read_text, tokenize, with_openings
 
 
@@ -41,6 +40,7 @@ def calibrate(
     `kvfold eval embedded -r oscar-int2 --artifact fits`
     """
     from kvfold.calibration.automatic import usual_context
+    from kvfold.recipes import parse
 
     panel, words = [parse(name) for name in recipe or ()], read_text(text, "calibration")
     geometry = check(model, panel)

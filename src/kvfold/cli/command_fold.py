@@ -13,7 +13,6 @@ from kvfold.cli.inputs import CARRIED, calibrated_folder, carried_folder, check
 from kvfold.cli.options import ArtifactFolder, Model
 from kvfold.cli.output import err, out
 from kvfold.models import load_config, load_model, save_model
-from kvfold.recipes import parse
 
 
 def fold(
@@ -30,6 +29,7 @@ def fold(
     Example: `kvfold fold embedded -r oscar-int2 --out folded`, then `kvfold serve folded -r oscar-int2`
     """
     from kvfold.folding import check_foldable, fold_values
+    from kvfold.recipes import parse
 
     parsed = parse(recipe)
     there = artifact or carried_folder(model, [recipe])

@@ -1,17 +1,17 @@
 """`kvfold generate`: text from a packed cache."""
 
 import time
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import kvfold
 from kvfold.cli.inputs import check, choose_recipes, find_artifact, load
-from kvfold.cli.options import ArtifactFolder, Model
+from kvfold.cli.options import DEFAULT, ArtifactFolder, Model
 from kvfold.cli.output import err
-from kvfold.fitted import Fitted
-from kvfold.recipe import Recipe
-from kvfold.recipes import DEFAULT, parse
+
+if TYPE_CHECKING:
+    from kvfold.recipe import Recipe
 
 
 def generate(
@@ -41,7 +41,7 @@ def generate(
 def stream_answer(
     network: Any,
     tokenizer: Any,
-    recipe: Recipe,
+    recipe: "Recipe",
     prompt: str,
     max_tokens: int,
     raw: bool,
@@ -49,6 +49,9 @@ def stream_answer(
 ) -> None:
     """Stream the answer to the terminal. Tokens, bytes and seconds go to the error stream."""
     from transformers import TextStreamer
+
+    from kvfold.fitted import Fitted
+    from kvfold.recipes import parse
 
     packed = kvfold.cache(network, recipe, artifact)
     if raw or not tokenizer.chat_template:

@@ -9,7 +9,6 @@ import typer
 import kvfold
 from kvfold.cli.options import JsonFile
 from kvfold.cli.output import check_table, new_table, out, write_json
-from kvfold.recipes import parse
 
 
 def inspect(
@@ -22,6 +21,7 @@ def inspect(
     Example: `kvfold inspect fits --png fits.png`
     """
     from kvfold.calibration.describe import describe, draw
+    from kvfold.recipes import parse
 
     artifact = kvfold.Artifact.load(folder)
     rows = describe(artifact)

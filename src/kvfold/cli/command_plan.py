@@ -9,10 +9,8 @@ import typer
 from kvfold.cli.inputs import bytes_in, config_of, fitting_recipes
 from kvfold.cli.options import JsonFile
 from kvfold.cli.output import new_table, out, write_json
-from kvfold.fitted import Fitted
 from kvfold.geometry import Geometry, text_config
 from kvfold.layer_kinds import Kind
-from kvfold.recipes import RECIPES
 
 WINDOWS: dict[Kind, str] = {"sliding": "sliding_window", "chunked": "attention_chunk_size"}  # fields with their tokens
 
@@ -32,6 +30,9 @@ def plan(
 
     Example: `kvfold plan Qwen3-8B --memory 40GiB --context 32768`
     """
+    from kvfold.fitted import Fitted
+    from kvfold.recipes import RECIPES
+
     config = config_of(model)
     geometry = Geometry.from_config(config)
     budget = bytes_in(memory)

@@ -7,7 +7,6 @@ import typer
 from kvfold.cli.inputs import fitting_recipes
 from kvfold.cli.options import JsonFile
 from kvfold.cli.output import new_table, out, write_json
-from kvfold.fitted import Fitted
 from kvfold.geometry import Geometry
 
 
@@ -19,6 +18,8 @@ def recipes(
 
     Example: `kvfold recipes --head-dim 64`
     """
+    from kvfold.fitted import Fitted
+
     geometry = Geometry.uniform("any", layers=1, q_heads=1, kv_heads=1, head_dim=head_dim)
     fitting, others = fitting_recipes(geometry)
     rows: list[dict[str, Any]] = []

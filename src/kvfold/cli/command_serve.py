@@ -10,9 +10,8 @@ import typer
 import kvfold
 from kvfold import hub
 from kvfold.cli.inputs import calibrated_folder, carried_folder, check, check_passed
-from kvfold.cli.options import ArtifactFolder, Model
+from kvfold.cli.options import DEFAULT, ArtifactFolder, Model
 from kvfold.models import EMBEDDED, embedded_folder
-from kvfold.recipes import DEFAULT, parse
 
 
 def serve(
@@ -35,6 +34,7 @@ def serve(
     `kvfold check embedded`, then `kvfold serve embedded --require-check`
     """
     from kvfold.engines.serving import Config
+    from kvfold.recipes import parse
 
     parsed = parse(recipe)
     given, artifact = artifact, artifact or carried_folder(model, [recipe])

@@ -13,7 +13,6 @@ from kvfold.cli.options import JsonFile, Model, TextFile
 from kvfold.cli.output import new_table, out, progress, write_json
 from kvfold.files import claimed
 from kvfold.geometry import Geometry
-from kvfold.recipes import TUNED, parse
 from kvfold.text import read_text, tokenize, with_openings
 
 CONTEXT = 131072
@@ -49,6 +48,7 @@ def tune(
     Example: `kvfold tune embedded --bits 2.5 --out tuned`, then `kvfold serve embedded -r fold --artifact tuned`
     """
     from kvfold.calibration.automatic import tokens_on, usual_context
+    from kvfold.recipes import TUNED, parse
     from kvfold.tune.choices import EQUAL, with_choices
     from kvfold.tune.curves import passages
     from kvfold.tune.tuner import Tuner

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+DEFAULT = "fold4"  # the recipe, if the user names none
+
 Model = Annotated[str, typer.Argument(help="`embedded`, a model folder, a .gguf file or a Hugging Face Hub id.")]
 JsonFile = Annotated[str | None, typer.Option("--json", help="Write rows as JSON to this file; `-` for the terminal.")]
 CsvFile = Annotated[Path | None, typer.Option("--csv", help="Write tidy rows to this CSV file.")]
