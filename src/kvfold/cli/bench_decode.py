@@ -7,7 +7,8 @@ import typer
 
 from kvfold.cli.inputs import check, find_artifact, load
 from kvfold.cli.options import ArtifactFolder, CsvFile, JsonFile, Model
-from kvfold.cli.output import collect_rows, new_table, out, write_json
+from kvfold.cli.output import collect_rows, out, write_json
+from kvfold.fitting_table import FittingTable
 from kvfold.text import read_text, tokenize
 
 
@@ -40,7 +41,7 @@ def decode(
     if write_json(json_file, rows):
         return
     title = f"Decoding {model} at {context:,} tokens, batch {batch}, {rows[0]['device']}"
-    table = new_table(title, "recipe", "tokens/s", "ratio", "cache MiB")
+    table = FittingTable(title, "recipe", "tokens/s", "ratio", "cache MiB")
     for row in rows:
         numbers = (f"{row['tokens_per_s']:.2f}", f"{row['ratio']:.2f}×", f"{row['cache_bytes'] / 2**20:.1f}")
         table.add_row(row["recipe"], *numbers)

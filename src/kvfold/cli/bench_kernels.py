@@ -8,7 +8,8 @@ import typer
 
 from kvfold.cli.inputs import check_files
 from kvfold.cli.options import CsvFile, JsonFile, Target
-from kvfold.cli.output import collect_rows, err, new_table, out, write_csv, write_json
+from kvfold.cli.output import collect_rows, err, out, write_csv, write_json
+from kvfold.fitting_table import FittingTable
 from kvfold.geometry import Geometry
 
 
@@ -72,7 +73,7 @@ def kernels(
 
 
 def _print_choices(rows: list[dict[str, Any]]) -> None:
-    table = new_table(f"Kernels on {rows[0]['gpu']}", "recipe", "op", "kernel", "why")
+    table = FittingTable(f"Kernels on {rows[0]['gpu']}", "recipe", "op", "kernel", "why")
     for row in rows:
         table.add_row(row["recipe"], row["op"], row["kernel"], row["reason"])
     out.print(table)
@@ -82,7 +83,7 @@ def _print_times(rows: list[dict[str, Any]]) -> None:
     """One table per case."""
     for (op, batch, context, new), group in groupby(rows, itemgetter("op", "batch", "context", "new")):
         some = list(group)
-        table = new_table(
+        table = FittingTable(
             f"{op}, {batch} × {context:,} tokens, {new:,} of them new",
             *("recipe", "kernel", "MB", "µs", "TB/s", "of copy", "speed-up"),
         )

@@ -8,7 +8,8 @@ import typer
 
 from kvfold.cli.inputs import check_files
 from kvfold.cli.options import CsvFile, JsonFile
-from kvfold.cli.output import collect_rows, new_table, out, write_json
+from kvfold.cli.output import collect_rows, out, write_json
+from kvfold.fitting_table import FittingTable
 
 
 def serving(
@@ -55,7 +56,7 @@ def _print_serving(rows: list[dict[str, Any]]) -> None:
     first = rows[0]
     for hit, group in groupby(rows, itemgetter("prefix_hit")):
         columns = ("users", "tokens/s", "of each", "TTFT p50", "p90", "p99", "E2E p50", "p90", "p99", "KV tokens")
-        table = new_table(f"{first['input']:,} + {first['output']:,} tokens, {hit} % of prompts shared", *columns)
+        table = FittingTable(f"{first['input']:,} + {first['output']:,} tokens, {hit} % of prompts shared", *columns)
         for row in group:
             table.add_row(
                 str(row["concurrency"]),

@@ -8,7 +8,8 @@ import typer
 
 from kvfold.cli.inputs import check_files, config_of
 from kvfold.cli.options import CsvFile, JsonFile
-from kvfold.cli.output import collect_rows, new_table, out, write_json
+from kvfold.cli.output import collect_rows, out, write_json
+from kvfold.fitting_table import FittingTable
 from kvfold.geometry import Geometry
 
 
@@ -63,7 +64,7 @@ def _print_steps(rows: list[dict[str, Any]]) -> None:
 
     for (batch, context), group in groupby(rows, itemgetter("batch", "context")):
         columns = ("recipe", "ms", "speed-up", "begin ms", "tokens/s", "cache GB", "peak GB")
-        table = new_table(f"{batch} × {context:,} tokens", *columns)
+        table = FittingTable(f"{batch} × {context:,} tokens", *columns)
         for row in group:
             table.add_row(
                 row["recipe"],

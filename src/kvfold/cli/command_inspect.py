@@ -1,6 +1,5 @@
 """`kvfold inspect`: what an artifact holds."""
 
-import textwrap
 from pathlib import Path
 from typing import Annotated
 
@@ -8,7 +7,8 @@ import typer
 
 import kvfold
 from kvfold.cli.options import JsonFile
-from kvfold.cli.output import check_table, new_table, out, write_json
+from kvfold.cli.output import check_table, out, write_json
+from kvfold.fitting_table import FittingTable
 
 
 def inspect(
@@ -44,7 +44,7 @@ def inspect(
     for name in artifact.metadata.recipes:
         own = [row for row in rows if row["recipe"] == name]
         columns = [column for column in own[0] if column != "recipe"]
-        table = new_table(name, *(textwrap.fill(column, 13) for column in columns))  # to fit in 80 columns
+        table = FittingTable(name, *columns)
         for row in own:
             table.add_row(*(str(row[column]) for column in columns))
         out.print(table)

@@ -8,7 +8,8 @@ import typer
 
 from kvfold.cli.inputs import bytes_in, config_of, fitting_recipes
 from kvfold.cli.options import JsonFile
-from kvfold.cli.output import new_table, out, write_json
+from kvfold.cli.output import out, write_json
+from kvfold.fitting_table import FittingTable
 from kvfold.geometry import Geometry, text_config
 from kvfold.layer_kinds import Kind
 
@@ -65,7 +66,7 @@ def plan(
         )
     if write_json(json_file, rows):
         return
-    table = new_table(
+    table = FittingTable(
         f"{model}: {_packed(geometry)}; {memory} of cache",
         *("recipe", "bytes per token", "smaller by", "tokens", f"requests of {context:,}"),
     )

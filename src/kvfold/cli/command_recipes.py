@@ -3,10 +3,12 @@
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
 from kvfold.cli.inputs import fitting_recipes
 from kvfold.cli.options import JsonFile
-from kvfold.cli.output import new_table, out, write_json
+from kvfold.cli.output import out, write_json
+from kvfold.fitting_table import FittingTable
 from kvfold.geometry import Geometry
 
 
@@ -41,7 +43,7 @@ def recipes(
         )
     if write_json(json_file, rows):
         return
-    table = new_table(
+    table = FittingTable(
         f"Recipes at head dimension {head_dim}", "recipe", "bits at 2k", "at 128k", "slot bytes", "needs", "what it is"
     )
     for row in rows:
@@ -51,12 +53,10 @@ def recipes(
             f"{row['bits_per_element_128k']:.4g}",
             f"{row['key_slot_bytes']} + {row['value_slot_bytes']}",
             row["needs"],
-            "\n".join(
-                [
-                    row["summary"],
-                    *(["[yellow]for evaluation[/]"] if row["for_evaluation"] else []),
-                    *([f"[dim]{', '.join(row['options'])}[/]"] if row["options"] else []),
-                ]
+            Text.assemble(
+                row["summary"],
+                (", for evaluation" if row["for_evaluation"] else "", "yellow"),
+                ("".join(["\n", ", ".join(row["options"])] if row["options"] else []), "dim"),
             ),
         )
     out.print(table)
