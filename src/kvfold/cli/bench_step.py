@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from kvfold.cli.inputs import check_files, config_of
-from kvfold.cli.options import CsvFile, JsonFile
+from kvfold.cli.options import CsvFile, JsonFile, recipe_option
 from kvfold.cli.output import collect_rows, out, write_json
 from kvfold.fitting_table import FittingTable
 from kvfold.geometry import Geometry
@@ -19,9 +19,7 @@ def step(
     ] = "Qwen3-8B",
     recipe: Annotated[
         list[str] | None,
-        typer.Option(
-            "--recipe", "-r", help="A recipe with options; repeatable. Default: saw-int4, oscar-int2 with one group."
-        ),
+        recipe_option("A recipe with options; repeatable. Default: saw-int4, oscar-int2 with one group."),
     ] = None,
     case: Annotated[
         list[str] | None,

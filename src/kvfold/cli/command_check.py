@@ -9,7 +9,7 @@ from rich.markup import escape
 import kvfold
 from kvfold.cli.inputs import calibrated_folder, carried_folder, check_files, load
 from kvfold.cli.inputs import check as check_fits
-from kvfold.cli.options import DEFAULT, ArtifactFolder, JsonFile, Model
+from kvfold.cli.options import DEFAULT, ArtifactFolder, JsonFile, Model, recipe_option
 from kvfold.cli.output import check_table, out, progress, write_json
 from kvfold.evaluate.limits import Limits
 from kvfold.files import claimed
@@ -20,9 +20,7 @@ from kvfold.text import haystack_texts, tokenize
 
 def check(
     model: Model,
-    recipe: Annotated[
-        str, typer.Option("--recipe", "-r", help="A recipe with options, as it will be served.")
-    ] = DEFAULT,
+    recipe: Annotated[str, recipe_option("A recipe with options, as it will be served.")] = DEFAULT,
     artifact: ArtifactFolder = None,
     context: Annotated[
         int | None,

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from kvfold.cli.inputs import calibrate_now, check, choose_recipes, find_artifact, load
-from kvfold.cli.options import ArtifactFolder, CsvFile, JsonFile, Model, TextFile
+from kvfold.cli.options import ArtifactFolder, CsvFile, JsonFile, Model, TextFile, recipe_option
 from kvfold.cli.output import out, progress, write_csv, write_json
 from kvfold.text import DOCUMENTATION, haystack_texts, read_text, tokenize
 
@@ -14,8 +14,7 @@ from kvfold.text import DOCUMENTATION, haystack_texts, read_text, tokenize
 def eval_(
     model: Model,
     recipe: Annotated[
-        list[str] | None,
-        typer.Option("--recipe", "-r", help="A recipe with options; repeatable. Default: those of the artifact."),
+        list[str] | None, recipe_option("A recipe with options; repeatable. Default: those of the artifact.")
     ] = None,
     context: Annotated[int, typer.Option(help="Tokens of a passage; each begins with an empty cache.", min=2)] = 2048,
     tokens: Annotated[int, typer.Option(help="Tokens to score.", min=2)] = 8192,

@@ -10,14 +10,14 @@ from rich.markup import escape
 
 import kvfold
 from kvfold.cli.inputs import CARRIED, calibrated_folder, carried_folder, check
-from kvfold.cli.options import ArtifactFolder, Model
+from kvfold.cli.options import ArtifactFolder, Model, recipe_option
 from kvfold.cli.output import err, out
 from kvfold.models import load_config, load_model, save_model
 
 
 def fold(
     model: Model,
-    recipe: Annotated[str, typer.Option("--recipe", "-r", help="A recipe that learns a rotation: `oscar-int2`.")],
+    recipe: Annotated[str, recipe_option("A recipe that learns a rotation: `oscar-int2`.")],
     folder: Annotated[Path, typer.Option("--out", help="The folder to write: a new or an empty one.")],
     artifact: ArtifactFolder = None,
 ) -> None:

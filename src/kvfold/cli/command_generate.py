@@ -7,7 +7,7 @@ import typer
 
 import kvfold
 from kvfold.cli.inputs import check, choose_recipes, find_artifact, load
-from kvfold.cli.options import DEFAULT, ArtifactFolder, Model
+from kvfold.cli.options import DEFAULT, ArtifactFolder, Model, recipe_option
 from kvfold.cli.output import err
 
 if TYPE_CHECKING:
@@ -18,8 +18,7 @@ def generate(
     model: Model,
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to answer or continue.")],
     recipe: Annotated[
-        str | None,
-        typer.Option("--recipe", "-r", help="A recipe, e.g. `fold2`. Default: the artifact's first, or fold4."),
+        str | None, recipe_option("A recipe, e.g. `fold2`. Default: the artifact's first, or fold4.")
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate, at most.", min=1)] = 256,
     raw: Annotated[

@@ -10,14 +10,20 @@ from kvfold.cli.inputs import bytes_in, config_of, fitting_recipes
 from kvfold.cli.options import JsonFile
 from kvfold.cli.output import out, write_json
 from kvfold.fitting_table import FittingTable
-from kvfold.geometry import Geometry, text_config
+from kvfold.geometry import Geometry, example_configs, text_config
 from kvfold.layer_kinds import Kind
 
 WINDOWS: dict[Kind, str] = {"sliding": "sliding_window", "chunked": "attention_chunk_size"}  # fields with their tokens
 
 
 def plan(
-    model: Annotated[str, typer.Argument(help="A model, its config.json, or one of the examples, e.g. `Qwen3-8B`.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A model, its config.json, or one of the examples, e.g. `Qwen3-8B`.",
+            autocompletion=lambda: list(example_configs()),
+        ),
+    ],
     memory: Annotated[str, typer.Option(help="Memory for the cache, e.g. `80GiB` or `512MB`.")],
     context: Annotated[
         int | None, typer.Option(help="Tokens of a request; default: the longest the model takes.", min=1)

