@@ -36,6 +36,7 @@ def inspect(
         f"{model.model_type}: {packed if packed == model.layers else f'{packed} of {model.layers}'} layers, "
         f"{model.q_heads} query and {model.kv_heads} KV heads of "
         f"{model.key_dim}; RoPE on {artifact.metadata.rope.rotary_dim} of them ({artifact.metadata.rope.layout})\n"
+        f"model hash {model.sha256}\n"
         f"calibrated on {made.tokens:,} tokens in passages of {made.context:,}"
         + (f", drawn with seed {made.seed}" if made.seed is not None else "")
         + f" ({', '.join(f'{name} {version}' for name, version in made.versions.items())})",

@@ -1,9 +1,9 @@
 """The card of an artifact, its README.md: what it holds, what was measured, and how to serve it."""
 
-import json
 import shlex
 
 from kvfold.artifact import Artifact, CheckResult, Measure
+from kvfold.artifact.artifact import HUB_ID
 from kvfold.fitted import Fitted
 from kvfold.geometry import listed
 from kvfold.recipes import parse
@@ -24,7 +24,7 @@ def card(artifact: Artifact, where: str, model: str | None) -> str:
             "---",
             "library_name: kvfold",
             "tags: [kvfold, kv-cache, quantization]",
-            *([f"base_model: {json.dumps(model)}"] if model else []),
+            *([f"base_model: {model}"] if model and HUB_ID.fullmatch(model) else []),
             "---",
             "",
             f"# A smaller KV cache for {model or shape.model_type}",

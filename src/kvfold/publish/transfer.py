@@ -17,11 +17,7 @@ def push(folder: Path, where: str, model: str | None = None, private: bool = Fal
 
     The artifact must belong to `model`, if that is given.
     """
-    artifact = Artifact.load(folder)  # refuses an artifact that is not valid
-    if model is not None:
-        artifact.metadata.model.check_files(complete_config(model), digest_model(model))
-    files = {name: (folder / name).read_bytes() for name in (TENSORS, METADATA)}
-    files[CARD] = card(artifact, where, model).encode()
+    files = _published(folder, where, model)
     if where.startswith(PATHS) or Path(where).is_dir():
         _write(Path(where).expanduser(), files)
         return where
@@ -34,7 +30,7 @@ def push(folder: Path, where: str, model: str | None = None, private: bool = Fal
         address = api.create_repo(where, private=private, exist_ok=True)
         added = [CommitOperationAdd(name, content) for name, content in files.items()]
         api.create_commit(where, added, commit_message="Add an artifact of kvfold")
-    except OSError as error:
+    except Exception as error:  # its type depends on the HTTP library of the Hub's client
         status = getattr(getattr(error, "response", None), "status_code", None)
         fix = ": run `hf auth login`, with a token that may write there" if status in (401, 403) else ""
         raise OSError(f"cannot push to {where}: {error}{fix}") from None
@@ -48,6 +44,15 @@ def pull(where: str, folder: Path) -> Artifact:
     names = (TENSORS, METADATA, *([CARD] if (source / CARD).is_file() else []))
     _write(folder, {name: (source / name).read_bytes() for name in names})
     return artifact
+
+
+def _published(folder: Path, where: str, model: str | None) -> dict[str, bytes]:
+    """The files that are published, by name."""
+    artifact = Artifact.load(folder)  # refuses an artifact that is not valid
+    if model is not None:
+        artifact.metadata.model.check_files(complete_config(model), digest_model(model))
+    files = {name: (folder / name).read_bytes() for name in (TENSORS, METADATA)}
+    return {**files, CARD: card(artifact, where, model).encode()}
 
 
 def _write(folder: Path, files: dict[str, bytes]) -> None:
