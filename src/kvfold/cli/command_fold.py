@@ -9,10 +9,10 @@ import typer
 from rich.markup import escape
 
 import kvfold
-from kvfold.cli.inputs import CARRIED, calibrated_folder, carried_folder, check
+from kvfold.cli.inputs import CARRIED, calibrated_folder, carried_folder, check, load
 from kvfold.cli.options import ArtifactFolder, Model, recipe_option
-from kvfold.cli.output import err, out
-from kvfold.models import load_config, load_model, save_model
+from kvfold.cli.output import out
+from kvfold.models import load_config, save_model
 
 
 def fold(
@@ -39,8 +39,8 @@ def fold(
     if folder.is_symlink() or folder.is_mount() or (folder.exists() and (folder.is_file() or any(folder.iterdir()))):
         raise FileExistsError(f"cannot write {folder}: it is there already, and no plain, empty folder")
     fits = fits or kvfold.Artifact.load(calibrated_folder(model, parsed))
-    with err.status(f"Folding {escape(model)} …"), TemporaryDirectory(dir=folder.parent) as scratch:
-        network, tokenizer = load_model(model, dtype="auto", device="cpu")
+    with TemporaryDirectory(dir=folder.parent) as scratch:
+        network, tokenizer = load(model, dtype="auto", device="cpu")
         folded, whole = fold_values(network, parsed, fits), Path(scratch) / "whole"
         save_model(network, tokenizer, whole)
         folded.save(whole / CARRIED)

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from kvfold.cli.output import err, out
+from kvfold.cli.output import out
 
 
 def pull(
@@ -21,8 +21,7 @@ def pull(
     """
     from kvfold.publish.transfer import pull as download
 
-    with err.status("Downloading …"):
-        artifact = download(where, folder)
+    artifact = download(where, folder)
     found = ", ".join(("means", *artifact.metadata.recipes))
     out.print(f"Wrote {escape(str(folder))}: {found}", highlight=False, soft_wrap=True)
     for name in artifact.metadata.checks:

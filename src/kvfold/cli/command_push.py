@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from kvfold.cli.output import err, out
+from kvfold.cli.output import out
 
 
 def push(
@@ -22,6 +22,4 @@ def push(
     """
     from kvfold.publish.transfer import push as publish
 
-    with err.status("Uploading …"):
-        address = publish(folder, where, model, private)
-    out.print(address, highlight=False, soft_wrap=True)
+    out.print(publish(folder, where, model, private), highlight=False, soft_wrap=True)

@@ -6,6 +6,7 @@ is missing, `load` says how to install it.
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from rich.markup import escape
 import kvfold
 from kvfold.cli.output import err, progress
 from kvfold.geometry import Geometry, example_configs
-from kvfold.models import EMBEDDED, default_device, load_config, load_model
+from kvfold.models import EMBEDDED, default_device, load_config, load_model, loads_at_once
 
 if TYPE_CHECKING:
     from kvfold.recipe import Recipe
@@ -88,10 +89,10 @@ def choose_recipes(
     return [parse(name) for name in chosen]
 
 
-def load(model: str) -> tuple[Any, Any]:
-    """The model and its tokenizer."""
-    with err.status(f"Loading {escape(model)} …"):
-        return load_model(model)
+def load(model: str, **how: str) -> tuple[Any, Any]:
+    """The model and its tokenizer, as `load_model` loads them. If that takes long, transformers shows the time left."""
+    with err.status(f"Loading {escape(model)} …") if loads_at_once(model) else nullcontext():
+        return load_model(model, **how)
 
 
 def find_artifact(folder: str | None, model: str, names: list[str] | None) -> "kvfold.Artifact | None":

@@ -27,7 +27,7 @@ def push(folder: Path, where: str, model: str | None = None, private: bool = Fal
         raise OSError(f"cannot push to {where}: {hub.unreachable()}. A folder is written as ./{where}")
     try:
         api = HfApi()
-        address = api.create_repo(where, private=private, exist_ok=True)
+        address = api.create_repo(where, private=private or None, exist_ok=True)
         added = [CommitOperationAdd(name, content) for name, content in files.items()]
         api.create_commit(where, added, commit_message="Add an artifact of kvfold")
     except Exception as error:  # its type depends on the HTTP library of the Hub's client
