@@ -240,7 +240,7 @@ def test_load_by_the_id_of_the_hub(model, saved, monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     monkeypatch.chdir(tmp_path)
     loaded = Artifact.load("someone/artifact")
-    assert asked == [("someone/artifact", ["kvfold.json", "tensors.safetensors"])]
+    assert asked == [("someone/artifact", ["README.md", "kvfold.json", "tensors.safetensors"])]
     assert same(loaded.tensors["key_mean"], artifact(model).tensors["key_mean"])
     Artifact.load(saved)
     assert len(asked) == 1, "a folder that is there is not asked for"

@@ -72,7 +72,7 @@ def test_the_card_says_what_it_is_and_how_to_serve_it(checked: Path, small: Path
     assert f"| `{RECIPE}` | 8.38 | 6.04 | 0.0123 | 87.5 of 90.0 % | passed |" in body
     assert re.search(r"\| `gtq-k3v3` \| [\d.]+ \| [\d.]+ \| – \| – \| not checked \|", body)
     assert f"`{RECIPE}` was checked on 2026-11-18 at 1,536 tokens, with kvfold 1.2, torch 3.4." in body
-    serve = f"kvfold serve {small} --recipe {RECIPE} --artifact fits"
+    serve = f"kvfold serve {small.name} --recipe {RECIPE} --artifact fits"
     assert f"```sh\nkvfold pull {place} --out fits\n{serve}\n```" in body
     model = json.loads((checked / "kvfold.json").read_text())["model"]
     digest = hashlib.sha256(json.dumps(model, sort_keys=True).encode()).hexdigest()

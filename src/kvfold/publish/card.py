@@ -1,6 +1,7 @@
 """The card of an artifact, its README.md: what it holds, what was measured, and how to serve it."""
 
 import shlex
+from pathlib import Path
 
 from kvfold.artifact import Artifact, CheckResult, Measure
 from kvfold.artifact.artifact import HUB_ID
@@ -12,19 +13,22 @@ MEANS_ALONE = "Means alone. They serve every recipe that learns nothing else, as
 
 
 def card(artifact: Artifact, where: str, model: str | None) -> str:
-    """In Markdown. `where` it is published, and `model`, the name by which others know the model."""
+    """In Markdown. `where` it is published, and `model`, its Hub id or its folder here, of which the name is shown."""
+    on_hub = model is not None and HUB_ID.fullmatch(model)
+    model = model if on_hub or model is None else Path(model).name
     shape, made = artifact.metadata.model, artifact.metadata.calibration
     checks = {name: found for name in artifact.metadata.checks if (found := artifact.check_result(parse(name)))}
     recipes = list(dict.fromkeys((*checks, *artifact.metadata.recipes)))
-    passed = [name for name in recipes if name in checks and checks[name].passed]
+    failed = [name for name in recipes if name in checks and not checks[name].passed]
+    served, *_ = sorted(recipes, key=lambda name: (name in failed, name not in checks)) or ["int4"]
     named = shlex.quote(model) if model else "MODEL"
-    serve = f"kvfold serve {named} --recipe {(passed or recipes or ['int4'])[0]} --artifact fits"
+    serve = f"kvfold serve {named} --recipe {served} --artifact fits"
     return "\n".join(
         (
             "---",
             "library_name: kvfold",
             "tags: [kvfold, kv-cache, quantization]",
-            *([f"base_model: {model}"] if model and HUB_ID.fullmatch(model) else []),
+            *([f"base_model: {model}"] if on_hub else []),
             "---",
             "",
             f"# A smaller KV cache for {model or shape.model_type}",
@@ -44,7 +48,10 @@ def card(artifact: Artifact, where: str, model: str | None) -> str:
             *(_table(artifact, recipes, checks) if recipes else [MEANS_ALONE]),
             "",
             "- Bits are those of each cached number at 2,048 and 131,072 tokens, metadata and windows included.",
-            "- KL is in nats. One token in a thousand exceeds its tail. Shares stand beside those of the 16-bit cache.",
+            *(
+                ["- KL is in nats. One token in a thousand exceeds its tail. Shares are beside those of 16 bits."]
+                * bool(checks)
+            ),
             *(
                 f"- `{name}` was checked on {found.date} at {found.context:,} tokens, with {_spelled(found.versions)}."
                 for name, found in checks.items()
@@ -53,7 +60,7 @@ def card(artifact: Artifact, where: str, model: str | None) -> str:
             "",
             "## What it was made from",
             "",
-            f"- Model: {shape.model_type}, {shape.layers} layers, of which {listed(shape.packed)} are packed, with "
+            f"- Model: {shape.model_type}, {shape.layers} layers (packed: {listed(shape.packed)}), "
             f"{shape.q_heads} query and {shape.kv_heads} KV heads of {shape.key_dim}.",
             f"- Hash of the model: `{shape.sha256}`. kvfold refuses a model of another shape or with other weights.",
             f"- Text: {made.tokens:,} tokens in passages of {made.context:,}, hash `{made.tokens_sha256}`.",
