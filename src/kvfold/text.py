@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 Half = Literal["calibration", "evaluation"]
 
+MORE = "give fewer --tokens, or a longer --text FILE"
 DOCUMENTATION, SOURCE = "Python documentation", "Python source"
 # Modules of the standard library that every Python since 3.11 has as one file: 1.2 million characters.
 MODULES = (
@@ -82,7 +83,7 @@ def draw(tokens: "Tensor", count: int, context: int, seed: int) -> "Tensor":
     places = len(tokens) // context
     passages = -(-count // context)
     if places < passages:
-        raise ValueError(f"the text has {len(tokens)} tokens, too few for {passages} passages of {context}")
+        raise ValueError(f"the text has {len(tokens)} tokens, too few for {passages} passages of {context}: {MORE}")
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(places, generator=generator)[:passages]
     return torch.cat([tokens[place * context : (place + 1) * context] for place in chosen.tolist()])[:count]
@@ -116,4 +117,4 @@ def tokenize(text: str, tokenizer: "PreTrainedTokenizerBase", tokens: int | None
         ids = tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
         if len(ids) >= tokens:
             return torch.tensor(ids[:tokens])
-    raise ValueError(f"the text has {len(ids)} tokens, fewer than the {tokens} asked for")
+    raise ValueError(f"the text has {len(ids)} tokens, fewer than the {tokens} asked for: {MORE}")

@@ -18,6 +18,7 @@ from kvfold.models import weight_files
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+MAKE = "make one with `kvfold calibrate MODEL --out DIR`"
 DIGESTED = 256  # numbers per parameter that are hashed
 PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # not quantized
 
@@ -102,12 +103,12 @@ class Fingerprint(Strict):
             unstated = field == "rope" and not theirs  # engines have classes of their own, without rope_parameters
             if field != "weights" and not unstated and (mine := getattr(self, field)) != theirs:
                 raise ValueError(
-                    f"the artifact was made for another model: its {field} is {mine}, the model's is {theirs}"
+                    f"the artifact was made for another model: its {field} is {mine}, the model's is {theirs}; {MAKE}"
                 )
         if changed := self._changed(other["weights"]):
             raise ValueError(
                 f"the artifact was made for another model: its weights are others, {changed} among them "
-                "(folding makes another model, with an artifact of its own)"
+                f"(folding makes another model, with an artifact of its own); {MAKE}"
             )
 
     def _changed(self, theirs: Digests) -> str | None:

@@ -70,7 +70,10 @@ def check(
     if context and geometry.max_context and context > geometry.max_context:
         raise ValueError(f"the model takes {geometry.max_context:,} tokens at most: give a --context up to that")
     if artifact and not Path(artifact).is_dir():
-        raise ValueError(f"{artifact} is no folder on this machine, where the result could be kept: download it first")
+        raise ValueError(
+            f"{artifact} is no folder on this machine, where the result could be kept: run "
+            f"`kvfold pull {artifact} --out fits`, then give --artifact fits"
+        )
     network, tokenizer = loaded = load(model)
     context = context or default_context(geometry, network.device)
     texts = {name: tokenize(text, tokenizer, None) for name, text in words.items()}
@@ -95,4 +98,7 @@ def check(
                 out.print(f"{measure.name}: the interval holds what is allowed; --trials narrows it", highlight=False)
         out.print(f"Kept in {escape(str(folder))}", highlight=False, soft_wrap=True)
     if not result.passed:
-        raise ValueError(f"{parsed} failed: {result.faults}")
+        raise ValueError(
+            f"{parsed} failed: {result.faults}. Take a recipe with more bits, or allow more with --max-kl, --max-tail "
+            "and --max-loss"
+        )

@@ -37,7 +37,9 @@ def fold(
     check(model, [parsed], folder, artifact=fits)
     check_foldable(parsed, load_config(model))
     if folder.is_symlink() or folder.is_mount() or (folder.exists() and (folder.is_file() or any(folder.iterdir()))):
-        raise FileExistsError(f"cannot write {folder}: it is there already, and no plain, empty folder")
+        raise FileExistsError(
+            f"cannot write {folder}: it is there already, and no plain, empty folder; name a new one with --out"
+        )
     fits = fits or kvfold.Artifact.load(calibrated_folder(model, parsed))
     with TemporaryDirectory(dir=folder.parent) as scratch:
         network, tokenizer = load(model, dtype="auto", device="cpu")

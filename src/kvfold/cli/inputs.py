@@ -48,8 +48,8 @@ def check(
 
 def check_files(*files: str | Path | None) -> None:
     for file in files:
-        if file and file != "-" and not Path(file).parent.is_dir():
-            raise FileNotFoundError(f"cannot write {file}: there is no folder {Path(file).parent}")
+        if file and file != "-" and not (folder := Path(file).parent).is_dir():
+            raise FileNotFoundError(f"cannot write {file}: there is no folder {folder}; run `mkdir -p {folder}`")
 
 
 def config_of(name: str) -> dict[str, Any]:
