@@ -369,6 +369,7 @@ MEANINGS = {
 
 NOT_RUN = {  # examples that the tests of the documents do not run: what they need
     "push": "needs an account at the Hub",
+    "pull": "needs the Hub",
     "check": "needs a quarter of an hour",
     "serve": "needs an engine",
     "demo": "needs some minutes",

@@ -26,6 +26,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[st
             raise metadata.PackageNotFoundError(name)
         return installed[name]
 
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(metadata, "version", version)
     monkeypatch.setattr(metadata, "requires", lambda _: ["vllm<0.33,>=0.32; extra == 'vllm'", "transformers>=5.17"])
     monkeypatch.setenv("KVFOLD_CACHE", str(tmp_path / "cache"))
@@ -40,7 +41,8 @@ def diagnosis() -> dict[str, tuple[str, str | None]]:
 
 def test_a_machine_without_a_gpu(tmp_path: Path):
     (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / "file").write_bytes(bytes(2**28))
+    with (tmp_path / "cache" / "file").open("wb") as file:
+        file.truncate(2**28)  # without as many bytes on the disk
     found = diagnosis()
     assert found["kvfold"][0].startswith(f"{kvfold.__version__}, Python 3.")
     assert found["torch"][0] == torch.__version__

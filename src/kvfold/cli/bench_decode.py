@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from kvfold.cli.inputs import check, find_artifact, load
+from kvfold.cli.inputs import check, find_artifact, load, needed_artifact
 from kvfold.cli.options import ArtifactFolder, CsvFile, JsonFile, Model, recipe_option
 from kvfold.cli.output import collect_rows, out, write_json
 from kvfold.fitting_table import FittingTable
@@ -32,6 +32,7 @@ def decode(
     panel, means = [parse(name) for name in recipe], find_artifact(artifact, model, recipe)
     check(model, panel, json_file, csv_file, artifact=means)
     network, tokenizer = load(model)
+    means = needed_artifact(means, (network, tokenizer), panel)
     words = tokenize(read_text(None, "evaluation"), tokenizer, context)
     timed = partial(run, network, words, panel, means, batch, steps)
     rows = collect_rows("Timing", timed, csv_file)

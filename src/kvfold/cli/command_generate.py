@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import kvfold
-from kvfold.cli.inputs import check, choose_recipes, find_artifact, load
+from kvfold.cli.inputs import check, choose_recipes, find_artifact, load, needed_artifact
 from kvfold.cli.options import DEFAULT, ArtifactFolder, Model, recipe_option
 from kvfold.cli.output import err
 
@@ -34,7 +34,8 @@ def generate(
     means = find_artifact(artifact, model, names)
     parsed = choose_recipes(names, means, DEFAULT)[0]
     check(model, [parsed], artifact=means)
-    stream_answer(*load(model), parsed, prompt, max_tokens, raw, means)
+    loaded = load(model)
+    stream_answer(*loaded, parsed, prompt, max_tokens, raw, needed_artifact(means, loaded, [parsed]))
 
 
 def stream_answer(

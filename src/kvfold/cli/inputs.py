@@ -134,6 +134,15 @@ def check_passed(model: str, recipe: "Recipe", folder: str, given: str | None) -
         )
 
 
+def needed_artifact(
+    found: "kvfold.Artifact | None", loaded: tuple[Any, Any], recipes: "Sequence[Recipe]"
+) -> "kvfold.Artifact | None":
+    """The artifact that was found, else one that is made now, if a recipe needs one."""
+    if found is None and any(recipe.centre or recipe.learns for recipe in recipes):
+        return calibrate_now(loaded, recipes)
+    return found
+
+
 def calibrate_now(loaded: tuple[Any, Any], recipes: "Sequence[Recipe]") -> "kvfold.Artifact":
     """An artifact for these recipes, if the user gave none."""
     from kvfold.calibration.automatic import calibrate_automatically
