@@ -37,6 +37,7 @@ COMMANDS = (
     "bench kernels",
     "bench step",
     "bench serving",
+    "bench soak",
 )
 
 
