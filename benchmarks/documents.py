@@ -369,6 +369,7 @@ MEANINGS = {
 
 NOT_RUN = {  # examples that the tests of the documents do not run: what they need
     "push": "needs an account at the Hub",
+    "pull": "needs the Hub",
     "check": "needs a quarter of an hour",
     "serve": "needs an engine",
     "demo": "needs some minutes",
@@ -376,6 +377,7 @@ NOT_RUN = {  # examples that the tests of the documents do not run: what they ne
     "bench kernels": "needs a GPU",
     "bench step": "needs a GPU",
     "bench serving": "needs a server",
+    "bench soak": "needs a server",
 }
 
 

@@ -17,7 +17,6 @@ from kvfold.artifact import (
     Metadata,
     Provenance,
     digest_model,
-    push,
 )
 from kvfold.recipes import parse
 from kvfold.rope import Rope
@@ -220,35 +219,6 @@ def _hub_that_answers(monkeypatch):
     monkeypatch.setattr("kvfold.hub._answers", lambda *_: True)
 
 
-class Hub:
-    """huggingface_hub.HfApi, with one folder for a Hub."""
-
-    calls: list[tuple]
-
-    def __init__(self) -> None:
-        Hub.calls = []
-
-    def create_repo(self, hub_id, private, exist_ok):
-        self.calls.append(("create", hub_id, private, exist_ok))
-
-    def upload_folder(self, repo_id, folder_path, allow_patterns):
-        self.calls.append(("upload", repo_id, Path(folder_path), sorted(allow_patterns)))
-        return f"https://huggingface.co/{repo_id}/tree/main"
-
-
-@pytest.mark.usefixtures("_hub_that_answers")
-def test_push_uploads_what_is_valid(saved, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
-    assert push(saved, "someone/artifact", private=True) == "https://huggingface.co/someone/artifact/tree/main"
-    files = ["kvfold.json", "tensors.safetensors"]
-    assert Hub.calls == [("create", "someone/artifact", True, True), ("upload", "someone/artifact", saved, files)]
-    Hub.calls = []
-    (saved / "tensors.safetensors").write_bytes(b"damaged")
-    with pytest.raises(ValueError, match=r"tensors\.safetensors is damaged"):
-        push(saved, "someone/artifact")
-    assert Hub.calls == []
-
-
 @pytest.mark.usefixtures("_hub_that_answers")
 def test_an_id_that_neither_a_folder_nor_the_hub_has(monkeypatch):
     def download(hub_id, allow_patterns):
@@ -270,7 +240,7 @@ def test_load_by_the_id_of_the_hub(model, saved, monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     monkeypatch.chdir(tmp_path)
     loaded = Artifact.load("someone/artifact")
-    assert asked == [("someone/artifact", ["kvfold.json", "tensors.safetensors"])]
+    assert asked == [("someone/artifact", ["README.md", "kvfold.json", "tensors.safetensors"])]
     assert same(loaded.tensors["key_mean"], artifact(model).tensors["key_mean"])
     Artifact.load(saved)
     assert len(asked) == 1, "a folder that is there is not asked for"

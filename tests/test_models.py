@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +10,11 @@ import gguf
 import huggingface_hub
 import pytest
 import torch
+from tiny_models import tiny
 from transformers import LlamaConfig
 
 from kvfold import models
-from kvfold.models import EMBEDDED, embedded_folder, load_config, load_model, load_tokenizer
+from kvfold.models import EMBEDDED, embedded_folder, load_config, load_model, load_tokenizer, save_model
 
 PROMPT = "The capital of France is"
 
@@ -185,3 +187,14 @@ except ModuleNotFoundError as error:
         [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True, env=os.environ
     )
     assert run.stdout.splitlines() == ["llama", 'loading models needs transformers: pip install "kvfold[transformers]"']
+
+
+def test_progress_is_shown_where_loading_and_saving_take_long(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(models, "load_tokenizer", lambda name: SimpleNamespace(save_pretrained=lambda folder: None))
+    tiny().save_pretrained(tmp_path / "model")
+    capfd.readouterr()
+    for large, shown in ((2**30, False), (0, True)):
+        monkeypatch.setattr(models, "LARGE", large)
+        save_model(*load_model(str(tmp_path / "model")), tmp_path / f"copy-{large}")
+        bars = re.search(r"weights.*\d\d:\d\d<.*shards.*\d\d:\d\d<", capfd.readouterr().err, re.DOTALL)
+        assert bool(bars) is shown, "the time that went by, and the time left"

@@ -155,11 +155,11 @@ def test_which_recipes_learn_and_what_they_are_fitted_as():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("saw-int", r"unknown recipe 'saw-int': did you mean 'saw-int4'\? there are bf16, fold4, fold3, fold2, int8"),
-        ("INT44", r"unknown recipe 'INT44': there are bf16"),
+        ("saw-int", r"unknown recipe 'saw-int': did you mean 'saw-int4'\? `kvfold recipes` lists them"),
+        ("INT44", r"unknown recipe 'INT44': `kvfold recipes` lists them"),
         ("", r"unknown recipe ''"),
         ("int3", r"unknown recipe 'int3': did you mean"),
-        ("zzz:sink=4", r"unknown recipe 'zzz': there are bf16"),
+        ("zzz:sink=4", r"unknown recipe 'zzz': `kvfold recipes` lists them"),
         ("int4:order=64", r"int4 has no option 'order'; it takes centre, group, recent, sink, skip"),
         (
             "saw-int4:bits=2",

@@ -5,7 +5,7 @@ import torch
 from random_layers import fitted
 
 from kvfold.recipes import RECIPES, parse
-from kvfold.transforms import Hadamard, Matrix, PermutedHadamard, Transform, default_order, random_rotation
+from kvfold.transforms import Hadamard, Matrix, PermutedHadamard, Transform, random_rotation
 from kvfold.transforms.covariance import bit_reversal, eigenvectors
 
 ORDERS = [1, 2, 4, 8, 16, 32, 64, 128, 256]
@@ -149,7 +149,8 @@ def test_forward_does_not_change_its_input():
     ("dims", "order"), [(64, 64), (80, 16), (96, 32), (128, 128), (256, 128), (512, 128), (1, 1), (3, 1)]
 )
 def test_default_order_is_the_largest_power_of_two_that_divides(dims, order):
-    assert default_order(dims) == order
+    rotation, _ = parse("saw-int4").rotations(dims, dims, {})
+    assert rotation.order == order
     assert order == max(o for o in (1, 2, 4, 8, 16, 32, 64, 128) if dims % o == 0)
 
 

@@ -5,16 +5,18 @@ Everything per layer has the layer's number in the model as its key.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-import torch
-
-from kvfold.artifact import Artifact
-from kvfold.format.codec import Codec
 from kvfold.format.layout import PageLayout
 from kvfold.geometry import Geometry, listed
 from kvfold.recipe import Fit, Recipe
 from kvfold.recipes import RECIPES
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvfold.artifact import Artifact
+    from kvfold.format.codec import Codec
 
 RAW = RECIPES["bf16"]  # how skipped layers are stored
 
@@ -26,7 +28,7 @@ class Fitted:
     fits: Mapping[int, Fit] = field(default_factory=dict)  # none before calibration: layouts and sizes do without
 
     @classmethod
-    def of(cls, recipe: Recipe, geometry: Geometry, artifact: Artifact | None) -> Self:
+    def of(cls, recipe: Recipe, geometry: Geometry, artifact: "Artifact | None") -> Self:
         """With the fits of the artifact, if there is one."""
         fits = {} if artifact is None else {layer: artifact.fit(recipe, layer) for layer in geometry.packed}
         return cls(recipe, geometry, fits)
@@ -47,12 +49,12 @@ class Fitted:
                 f"{self.recipe} is for evaluation, as no kernel stores it ({reason}): serve fold4, fold3 or fold2"
             )
 
-    def codecs(self, raw_dtype: torch.dtype, device: torch.device | str) -> dict[int, tuple[Codec, Codec]]:
+    def codecs(self, raw_dtype: "torch.dtype", device: "torch.device | str") -> dict[int, tuple["Codec", "Codec"]]:
         """The key and value codec per packed layer."""
         pairs = ((layer, self.layer_codecs(layer, raw_dtype)) for layer in self.geometry.packed)
         return {layer: (key.to(device), value.to(device)) for layer, (key, value) in pairs}
 
-    def layer_codecs(self, layer: int, raw_dtype: torch.dtype = torch.bfloat16) -> tuple[Codec, Codec]:
+    def layer_codecs(self, layer: int, raw_dtype: "torch.dtype | None" = None) -> tuple["Codec", "Codec"]:
         """The key and value codec of one layer, in host memory."""
         recipe, fit = self._stored(layer)
         return recipe.codecs(self.geometry.key_dim, self.geometry.value_dim, fit, raw_dtype)

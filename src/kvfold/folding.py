@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 def check_foldable(recipe: Recipe, config: Mapping[str, Any]) -> None:
     """Refuse a recipe or a model that cannot be folded. Needs only the model's config.json."""
     if not recipe.folds:
-        raise ValueError(f"{recipe} learns no rotation of values that could be folded")
+        raise ValueError(
+            f"{recipe} learns no rotation of values that could be folded: take oscar-int2 or fold2 to fold4"
+        )
     if config.get("quantization_config"):
         raise UnsupportedModel("values cannot be folded into quantized weights: take the model that they were made of")
     if config.get("text_config"):

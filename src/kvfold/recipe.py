@@ -3,22 +3,25 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, field_validator
-from torch import Tensor
 
-from kvfold.format.codec import Codec
 from kvfold.format.layout import SlotLayout
 from kvfold.format.windows import Windows
-from kvfold.transforms import Rotation, Transform
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from kvfold.calibration.statistics import LayerStatistics
+    from kvfold.format.codec import Codec
     from kvfold.rope import Rope
+    from kvfold.transforms import Rotation
 
 PAGE_SIZE = 16  # tokens per page, unless the engine or the method decides
 
-Fit = Mapping[str, Tensor]  # what calibration found for one layer, by name; first dimension: KV heads, or 1 for all
+Fit = Mapping[str, "Tensor"]  # what calibration found for one layer, by name; first dimension: KV heads, or 1 for all
+Means = tuple["Tensor | None", "Tensor | None"]  # of keys and values, float64[kv_heads, d]; None without centring
+Rotations = tuple["Rotation | None", "Rotation | None"]  # of centred keys and of centred values
 
 
 class Recipe(BaseModel):
@@ -42,15 +45,14 @@ class Recipe(BaseModel):
         expected size."""
         raise NotImplementedError
 
-    def rotations(self, key_dim: int, value_dim: int, fit: Fit) -> tuple[Rotation | None, Rotation | None]:
+    def rotations(self, key_dim: int, value_dim: int, fit: Fit) -> Rotations:
         """The linear maps of centred keys and of centred values, for one layer."""
         return None, None
 
-    def fit(self, layer: "LayerStatistics", rope: "Rope", means: tuple[Tensor | None, Tensor | None]) -> Fit:
+    def fit(self, layer: "LayerStatistics", rope: "Rope", means: Means) -> Fit:
         """What the method learns from a layer's statistics: tensors by name. `fit_tensors` lists all names.
 
-        `means` are the mean key and the mean value, float64[kv_heads, d], or None without centring. The clip,
-        the centroids and the unit of a side go to its codec. The method itself reads every other name.
+        The clip, the centroids and the unit of a side go to its codec. The method itself reads every other name.
         """
         return {}
 
@@ -74,14 +76,20 @@ class Recipe(BaseModel):
         return Windows(self.sink, self.recent)
 
     def codecs(
-        self, key_dim: int, value_dim: int, fit: Fit, raw_dtype: torch.dtype = torch.bfloat16
-    ) -> tuple[Codec, Codec]:
-        """The key and value codec of a layer that is not skipped."""
+        self, key_dim: int, value_dim: int, fit: Fit, raw_dtype: "torch.dtype | None" = None
+    ) -> tuple["Codec", "Codec"]:
+        """The key and value codec of a layer that is not skipped. Raw segments are bfloat16, unless another type is
+        given."""
+        from torch import bfloat16
+
+        from kvfold.format.codec import Codec
+        from kvfold.transforms import Transform
+
         key, value = (
             Codec(
                 layout,
                 Transform(fit.get(f"{side}_mean") if self.centre else None, rotation),
-                raw_dtype,
+                raw_dtype or bfloat16,
                 float(fit[f"{side}_clip"]) if f"{side}_clip" in fit else None,
                 fit.get(f"{side}_centroids"),
                 float(fit.get(f"{side}_unit", 1.0)),

@@ -18,7 +18,6 @@ from kvfold.methods.turboquant import TurboQuant
 from kvfold.recipe import Recipe
 
 TUNED = Fold(name="fold", summary="kvfold's own, with widths that `kvfold tune` chose per layer")
-DEFAULT = "fold4"  # what is served if the user names no recipe
 CODEBOOKS = re.compile(r"(tq|gtq)-k(\d+)v(\d+)")  # any two bit widths; RECIPES lists a few
 WIDTHS = range(1, 9)
 
@@ -80,8 +79,8 @@ def parse(text: str) -> Recipe:
         close = difflib.get_close_matches(name, RECIPES, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise ValueError(
-            f"unknown recipe {name!r}: {hint}there are {', '.join(RECIPES)}, fold for what `kvfold tune` wrote, and "
-            "tq-kXvY and gtq-kXvY with widths from 1 to 8"
+            f"unknown recipe {name!r}: {hint}`kvfold recipes` lists them, and there are tq-kXvY and gtq-kXvY with "
+            "widths from 1 to 8"
         )
     pairs = [tuple(map(str.strip, option.partition("="))) for option in options.split(",") if option.strip()]
     if bad := [option for option, equals, _ in pairs if not equals]:

@@ -5,16 +5,15 @@ from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import TYPE_CHECKING, Literal
 
-import torch
-
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
 Half = Literal["calibration", "evaluation"]
 
+MORE = "give fewer --tokens, or a longer --text FILE"
 DOCUMENTATION, SOURCE = "Python documentation", "Python source"
 # Modules of the standard library that every Python since 3.11 has as one file: 1.2 million characters.
 MODULES = (
@@ -25,6 +24,8 @@ MODULES = (
 
 def default_text(half: Half) -> str:
     """Every second topic of Python's documentation. A paragraph that several topics quote stays in the first only."""
+    from pydoc_data.topics import topics
+
     seen: set[str] = set()
     texts = []
     for _, topic in sorted(topics.items()):
@@ -75,24 +76,28 @@ def read_text(path: Path | None, half: Half) -> str:
     return text
 
 
-def draw(tokens: torch.Tensor, count: int, context: int, seed: int) -> torch.Tensor:
+def draw(tokens: "Tensor", count: int, context: int, seed: int) -> "Tensor":
     """`count` of the tokens, in passages of `context` tokens from random places. Passages do not overlap."""
+    import torch
+
     places = len(tokens) // context
     passages = -(-count // context)
     if places < passages:
-        raise ValueError(f"the text has {len(tokens)} tokens, too few for {passages} passages of {context}")
+        raise ValueError(f"the text has {len(tokens)} tokens, too few for {passages} passages of {context}: {MORE}")
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(places, generator=generator)[:passages]
     return torch.cat([tokens[place * context : (place + 1) * context] for place in chosen.tolist()])[:count]
 
 
-def opening(tokenizer: "PreTrainedTokenizerBase") -> torch.Tensor:
+def opening(tokenizer: "PreTrainedTokenizerBase") -> "Tensor":
     """What the tokenizer puts before every text: int64[1] with BOS, or int64[0]. Some models are lost without BOS."""
+    import torch
+
     bos = tokenizer.bos_token_id
     return torch.tensor([bos] if bos is not None and tokenizer("")["input_ids"][:1] == [bos] else [], dtype=torch.int64)
 
 
-def with_openings(tokens: torch.Tensor, context: int, tokenizer: "PreTrainedTokenizerBase") -> torch.Tensor:
+def with_openings(tokens: "Tensor", context: int, tokenizer: "PreTrainedTokenizerBase") -> "Tensor":
     """`tokens` (1-D) whose passages of `context` tokens begin as the tokenizer begins a text: BOS takes the place of
     the first token of each passage."""
     opened = tokens.clone()
@@ -101,8 +106,10 @@ def with_openings(tokens: torch.Tensor, context: int, tokenizer: "PreTrainedToke
     return opened
 
 
-def tokenize(text: str, tokenizer: "PreTrainedTokenizerBase", tokens: int | None) -> torch.Tensor:
+def tokenize(text: str, tokenizer: "PreTrainedTokenizerBase", tokens: int | None) -> "Tensor":
     """The first `tokens` tokens as int64[tokens], or all of them. No special tokens are added."""
+    import torch
+
     if tokens is None:
         return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     # A token has about four characters. So a generous head of the text is enough. The tokens at its cut are not kept.
@@ -110,4 +117,4 @@ def tokenize(text: str, tokenizer: "PreTrainedTokenizerBase", tokens: int | None
         ids = tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
         if len(ids) >= tokens:
             return torch.tensor(ids[:tokens])
-    raise ValueError(f"the text has {len(ids)} tokens, fewer than the {tokens} asked for")
+    raise ValueError(f"the text has {len(ids)} tokens, fewer than the {tokens} asked for: {MORE}")

@@ -64,6 +64,7 @@ def test_every_command_and_python_find_the_same(model, monkeypatch):
     network, tokenizer = load_model(str(model))
     monkeypatch.setattr("kvfold.cli.command_demo.DEMO_RECIPES", ("int4", RECIPE))
     monkeypatch.setattr("kvfold.cli.command_demo.check", lambda *_, **__: None)
+    monkeypatch.setattr("kvfold.cli.inputs.loads_at_once", lambda name: True)
     monkeypatch.setattr("kvfold.cli.inputs.load_model", lambda name: (network, tokenizer))
     found = {
         "cache": _calibrate_once(network, parse(RECIPE)),

@@ -15,9 +15,9 @@ from typer.testing import CliRunner, Result
 
 import kvfold
 from kvfold.artifact import Artifact
-from kvfold.artifact.check_results import MAX_KL, MAX_LOSS, MAX_TAIL
 from kvfold.cli import app
 from kvfold.evaluate.check import CALL_TRIALS
+from kvfold.evaluate.limits import Limits
 from kvfold.evaluate.tool_calls import CALLS
 from kvfold.models import load_model
 from kvfold.recipes import parse
@@ -188,7 +188,8 @@ def test_short_texts_are_refused(checked, served, error_of, tmp_path):
 
 def test_the_documents_state_what_is_allowed():
     page = (Path(__file__).parents[2] / "docs" / "calibrate.md").read_text()
-    for option in (f"--max-kl {MAX_KL:g}", f"--max-tail {MAX_TAIL:g}", f"--max-loss {100 * MAX_LOSS:g}` points"):
+    loss = f"--max-loss {100 * Limits.share:g}` points"
+    for option in (f"--max-kl {Limits.kl:g}", f"--max-tail {Limits.tail:g}", loss):
         assert option in page
     calls = 2 * CALL_TRIALS * CALLS  # of both default texts
-    assert 1 / calls <= MAX_LOSS < 2 / calls
+    assert 1 / calls <= Limits.share < 2 / calls

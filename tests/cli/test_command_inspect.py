@@ -1,10 +1,9 @@
-"""`kvfold inspect` and `kvfold push`."""
+"""`kvfold inspect`."""
 
 import json
 import re
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 from commands import LAYERS, plain, run
 from safetensors.torch import load_file
@@ -60,26 +59,3 @@ def test_inspect_means_alone_or_nothing(error_of, means: Path, tmp_path: Path):
 def test_inspect_says_where_passages_were_drawn(small: Path, tmp_path: Path):
     run("calibrate", small, "--out", tmp_path, "--tokens", 100, "--context", 64, "--seed", 5)
     assert "drawn with seed 5" in " ".join(plain(run("inspect", tmp_path).stdout).split())
-
-
-def test_push(error_of, fits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    calls: list[tuple] = []
-
-    class Hub:
-        def create_repo(self, hub_id: str, private: bool, exist_ok: bool) -> None:
-            calls.append(("create", hub_id, private))
-
-        def upload_folder(self, repo_id: str, folder_path: Path, allow_patterns: list[str]) -> str:
-            calls.append(("upload", repo_id, folder_path, sorted(allow_patterns)))
-            return f"https://hub/{repo_id}"
-
-    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
-    assert run("push", fits, "me/fits").stdout == "https://hub/me/fits\n"
-    upload = ("upload", "me/fits", fits, ["kvfold.json", "tensors.safetensors"])
-    assert calls == [("create", "me/fits", False), upload]
-    calls.clear()
-    run("push", fits, "me/fits", "--private")
-    assert calls == [("create", "me/fits", True), upload]
-    calls.clear()
-    assert "is no artifact" in error_of("push", tmp_path, "me/fits")
-    assert calls == []

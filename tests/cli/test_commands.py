@@ -1,18 +1,24 @@
 """All commands: their help, and what they refuse."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from commands import plain, run
 
 import kvfold
+from kvfold.cli import main
 from kvfold.fitted import Fitted
 from kvfold.geometry import Geometry
 from kvfold.models import EMBEDDED
 from kvfold.recipes import parse
 
 COMMANDS = (
+    "doctor",
     "recipes",
     "plan",
     "calibrate",
@@ -20,6 +26,7 @@ COMMANDS = (
     "fold",
     "inspect",
     "push",
+    "pull",
     "eval",
     "check",
     "generate",
@@ -30,6 +37,7 @@ COMMANDS = (
     "bench kernels",
     "bench step",
     "bench serving",
+    "bench soak",
 )
 
 
@@ -47,6 +55,79 @@ def test_help_gives_an_example(command: str):
     assert re.search(rf"Example: kvfold {command}\b", plain(run(*command.split(), "--help").stdout))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "light"),
+    [
+        (["--help"], ("pydantic",)),
+        (["serve", "--help"], ()),  # typer itself loads pydantic for options
+        (["recipes"], ()),
+        (["plan", "Qwen3-8B", "--memory", "80GiB"], ()),
+        (["plan", "{small}", "--memory", "80GiB"], ()),
+    ],
+    ids=lambda value: " ".join(value[:2]),
+)
+def test_what_starts_at_once_loads_no_torch(small: Path, arguments: list[str], light: tuple[str, ...]):
+    words = [word.format(small=small) for word in arguments]
+    code = "import atexit, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr));"
+    code += f"sys.argv = ['kvfold', *{words!r}]; from kvfold.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = {name.partition(".")[0] for name in done.stderr.split()}
+    assert done.stdout
+    assert {"kvfold", "typer"} <= loaded
+    assert loaded.isdisjoint(("torch", "transformers", "triton", "numba", "numpy", "scipy", "huggingface_hub", *light))
+
+
+def test_kvfold_alone_shows_where_to_start():
+    shown = plain(run().stdout)
+    starts = re.findall(r"^  (kvfold .*?)(?:  |$)", shown, re.MULTILINE)
+    assert {command.split()[1] for command in starts} == {"doctor", "demo", "plan", "check", "serve"}
+    for command in starts:
+        assert re.search(r"\bOptions\b", plain(run(command.split()[1], "--help").stdout))
+    assert "kvfold --help" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+# Completion, as shells ask for it
+
+
+def completed(words: str, **environment: str) -> list[str]:
+    code = "import sys; sys.argv = ['kvfold']; from kvfold.cli import main; main()"
+    asked = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1), "_TYPER_COMPLETE_ARGS": words}
+    environment = {**os.environ, **asked, "_KVFOLD_COMPLETE": "complete_bash", **environment}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    return done.stdout.splitlines()
+
+
+def test_completion_of_commands_options_recipes_and_examples():
+    assert completed("kvfold pu") == ["push", "pull"]
+    assert completed("kvfold bench st") == ["step"]
+    assert completed("kvfold check embedded --max-k") == ["--max-kl"]
+    assert completed("kvfold serve embedded -r oscar") == ["oscar-int2"]
+    assert completed("kvfold plan Llama-3") == ["Llama-3.1-8B"]
+    fish = completed("kvfold plan Llama-3", _KVFOLD_COMPLETE="complete_fish", _TYPER_COMPLETE_FISH_ACTION="get-args")
+    assert fish == ["Llama-3.1-8B"]
+    assert completed("kvfold plan Llama-3", _KVFOLD_COMPLETE="complete_zsh") == [
+        "_arguments '*: :((\"Llama-3.1-8B\"))'"
+    ]
+
+
+def test_completion_in_bash(tmp_path: Path):
+    """The script that `kvfold --show-completion` prints, with a `kvfold` in the PATH."""
+    program = tmp_path / "kvfold"
+    program.write_text(f"#!{sys.executable}\nfrom kvfold.cli import main\nmain()\n")
+    program.chmod(0o755)
+    lines = (
+        'eval "$(_KVFOLD_COMPLETE=source_bash kvfold)"',
+        "complete -p kvfold",
+        "COMP_WORDS=(kvfold serve embedded -r fold) COMP_CWORD=4",
+        "_kvfold_completion kvfold",
+        'echo "${COMPREPLY[*]}"',
+    )
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.splitlines() == ["complete -o default -F _kvfold_completion kvfold", "fold4 fold3 fold2 fold"]
+
+
 def test_what_is_gained_is_said_alike_everywhere():
     """Of 16 bits: 4-bit integers to 2-bit integers with one group and their windows, at head dimension 128."""
     shape = Geometry.uniform("any", layers=1, q_heads=1, kv_heads=1, head_dim=128)
@@ -60,6 +141,39 @@ def test_what_is_gained_is_said_alike_everywhere():
 
 
 # Mistakes: one line, and before anything takes long
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["serv"], "error: no such command 'serv'. Did you mean 'serve'? Run `kvfold --help`"),
+        (["plan", "Qwen3-8B"], "error: missing option '--memory'. Run `kvfold plan --help`"),
+        (["bench"], "error: missing command. Run `kvfold bench --help`"),
+        (["recipes", "--head-dim", "many"], r"error: invalid value for '--head-dim': .*\. Run `kvfold recipes --help`"),
+        (
+            ["eval", "embedded", "--contxt", "9"],
+            r"error: no such option.*--contxt.*--context.* Run `kvfold eval --help`",
+        ),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_usage_is_explained_in_one_line(monkeypatch, capsys, arguments: list[str], line: str):
+    monkeypatch.setattr(sys, "argv", ["kvfold", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    captured = capsys.readouterr()
+    assert (stop.value.code, captured.out) == (2, "")
+    (said,) = plain(captured.err).splitlines()
+    assert said == line or re.fullmatch(line, said)
+
+
+def test_a_full_gpu_is_explained_in_one_line(error_of, monkeypatch):
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore about it.")
+
+    monkeypatch.setattr("kvfold.cli.command_recipes.fitting_recipes", full)
+    line = error_of("recipes")
+    assert line.startswith("error: the GPU's memory is full: give a shorter --context or fewer --tokens (CUDA out of")
 
 
 @pytest.mark.parametrize("command", [("eval",), ("generate", "-p", "Hello"), ("bench", "decode")], ids=" ".join)
@@ -106,7 +220,8 @@ def test_a_recipe_that_does_not_fit_the_model(error_of, small: Path):
 
 def test_a_folder_that_is_no_artifact(error_of, tmp_path: Path):
     line = error_of("eval", "nobody/nothing", "-r", "int4", "--artifact", tmp_path)
-    assert line == f"error: {tmp_path} is no artifact: there is no kvfold.json in it"
+    fix = f"make one with `kvfold calibrate MODEL --out {tmp_path}`"
+    assert line == f"error: {tmp_path} is no artifact: there is no kvfold.json in it; {fix}"
 
 
 def test_an_artifact_of_another_model(error_of, means: Path):

@@ -8,7 +8,8 @@ from tiny_models import tiny
 from kvfold.artifact import CheckResult, Measure
 from kvfold.calibration import calibrate
 from kvfold.evaluate import check as module
-from kvfold.evaluate.check import Limits, check, default_context
+from kvfold.evaluate.check import check, default_context
+from kvfold.evaluate.limits import Limits
 from kvfold.evaluate.logits import Scores
 from kvfold.evaluate.needle import NeedleRow
 from kvfold.evaluate.tool_calls import ToolCallRow

@@ -122,11 +122,12 @@ def test_table_says_what_was_measured_and_what_means_nothing():
 
 
 def test_table_shows_what_else_was_measured():
-    text = "\n".join(" ".join(line.split()) for line in printed(MEASURED))
-    assert "recipe copy needle > 16k > 16k > 16k GSM8K acc\n" in text
-    assert "bf16 (reference) 50 % 100 % 10.00 0 0 50.0 % ± 2.5 1.000\n" in text
-    assert "int4 50 % 50 % 10.00 0.1502 1.5020 20.0 % ± 2.5 0.400\n" in text
-    assert "lambada\nrecipe perplexity\n" in text  # what does not fit in 80 characters is a further table
+    text = "\n".join(" ".join(line.split()) for line in printed(MEASURED, 80))
+    assert "recipe copy needle > 16k > 16k > 16k GSM8K\n" in text
+    assert "bf16 (reference) 50 % 100 % 10.00 0 0 50.0 % ± 2.5\n" in text
+    assert "int4 50 % 50 % 10.00 0.1502 1.5020 20.0 % ± 2.5\n" in text
+    assert "arc_easy lambada\nrecipe acc perplexity\n" in text  # what does not fit in 80 characters is a further table
+    assert "int4 0.400 9.500\n" in text
 
 
 def test_table_shows_intervals_over_haystacks():

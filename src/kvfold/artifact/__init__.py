@@ -1,6 +1,6 @@
 """Artifacts: what calibration found for one model, as a folder with kvfold.json and tensors.safetensors."""
 
-from kvfold.artifact.artifact import TEXT, Artifact, push
+from kvfold.artifact.artifact import TEXT, Artifact
 from kvfold.artifact.check_results import CheckResult, Measure
 from kvfold.artifact.fingerprint import Fingerprint, digest_model
 from kvfold.artifact.metadata import SCHEMA, Metadata, Provenance
@@ -15,5 +15,4 @@ __all__ = [
     "Metadata",
     "Provenance",
     "digest_model",
-    "push",
 ]

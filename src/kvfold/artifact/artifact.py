@@ -20,7 +20,7 @@ from kvfold.files import write_whole
 from kvfold.recipe import Recipe
 from kvfold.recipes import parse
 
-METADATA, TENSORS = "kvfold.json", "tensors.safetensors"
+METADATA, TENSORS, CARD = "kvfold.json", "tensors.safetensors", "README.md"
 TEXT = "text"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -134,13 +134,14 @@ class Artifact:
     @classmethod
     def load(cls, where: str | Path) -> Self:
         """From a folder, or from the Hub by its id."""
-        folder = Path(where)
-        if not folder.exists() and HUB_ID.fullmatch(str(where)):
-            folder = _download(str(where))
+        folder = find(where)
         try:
             text, content = (folder / METADATA).read_bytes(), (folder / TENSORS).read_bytes()
         except FileNotFoundError as error:
-            raise ValueError(f"{folder} is no artifact: there is no {Path(error.filename).name} in it") from None
+            raise ValueError(
+                f"{folder} is no artifact: there is no {Path(error.filename).name} in it; make one with "
+                f"`kvfold calibrate MODEL --out {folder}`"
+            ) from None
         except OSError as error:
             raise ValueError(f"{folder} is no artifact: {error.filename}: {error.strerror}") from None
         saved = read(folder / METADATA, text)
@@ -158,25 +159,14 @@ class Artifact:
         return artifact
 
 
-def _download(hub_id: str) -> Path:
+def find(where: str | Path) -> Path:
+    """The folder of an artifact. If there is none of this name, and it may be a Hub id, it is downloaded."""
+    if Path(where).exists() or not HUB_ID.fullmatch(str(where)):
+        return Path(where)
     from huggingface_hub import snapshot_download
 
     try:
         with hub.asked():
-            return Path(snapshot_download(hub_id, allow_patterns=[METADATA, TENSORS]))
+            return Path(snapshot_download(str(where), allow_patterns=[METADATA, TENSORS, CARD]))
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{hub_id} is neither a folder nor what the Hugging Face Hub gives: {hub.why(error)}"
-        ) from None
-
-
-def push(folder: Path, hub_id: str, private: bool = False) -> str:
-    """Upload a saved artifact to the Hub. Returns its address there."""
-    from huggingface_hub import HfApi
-
-    Artifact.load(folder)  # refuses an artifact that is not valid
-    if hub.silent():
-        raise OSError(f"cannot push to {hub_id}: {hub.unreachable()}")
-    api = HfApi()
-    api.create_repo(hub_id, private=private, exist_ok=True)
-    return str(api.upload_folder(repo_id=hub_id, folder_path=folder, allow_patterns=[METADATA, TENSORS]))
+        raise ValueError(f"{where} is neither a folder nor what the Hugging Face Hub gives: {hub.why(error)}") from None

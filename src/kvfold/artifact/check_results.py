@@ -8,11 +8,6 @@ from pydantic import PositiveInt
 
 from kvfold.artifact.fingerprint import Sha256, Strict
 
-# What a recipe may lose, unless the user says otherwise.
-MAX_KL = 0.03  # nats. Perplexity then rises by 2 to 3 %, as measured on SmolLM2-135M and Qwen2.5-Coder-1.5B.
-MAX_TAIL = 1.0  # nats. A token that was certain keeps 37 % of its probability.
-MAX_LOSS = 0.03  # of needles and of tool calls. One lost call in the 36 of a default check is within it, two are not.
-
 
 class Measure(Strict):
     """One measure of a recipe, beside the 16-bit cache of the same model. It passes if the loss is within the allowed.

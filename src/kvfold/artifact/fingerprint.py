@@ -1,6 +1,7 @@
 """Fingerprint: which model an artifact belongs to, from a loaded model or from its files."""
 
 import hashlib
+import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from kvfold.models import weight_files
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+MAKE = "make one with `kvfold calibrate MODEL --out DIR`"
 DIGESTED = 256  # numbers per parameter that are hashed
 PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # not quantized
 
@@ -45,14 +47,24 @@ class Fingerprint(Strict):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        layers = [LayerShape("linear", 0, 0, 0, 0)] * self.layers
-        for layer in self.packed:
-            if not 0 <= layer < self.layers:
-                raise ValueError(f"packed: the model has layers 0 to {self.layers - 1}, and no layer {layer}")
-            layers[layer] = LayerShape("full", self.q_heads, self.kv_heads, self.key_dim, self.value_dim)
-        if Geometry(self.model_type, tuple(layers)).packed != self.packed:
+        if others := [layer for layer in self.packed if not 0 <= layer < self.layers]:
+            raise ValueError(f"packed: the model has layers 0 to {self.layers - 1}, and no layer {others[0]}")
+        if self.geometry.packed != self.packed:
             raise ValueError(f"packed: {self.packed} are not ascending numbers of layers")
         return self
+
+    @property
+    def geometry(self) -> Geometry:
+        """The packed layers. All others count as layers without a cache."""
+        layers = [LayerShape("linear", 0, 0, 0, 0)] * self.layers
+        for layer in self.packed:
+            layers[layer] = LayerShape("full", self.q_heads, self.kv_heads, self.key_dim, self.value_dim)
+        return Geometry(self.model_type, tuple(layers))
+
+    @property
+    def sha256(self) -> str:
+        """A hash of all fields: another for another model."""
+        return hashlib.sha256(json.dumps(self.model_dump(), sort_keys=True).encode()).hexdigest()
 
     @classmethod
     def of(cls, model: "PreTrainedModel") -> Self:
@@ -91,12 +103,12 @@ class Fingerprint(Strict):
             unstated = field == "rope" and not theirs  # engines have classes of their own, without rope_parameters
             if field != "weights" and not unstated and (mine := getattr(self, field)) != theirs:
                 raise ValueError(
-                    f"the artifact was made for another model: its {field} is {mine}, the model's is {theirs}"
+                    f"the artifact was made for another model: its {field} is {mine}, the model's is {theirs}; {MAKE}"
                 )
         if changed := self._changed(other["weights"]):
             raise ValueError(
                 f"the artifact was made for another model: its weights are others, {changed} among them "
-                "(folding makes another model, with an artifact of its own)"
+                f"(folding makes another model, with an artifact of its own); {MAKE}"
             )
 
     def _changed(self, theirs: Digests) -> str | None:

@@ -7,17 +7,15 @@ from typing import Annotated, Any
 import typer
 
 from kvfold.cli.inputs import check_files
-from kvfold.cli.options import CsvFile, JsonFile, Target
-from kvfold.cli.output import collect_rows, err, new_table, out, write_csv, write_json
-from kvfold.fitted import Fitted
+from kvfold.cli.options import CsvFile, JsonFile, Target, recipe_option
+from kvfold.cli.output import collect_rows, err, out, write_csv, write_json
+from kvfold.fitting_table import FittingTable
 from kvfold.geometry import Geometry
-from kvfold.recipes import parse
 
 
 def kernels(
     recipe: Annotated[
-        list[str] | None,
-        typer.Option("--recipe", "-r", help="A recipe with options; repeatable. Default: 4, 3 and 2 bits, no windows."),
+        list[str] | None, recipe_option("A recipe with options; repeatable. Default: 4, 3 and 2 bits, no windows.")
     ] = None,
     op: Annotated[
         list[str] | None, typer.Option("--op", help="`decode`, `extend` or `store`; repeatable. Default: all.")
@@ -49,6 +47,8 @@ def kernels(
     """
     from kvfold.bench import kernel_times as run
     from kvfold.bench.attention_libraries import missing
+    from kvfold.fitted import Fitted
+    from kvfold.recipes import parse
 
     check_files(json_file, csv_file)
     panel = [parse(name) for name in recipe or run.default_recipes(head_dim)]
@@ -72,7 +72,7 @@ def kernels(
 
 
 def _print_choices(rows: list[dict[str, Any]]) -> None:
-    table = new_table(f"Kernels on {rows[0]['gpu']}", "recipe", "op", "kernel", "why")
+    table = FittingTable(f"Kernels on {rows[0]['gpu']}", "recipe", "op", "kernel", "why")
     for row in rows:
         table.add_row(row["recipe"], row["op"], row["kernel"], row["reason"])
     out.print(table)
@@ -82,7 +82,7 @@ def _print_times(rows: list[dict[str, Any]]) -> None:
     """One table per case."""
     for (op, batch, context, new), group in groupby(rows, itemgetter("op", "batch", "context", "new")):
         some = list(group)
-        table = new_table(
+        table = FittingTable(
             f"{op}, {batch} × {context:,} tokens, {new:,} of them new",
             *("recipe", "kernel", "MB", "µs", "TB/s", "of copy", "speed-up"),
         )

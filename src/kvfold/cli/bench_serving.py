@@ -7,8 +7,9 @@ from typing import Annotated, Any
 import typer
 
 from kvfold.cli.inputs import check_files
-from kvfold.cli.options import CsvFile, JsonFile
-from kvfold.cli.output import collect_rows, new_table, out, write_json
+from kvfold.cli.options import CsvFile, JsonFile, recipe_option
+from kvfold.cli.output import collect_rows, out, write_json
+from kvfold.fitting_table import FittingTable
 
 
 def serving(
@@ -26,7 +27,7 @@ def serving(
     ] = None,
     rounds: Annotated[int, typer.Option(help="Requests of each user, one after the other.", min=1)] = 4,
     model: Annotated[str | None, typer.Option(help="The model's name there. Default: the only one.")] = None,
-    recipe: Annotated[str, typer.Option("--recipe", "-r", help="The server's recipe, for the rows.")] = "bf16",
+    recipe: Annotated[str, recipe_option("The server's recipe, for the rows.")] = "bf16",
     gpu: Annotated[str | None, typer.Option(help="The server's GPU, for the rows. Default: this machine's.")] = None,
     json_file: JsonFile = None,
     csv_file: CsvFile = None,
@@ -55,7 +56,7 @@ def _print_serving(rows: list[dict[str, Any]]) -> None:
     first = rows[0]
     for hit, group in groupby(rows, itemgetter("prefix_hit")):
         columns = ("users", "tokens/s", "of each", "TTFT p50", "p90", "p99", "E2E p50", "p90", "p99", "KV tokens")
-        table = new_table(f"{first['input']:,} + {first['output']:,} tokens, {hit} % of prompts shared", *columns)
+        table = FittingTable(f"{first['input']:,} + {first['output']:,} tokens, {hit} % of prompts shared", *columns)
         for row in group:
             table.add_row(
                 str(row["concurrency"]),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvfold.cli.inputs import check_files
-from kvfold.cli.options import CsvFile, JsonFile
+from kvfold.cli.options import CsvFile, JsonFile, recipe_option
 from kvfold.cli.output import err, out, progress, write_csv, write_json
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def soak(
     output_tokens: Annotated[int, typer.Option("--output", help="Tokens of the longest answer.", min=1)] = 256,
     leaving: Annotated[int, typer.Option(help="Percent of users that leave early.", min=0, max=99)] = 5,
     model: Annotated[str | None, typer.Option(help="The model's name there. Default: the only one.")] = None,
-    recipe: Annotated[str, typer.Option("--recipe", "-r", help="The server's recipe, for the row.")] = "bf16",
+    recipe: Annotated[str, recipe_option("The server's recipe, for the row.")] = "bf16",
     gpu: Annotated[str | None, typer.Option(help="The server's GPU, for the row. Default: this machine's.")] = None,
     json_file: JsonFile = None,
     csv_file: CsvFile = None,

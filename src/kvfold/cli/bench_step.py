@@ -7,11 +7,10 @@ from typing import Annotated, Any
 import typer
 
 from kvfold.cli.inputs import check_files, config_of
-from kvfold.cli.options import CsvFile, JsonFile
-from kvfold.cli.output import collect_rows, new_table, out, write_json
-from kvfold.fitted import Fitted
+from kvfold.cli.options import CsvFile, JsonFile, recipe_option
+from kvfold.cli.output import collect_rows, out, write_json
+from kvfold.fitting_table import FittingTable
 from kvfold.geometry import Geometry
-from kvfold.recipes import parse
 
 
 def step(
@@ -20,9 +19,7 @@ def step(
     ] = "Qwen3-8B",
     recipe: Annotated[
         list[str] | None,
-        typer.Option(
-            "--recipe", "-r", help="A recipe with options; repeatable. Default: saw-int4, oscar-int2 with one group."
-        ),
+        recipe_option("A recipe with options; repeatable. Default: saw-int4, oscar-int2 with one group."),
     ] = None,
     case: Annotated[
         list[str] | None,
@@ -42,6 +39,8 @@ def step(
     """
     from kvfold.bench import step_times as run
     from kvfold.bench.model_steps import with_layers
+    from kvfold.fitted import Fitted
+    from kvfold.recipes import parse
 
     check_files(json_file, csv_file)
     config = with_layers(config_of(shape), layers)
@@ -63,7 +62,7 @@ def _print_steps(rows: list[dict[str, Any]]) -> None:
 
     for (batch, context), group in groupby(rows, itemgetter("batch", "context")):
         columns = ("recipe", "ms", "speed-up", "begin ms", "tokens/s", "cache GB", "peak GB")
-        table = new_table(f"{batch} × {context:,} tokens", *columns)
+        table = FittingTable(f"{batch} × {context:,} tokens", *columns)
         for row in group:
             table.add_row(
                 row["recipe"],

@@ -8,20 +8,17 @@ from rich.markup import escape
 
 import kvfold
 from kvfold.cli.inputs import check, load
-from kvfold.cli.options import Model, TextFile
+from kvfold.cli.options import Model, TextFile, recipe_option
 from kvfold.cli.output import err, out, progress
 from kvfold.files import claimed
 from kvfold.models import default_device
-from kvfold.recipes import parse
 from kvfold.text import draw, read_text, tokenize, with_openings
 
 
 def calibrate(
     model: Model,
     folder: Annotated[Path, typer.Option("--out", help="The folder to write.")],
-    recipe: Annotated[
-        list[str] | None, typer.Option("--recipe", "-r", help="A recipe to fit, e.g. `oscar-int2`; repeatable.")
-    ] = None,
+    recipe: Annotated[list[str] | None, recipe_option("A recipe to fit, e.g. `oscar-int2`; repeatable.")] = None,
     tokens: Annotated[int, typer.Option(help="Tokens to calibrate on.", min=8)] = 8192,
     context: Annotated[
         int | None, typer.Option(help="Tokens the model sees at a time; default: 2048 on a CPU, 8192 on a GPU.", min=8)
@@ -41,6 +38,7 @@ def calibrate(
     `kvfold eval embedded -r oscar-int2 --artifact fits`
     """
     from kvfold.calibration.automatic import usual_context
+    from kvfold.recipes import parse
 
     panel, words = [parse(name) for name in recipe or ()], read_text(text, "calibration")
     geometry = check(model, panel)

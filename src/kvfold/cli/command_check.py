@@ -7,23 +7,20 @@ import typer
 from rich.markup import escape
 
 import kvfold
-from kvfold.artifact.check_results import MAX_KL, MAX_LOSS, MAX_TAIL
 from kvfold.cli.inputs import calibrated_folder, carried_folder, check_files, load
 from kvfold.cli.inputs import check as check_fits
-from kvfold.cli.options import ArtifactFolder, JsonFile, Model
+from kvfold.cli.options import DEFAULT, ArtifactFolder, JsonFile, Model, recipe_option
 from kvfold.cli.output import check_table, out, progress, write_json
+from kvfold.evaluate.limits import Limits
 from kvfold.files import claimed
 from kvfold.geometry import Geometry
 from kvfold.models import load_config
-from kvfold.recipes import DEFAULT, parse
 from kvfold.text import haystack_texts, tokenize
 
 
 def check(
     model: Model,
-    recipe: Annotated[
-        str, typer.Option("--recipe", "-r", help="A recipe with options, as it will be served.")
-    ] = DEFAULT,
+    recipe: Annotated[str, recipe_option("A recipe with options, as it will be served.")] = DEFAULT,
     artifact: ArtifactFolder = None,
     context: Annotated[
         int | None,
@@ -33,13 +30,13 @@ def check(
             min=512,
         ),
     ] = None,
-    max_kl: Annotated[float, typer.Option(help="The mean KL divergence that is allowed, in nats.", min=0)] = MAX_KL,
+    max_kl: Annotated[float, typer.Option(help="The mean KL divergence that is allowed, in nats.", min=0)] = Limits.kl,
     max_tail: Annotated[
         float, typer.Option(help="The KL that one token in a thousand may exceed, in nats.", min=0)
-    ] = MAX_TAIL,
+    ] = Limits.tail,
     max_loss: Annotated[
         float, typer.Option(help="The points of needles, and of tool calls, that may be lost.", min=0, max=100)
-    ] = 100 * MAX_LOSS,
+    ] = 100 * Limits.share,
     trials: Annotated[
         int, typer.Option(help="Read this many times as many haystacks, for narrower intervals.", min=1)
     ] = 1,
@@ -60,8 +57,9 @@ def check(
     Example: `kvfold check embedded`, or
     `kvfold check Qwen/Qwen3-8B -r fold2 --artifact fits --context 131072 --max-loss 5 --haystack novel.txt`
     """
-    from kvfold.evaluate.check import Limits, default_context
     from kvfold.evaluate.check import check as run
+    from kvfold.evaluate.check import default_context
+    from kvfold.recipes import parse
 
     parsed, words = parse(recipe), haystack_texts(haystack or ())
     check_files(json_file)
@@ -72,7 +70,10 @@ def check(
     if context and geometry.max_context and context > geometry.max_context:
         raise ValueError(f"the model takes {geometry.max_context:,} tokens at most: give a --context up to that")
     if artifact and not Path(artifact).is_dir():
-        raise ValueError(f"{artifact} is no folder on this machine, where the result could be kept: download it first")
+        raise ValueError(
+            f"{artifact} is no folder on this machine, where the result could be kept: run "
+            f"`kvfold pull {artifact} --out fits`, then give --artifact fits"
+        )
     network, tokenizer = loaded = load(model)
     context = context or default_context(geometry, network.device)
     texts = {name: tokenize(text, tokenizer, None) for name, text in words.items()}
@@ -97,4 +98,7 @@ def check(
                 out.print(f"{measure.name}: the interval holds what is allowed; --trials narrows it", highlight=False)
         out.print(f"Kept in {escape(str(folder))}", highlight=False, soft_wrap=True)
     if not result.passed:
-        raise ValueError(f"{parsed} failed: {result.faults}")
+        raise ValueError(
+            f"{parsed} failed: {result.faults}. Take a recipe with more bits, or allow more with --max-kl, --max-tail "
+            "and --max-loss"
+        )

@@ -9,7 +9,6 @@ from rich.markup import escape
 from kvfold.cli.command_generate import stream_answer
 from kvfold.cli.inputs import calibrate_now, check, load
 from kvfold.cli.output import out, progress
-from kvfold.recipes import parse
 from kvfold.text import DOCUMENTATION, read_text, tokenize
 
 DEMO_RECIPES = ("fold4", "fold3", "fold2", "int2")  # the last one shows what 2 bits cost otherwise
@@ -24,6 +23,7 @@ def demo(
     Example: `kvfold demo --html report.html`
     """
     from kvfold.evaluate.report import table, write_html
+    from kvfold.recipes import parse
 
     panel, words = [parse(name) for name in DEMO_RECIPES], read_text(None, "evaluation")
     check("embedded", panel, html)

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from kvfold.cli.inputs import calibrate_now, check, choose_recipes, find_artifact, load
-from kvfold.cli.options import ArtifactFolder, CsvFile, JsonFile, Model, TextFile
+from kvfold.cli.inputs import check, choose_recipes, find_artifact, load, needed_artifact
+from kvfold.cli.options import ArtifactFolder, CsvFile, JsonFile, Model, TextFile, recipe_option
 from kvfold.cli.output import out, progress, write_csv, write_json
 from kvfold.text import DOCUMENTATION, haystack_texts, read_text, tokenize
 
@@ -14,8 +14,7 @@ from kvfold.text import DOCUMENTATION, haystack_texts, read_text, tokenize
 def eval_(
     model: Model,
     recipe: Annotated[
-        list[str] | None,
-        typer.Option("--recipe", "-r", help="A recipe with options; repeatable. Default: those of the artifact."),
+        list[str] | None, recipe_option("A recipe with options; repeatable. Default: those of the artifact.")
     ] = None,
     context: Annotated[int, typer.Option(help="Tokens of a passage; each begins with an empty cache.", min=2)] = 2048,
     tokens: Annotated[int, typer.Option(help="Tokens to score.", min=2)] = 8192,
@@ -75,8 +74,7 @@ def eval_(
     network, tokenizer = load(model)
     ids = tokenize(words, tokenizer, tokens)
     texts = {name: tokenize(part, tokenizer, None) for name, part in hay.items()}
-    if means is None and any(recipe.centre or recipe.learns for recipe in panel):
-        means = calibrate_now((network, tokenizer), panel)
+    means = needed_artifact(means, (network, tokenizer), panel)
     with progress(f"Evaluating {len(panel)} recipes") as advance:
         report = evaluate(
             network,

@@ -9,16 +9,15 @@ import typer
 from rich.markup import escape
 
 import kvfold
-from kvfold.cli.inputs import CARRIED, calibrated_folder, carried_folder, check
-from kvfold.cli.options import ArtifactFolder, Model
-from kvfold.cli.output import err, out
-from kvfold.models import load_config, load_model, save_model
-from kvfold.recipes import parse
+from kvfold.cli.inputs import CARRIED, calibrated_folder, carried_folder, check, load
+from kvfold.cli.options import ArtifactFolder, Model, recipe_option
+from kvfold.cli.output import out
+from kvfold.models import load_config, save_model
 
 
 def fold(
     model: Model,
-    recipe: Annotated[str, typer.Option("--recipe", "-r", help="A recipe that learns a rotation: `oscar-int2`.")],
+    recipe: Annotated[str, recipe_option("A recipe that learns a rotation: `oscar-int2`.")],
     folder: Annotated[Path, typer.Option("--out", help="The folder to write: a new or an empty one.")],
     artifact: ArtifactFolder = None,
 ) -> None:
@@ -30,6 +29,7 @@ def fold(
     Example: `kvfold fold embedded -r oscar-int2 --out folded`, then `kvfold serve folded -r oscar-int2`
     """
     from kvfold.folding import check_foldable, fold_values
+    from kvfold.recipes import parse
 
     parsed = parse(recipe)
     there = artifact or carried_folder(model, [recipe])
@@ -37,10 +37,12 @@ def fold(
     check(model, [parsed], folder, artifact=fits)
     check_foldable(parsed, load_config(model))
     if folder.is_symlink() or folder.is_mount() or (folder.exists() and (folder.is_file() or any(folder.iterdir()))):
-        raise FileExistsError(f"cannot write {folder}: it is there already, and no plain, empty folder")
+        raise FileExistsError(
+            f"cannot write {folder}: it is there already, and no plain, empty folder; name a new one with --out"
+        )
     fits = fits or kvfold.Artifact.load(calibrated_folder(model, parsed))
-    with err.status(f"Folding {escape(model)} …"), TemporaryDirectory(dir=folder.parent) as scratch:
-        network, tokenizer = load_model(model, dtype="auto", device="cpu")
+    with TemporaryDirectory(dir=folder.parent) as scratch:
+        network, tokenizer = load(model, dtype="auto", device="cpu")
         folded, whole = fold_values(network, parsed, fits), Path(scratch) / "whole"
         save_model(network, tokenizer, whole)
         folded.save(whole / CARRIED)

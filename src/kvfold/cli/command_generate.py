@@ -1,25 +1,24 @@
 """`kvfold generate`: text from a packed cache."""
 
 import time
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import kvfold
-from kvfold.cli.inputs import check, choose_recipes, find_artifact, load
-from kvfold.cli.options import ArtifactFolder, Model
+from kvfold.cli.inputs import check, choose_recipes, find_artifact, load, needed_artifact
+from kvfold.cli.options import DEFAULT, ArtifactFolder, Model, recipe_option
 from kvfold.cli.output import err
-from kvfold.fitted import Fitted
-from kvfold.recipe import Recipe
-from kvfold.recipes import DEFAULT, parse
+
+if TYPE_CHECKING:
+    from kvfold.recipe import Recipe
 
 
 def generate(
     model: Model,
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to answer or continue.")],
     recipe: Annotated[
-        str | None,
-        typer.Option("--recipe", "-r", help="A recipe, e.g. `fold2`. Default: the artifact's first, or fold4."),
+        str | None, recipe_option("A recipe, e.g. `fold2`. Default: the artifact's first, or fold4.")
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate, at most.", min=1)] = 256,
     raw: Annotated[
@@ -35,13 +34,14 @@ def generate(
     means = find_artifact(artifact, model, names)
     parsed = choose_recipes(names, means, DEFAULT)[0]
     check(model, [parsed], artifact=means)
-    stream_answer(*load(model), parsed, prompt, max_tokens, raw, means)
+    loaded = load(model)
+    stream_answer(*loaded, parsed, prompt, max_tokens, raw, needed_artifact(means, loaded, [parsed]))
 
 
 def stream_answer(
     network: Any,
     tokenizer: Any,
-    recipe: Recipe,
+    recipe: "Recipe",
     prompt: str,
     max_tokens: int,
     raw: bool,
@@ -49,6 +49,9 @@ def stream_answer(
 ) -> None:
     """Stream the answer to the terminal. Tokens, bytes and seconds go to the error stream."""
     from transformers import TextStreamer
+
+    from kvfold.fitted import Fitted
+    from kvfold.recipes import parse
 
     packed = kvfold.cache(network, recipe, artifact)
     if raw or not tokenizer.chat_template:

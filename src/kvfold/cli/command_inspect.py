@@ -1,6 +1,5 @@
 """`kvfold inspect`: what an artifact holds."""
 
-import textwrap
 from pathlib import Path
 from typing import Annotated
 
@@ -8,8 +7,8 @@ import typer
 
 import kvfold
 from kvfold.cli.options import JsonFile
-from kvfold.cli.output import check_table, new_table, out, write_json
-from kvfold.recipes import parse
+from kvfold.cli.output import check_table, out, write_json
+from kvfold.fitting_table import FittingTable
 
 
 def inspect(
@@ -22,6 +21,7 @@ def inspect(
     Example: `kvfold inspect fits --png fits.png`
     """
     from kvfold.calibration.describe import describe, draw
+    from kvfold.recipes import parse
 
     artifact = kvfold.Artifact.load(folder)
     rows = describe(artifact)
@@ -36,6 +36,7 @@ def inspect(
         f"{model.model_type}: {packed if packed == model.layers else f'{packed} of {model.layers}'} layers, "
         f"{model.q_heads} query and {model.kv_heads} KV heads of "
         f"{model.key_dim}; RoPE on {artifact.metadata.rope.rotary_dim} of them ({artifact.metadata.rope.layout})\n"
+        f"model hash {model.sha256}\n"
         f"calibrated on {made.tokens:,} tokens in passages of {made.context:,}"
         + (f", drawn with seed {made.seed}" if made.seed is not None else "")
         + f" ({', '.join(f'{name} {version}' for name, version in made.versions.items())})",
@@ -44,7 +45,7 @@ def inspect(
     for name in artifact.metadata.recipes:
         own = [row for row in rows if row["recipe"] == name]
         columns = [column for column in own[0] if column != "recipe"]
-        table = new_table(name, *(textwrap.fill(column, 13) for column in columns))  # to fit in 80 columns
+        table = FittingTable(name, *columns)
         for row in own:
             table.add_row(*(str(row[column]) for column in columns))
         out.print(table)

@@ -8,17 +8,22 @@ import typer
 
 from kvfold.cli.inputs import bytes_in, config_of, fitting_recipes
 from kvfold.cli.options import JsonFile
-from kvfold.cli.output import new_table, out, write_json
-from kvfold.fitted import Fitted
-from kvfold.geometry import Geometry, text_config
+from kvfold.cli.output import out, write_json
+from kvfold.fitting_table import FittingTable
+from kvfold.geometry import Geometry, example_configs, text_config
 from kvfold.layer_kinds import Kind
-from kvfold.recipes import RECIPES
 
 WINDOWS: dict[Kind, str] = {"sliding": "sliding_window", "chunked": "attention_chunk_size"}  # fields with their tokens
 
 
 def plan(
-    model: Annotated[str, typer.Argument(help="A model, its config.json, or one of the examples, e.g. `Qwen3-8B`.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A model, its config.json, or one of the examples, e.g. `Qwen3-8B`.",
+            autocompletion=lambda: list(example_configs()),
+        ),
+    ],
     memory: Annotated[str, typer.Option(help="Memory for the cache, e.g. `80GiB` or `512MB`.")],
     context: Annotated[
         int | None, typer.Option(help="Tokens of a request; default: the longest the model takes.", min=1)
@@ -32,6 +37,9 @@ def plan(
 
     Example: `kvfold plan Qwen3-8B --memory 40GiB --context 32768`
     """
+    from kvfold.fitted import Fitted
+    from kvfold.recipes import RECIPES
+
     config = config_of(model)
     geometry = Geometry.from_config(config)
     budget = bytes_in(memory)
@@ -64,7 +72,7 @@ def plan(
         )
     if write_json(json_file, rows):
         return
-    table = new_table(
+    table = FittingTable(
         f"{model}: {_packed(geometry)}; {memory} of cache",
         *("recipe", "bytes per token", "smaller by", "tokens", f"requests of {context:,}"),
     )

@@ -1,4 +1,4 @@
-"""`kvfold push`: an artifact to the Hugging Face Hub."""
+"""`kvfold push`: an artifact to the Hugging Face Hub, or to a folder that others read."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,13 +10,16 @@ from kvfold.cli.output import out
 
 def push(
     folder: Annotated[Path, typer.Argument(help="A folder written by `kvfold calibrate`.")],
-    hub_id: Annotated[str, typer.Argument(help="Where to on the Hugging Face Hub, e.g. `me/qwen3-8b-kvfold`.")],
+    where: Annotated[str, typer.Argument(help="Its id on the Hub, as `me/qwen3-8b-kvfold`, or a folder, as `./fits`.")],
+    model: Annotated[
+        str | None, typer.Option(help="The model's Hub id, for the card. The artifact must belong to it.")
+    ] = None,
     private: Annotated[bool, typer.Option("--private", help="Make the repository private.")] = False,
 ) -> None:
-    """Upload an artifact to the Hub; `--artifact` takes its id from there.
+    """Publish an artifact with a model card: bits, KL, needles, what its checks found, how to serve it.
 
-    Example: `kvfold push fits me/smollm2-kvfold`
+    Example: `kvfold push fits me/qwen3-8b-kvfold --model Qwen/Qwen3-8B`, or `kvfold push fits ./shared/qwen3-8b`
     """
-    from kvfold.artifact import push as upload
+    from kvfold.publish.transfer import push as publish
 
-    out.print(upload(folder, hub_id, private), highlight=False)
+    out.print(publish(folder, where, model, private), highlight=False, soft_wrap=True)

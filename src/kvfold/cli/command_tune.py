@@ -10,10 +10,10 @@ from rich.markup import escape
 import kvfold
 from kvfold.cli.inputs import bytes_in, check, load
 from kvfold.cli.options import JsonFile, Model, TextFile
-from kvfold.cli.output import new_table, out, progress, write_json
+from kvfold.cli.output import out, progress, write_json
 from kvfold.files import claimed
+from kvfold.fitting_table import FittingTable
 from kvfold.geometry import Geometry
-from kvfold.recipes import TUNED, parse
 from kvfold.text import read_text, tokenize, with_openings
 
 CONTEXT = 131072
@@ -49,6 +49,7 @@ def tune(
     Example: `kvfold tune embedded --bits 2.5 --out tuned`, then `kvfold serve embedded -r fold --artifact tuned`
     """
     from kvfold.calibration.automatic import tokens_on, usual_context
+    from kvfold.recipes import TUNED, parse
     from kvfold.tune.choices import EQUAL, with_choices
     from kvfold.tune.curves import passages
     from kvfold.tune.tuner import Tuner
@@ -92,7 +93,7 @@ def tune(
         draw(points, best, png)
     if write_json(json_file, [{**point.row(), "chosen": point is best} for point in (*points, best)]):
         return
-    table = new_table(
+    table = FittingTable(
         f"{model}, {len(ids) - read:,} tokens of text", "recipe", "bits", "bytes per token", "KL", "copying: KL"
     )
     for point in (*points[: len(EQUAL)], best):

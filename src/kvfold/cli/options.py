@@ -1,9 +1,23 @@
 """Arguments and options that several commands take."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+DEFAULT = "fold4"  # the recipe, if the user names none
+
+
+def recipe_names() -> list[str]:
+    """For completion in a shell."""
+    from kvfold.recipes import RECIPES, TUNED
+
+    return [*RECIPES, TUNED.name]
+
+
+def recipe_option(help: str) -> Any:
+    return typer.Option("--recipe", "-r", help=help, autocompletion=recipe_names)
+
 
 Model = Annotated[str, typer.Argument(help="`embedded`, a model folder, a .gguf file or a Hugging Face Hub id.")]
 JsonFile = Annotated[str | None, typer.Option("--json", help="Write rows as JSON to this file; `-` for the terminal.")]

@@ -9,51 +9,29 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.text import Text
+
+from kvfold.fitting_table import FittingTable
 
 if TYPE_CHECKING:
     from kvfold.artifact import CheckResult
 
 out, err = Console(), Console(stderr=True)
 
-LEFT = (
-    "recipe",
-    "needs",
-    "what it is",
-    "key dims×bits",
-    "value dims×bits",
-    "op",
-    "kernel",
-    "why",
-    "measure",
-)  # columns of text
-WRAPPED = ("what it is", "why")
 
-
-def new_table(title: str, *columns: str) -> Table:
-    """An empty table. Columns of text are left-justified, columns of numbers right-justified."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for column in columns:
-        left = " ".join(column.split()) in LEFT
-        table.add_column(column, justify="left" if left else "right", no_wrap=column not in WRAPPED, vertical="top")
-    return table
-
-
-def check_table(title: str, result: "CheckResult") -> Table:
+def check_table(title: str, result: "CheckResult") -> FittingTable:
     """The measures of a check, each with what is allowed. Shares are in percent, their losses in points."""
-    title = f"{escape(title)} at {result.context:,} tokens, {result.date}"
-    table = new_table(title, "measure", "16 bits", "packed", "loss", "95 % interval", "allowed", "")
+    title = f"{title} at {result.context:,} tokens, {result.date}"
+    table = FittingTable(title, "measure", "16 bits", "packed", "loss", "95 % interval", "allowed", "")
     for measure in result.measures:
         spell = "{:.4f}".format if measure.unit == "nats" else lambda share: f"{100 * share:.1f}"
         interval = (
             "–" if measure.low is None or measure.high is None else f"{spell(measure.low)} to {spell(measure.high)}"
         )
         numbers = map(spell, (measure.reference, measure.value, measure.loss))
-        verdict = "passed" if measure.passed else "[bold red]FAILED[/]"
+        verdict = "passed" if measure.passed else Text("FAILED", style="bold red")
         table.add_row(measure.name, *numbers, interval, spell(measure.allowed), verdict)
     return table
 

@@ -5,7 +5,6 @@ does not change the verdict: it tells the reader whether the few haystacks decid
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal
 
@@ -14,11 +13,11 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.artifact import TEXT, Artifact, CheckResult, Measure
-from kvfold.artifact.check_results import MAX_KL, MAX_LOSS, MAX_TAIL
 from kvfold.calibration.fit import versions
 from kvfold.calibration.text_overlap import check_disjoint
 from kvfold.engines.transformers import cache
 from kvfold.evaluate.intervals import Haystack, by_haystack, difference
+from kvfold.evaluate.limits import Limits
 from kvfold.evaluate.logits import compare
 from kvfold.evaluate.needle import DEPTHS, hide, needle_suite
 from kvfold.evaluate.report import REFERENCE
@@ -33,15 +32,6 @@ SCORED = 2048  # tokens per text of which KL is measured, at least one passage: 
 CALL_TRIALS = 3  # haystacks of tool calls, for one haystack per depth of needles
 ANSWER = 192  # tokens left for a question and its answer, so that both lie in the context
 LONGEST = {"cuda": 32_768, "cpu": 2048}  # contexts that take minutes
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a recipe may lose."""
-
-    kl: float = MAX_KL
-    tail: float = MAX_TAIL
-    share: float = MAX_LOSS
 
 
 Advance = Callable[[float], None]

@@ -2,8 +2,7 @@
 
 import math
 import re
-import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from html import escape
 from importlib.resources import files
@@ -13,12 +12,11 @@ from statistics import fmean
 from string import Template
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from kvfold.evaluate.intervals import Interval, by_haystack, difference, interval
+from kvfold.fitting_table import FittingTable, broken_name
 
 if TYPE_CHECKING:
     from kvfold.evaluate.layer_attention import LayerRow
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
 
 REFERENCE = "bf16"
 ALL_TEXTS = "all texts"
-TERMINAL, NAME = 80, 16  # characters: of a terminal, and at least of a recipe's name in it
 
 
 @dataclass(frozen=True)
@@ -125,52 +122,23 @@ def table(report: Report) -> Group:
         "Below it, differences mean nothing.\n"
         f"{report.model} · {report.text} · context {report.context:,} · {report.tokens:,} tokens"
     )
-    tables: list[RenderableType] = []
-    named = [_name(row, report) for row in report.ordered]
-    for columns, cells in (
-        (COLUMNS, [_cells(row, report) for row in report.ordered]),
-        (_more_columns(report), [_more_cells(row) for row in report.ordered]),
-    ):
-        for part in _parts(columns, cells):
-            rows = [(name, *row[part]) for name, row in zip(named, cells, strict=True)]
-            tables += [_rich_table(report, columns[part], rows), Text()]
+    measured, more = FittingTable("", "recipe", *COLUMNS), FittingTable("", "recipe", *_more_columns(report))
+    for row in report.ordered:
+        name, style = _name(row, report), "bold" if row is report.reference else ""
+        measured.add_row(name, *_cells(row, report), style=style)
+        more.add_row(name, *_more_cells(row), style=style)
+    shown: list[RenderableType] = [measured, Text(), more, Text()]
     if report.summaries(report.reference):
-        tables += [_summary_table(report), Text()]
-    return Group(*tables, Text(caption, style="table.caption"))
+        shown += [_summary_table(report), Text()]
+    return Group(*shown, Text(caption, style="table.caption"))
 
 
-def _parts(columns: list[str], rows: list[list[str]]) -> Iterator[slice]:
-    """Columns that fit beside the names of recipes in a terminal of 80 characters. The others make a further table."""
-    begin, width = 0, NAME
-    for i, column in enumerate(columns):
-        own = 1 + max(map(len, (*column.splitlines(), *(row[i] for row in rows))))
-        if width + own > TERMINAL and i > begin:
-            yield slice(begin, i)
-            begin, width = i, NAME
-        width += own
-    yield slice(begin, len(columns))
-
-
-def _rich_table(report: Report, columns: list[str], rows: list[tuple[str, ...]]) -> Table:
-    """A row begins with the name of a recipe."""
-    result = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
-    result.add_column("recipe", vertical="bottom", overflow="fold", min_width=NAME)
-    for column in columns:
-        result.add_column(column, vertical="bottom", justify="right", no_wrap=True)
-    for row, (name, *cells) in zip(report.ordered, rows, strict=True):
-        result.add_row(Text(_wrap(name)), *cells, style="bold" if row is report.reference else None)
-    return result
-
-
-def _summary_table(report: Report) -> Table:
-    result = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
-    result.add_column("recipe", overflow="fold", min_width=NAME)
-    for column in SUMMARY_COLUMNS:
-        result.add_column(column, justify="right", no_wrap=True)
+def _summary_table(report: Report) -> FittingTable:
+    result = FittingTable("", "recipe", *SUMMARY_COLUMNS)
     for row in report.ordered:
         for i, summary in enumerate(one for one in report.summaries(row) if one.text == ALL_TEXTS):
-            name = Text(_wrap(_name(row, report))) if not i else ""
-            result.add_row(name, *_summary_cells(summary), style="bold" if row is report.reference else None)
+            name = "" if i else _name(row, report)
+            result.add_row(name, *_summary_cells(summary), style="bold" if row is report.reference else "")
     return result
 
 
@@ -312,12 +280,6 @@ def _share(number: float | None) -> str:
     return "–" if number is None else f"{100 * number:.0f} %"
 
 
-def _wrap(recipe: str) -> str:
-    """Lines of at most 24 characters. They break after a colon or a comma if there is one."""
-    lines = textwrap.fill(re.sub("([:,])", r"\1 ", recipe), 24, break_on_hyphens=False)
-    return re.sub("([:,]) ", r"\1", lines)
-
-
 # Plots.
 
 # Placeholders. The page replaces them with its own colours, so one drawing serves light and dark.
@@ -449,7 +411,7 @@ def _label(axes: Any, point: Any, name: str, points: list[Any], taken: list[Any]
     own = point.get_window_extent()
     others = [other.get_window_extent() for other in points if other is not point]
     near_others = [other.padded(6) for other in others]
-    label = axes.annotate(_wrap(name), at, (0, 0), textcoords="offset points", fontsize=9, in_layout=False)
+    label = axes.annotate(broken_name(name), at, (0, 0), textcoords="offset points", fontsize=9, in_layout=False)
     label.set_gid(point.get_gid().replace("point", "label"))
     width, height = label.get_window_extent().size
     pixels = axes.figure.dpi / 72  # of a point

@@ -6,17 +6,20 @@ codes of a side, and one of its metadata. Segments with evenly spaced levels hav
 load whole words of any width.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kvfold.format.packing import packed_bytes
 from kvfold.format.windows import Windows
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 META_BYTES = 2  # of a metadata entry, except for the scales of evenly spaced levels
 SCALE_BYTES = 1  # of these
@@ -83,7 +86,7 @@ class SlotLayout:
 
     segments: tuple[Segment, ...]
     centroid: bool = False
-    heads: tuple["SlotLayout", ...] = ()
+    heads: tuple[SlotLayout, ...] = ()
 
     def __post_init__(self) -> None:
         starts = [0, *(segment.stop for segment in self.segments)]
@@ -100,7 +103,7 @@ class SlotLayout:
     def dims(self) -> int:
         return self.segments[-1].stop
 
-    def of_head(self, head: int) -> "SlotLayout":
+    def of_head(self, head: int) -> SlotLayout:
         """The layout of a KV head."""
         return self.heads[head] if self.heads else self
 
@@ -246,17 +249,23 @@ class Views(NamedTuple):
 
     def read(self, page: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
         """The codes and metadata of these tokens."""
+        import torch
+
         codes = torch.cat([view[page, offset] for view in self.codes], dim=-1)
         return codes, torch.cat([view[page, offset % view.shape[1]] for view in self.meta], dim=-1)
 
     def read_pages(self, pages: Tensor) -> tuple[Tensor, Tensor]:
         """The codes and metadata of all tokens of these pages."""
+        import torch
+
         codes, meta = (torch.cat([view[pages] for view in views], dim=-1) for views in (self.codes, self.meta))
         return codes, meta
 
     def write(self, index: tuple[Tensor, ...], codes: Tensor, meta: Tensor) -> None:
         """Metadata are copied as integers: ids in them may read as NaN, whose bits deterministic algorithms change on
         GPUs."""
+        import torch
+
         for views, rows in ((self.codes, codes), (self.meta, meta)):
             kind = torch.int16 if rows.dtype == torch.float16 else rows.dtype
             parts = rows.view(kind).split([view.shape[-1] for view in views], dim=-1)
@@ -340,6 +349,8 @@ class PageLayout:
 
     def allocate(self, pages: int, kv_heads: int, device: torch.device | str = "cpu") -> Tensor:
         """An uninitialised pool of `pages` pages: uint8[pages, kv_heads, page_bytes]."""
+        import torch
+
         return torch.empty(pages, kv_heads, self.page_bytes, dtype=torch.uint8, device=device)
 
     @property
@@ -356,6 +367,8 @@ class PageLayout:
     ) -> Tensor:
         """`shadows` uninitialised shadow pages: 16-bit [shadows, kv_heads, numbers], the raw keys of a page, then its
         raw values."""
+        import torch
+
         return torch.empty(shadows, kv_heads, self._shadow_numbers, dtype=dtype, device=device)
 
     def shadow_sides(self, shadows: Tensor) -> tuple[Tensor, Tensor]:
@@ -379,6 +392,8 @@ class PageLayout:
 
         `together`: one view for both sides. They need the same layout, in one array. Otherwise one per side.
         """
+        import torch
+
         if together:
             middle, end = self.offsets[2], self.offsets[4]
             codes = pool[..., :middle].unflatten(-1, (2, middle // 2))
@@ -405,6 +420,8 @@ class PageLayout:
 
     def _arrays(self, pages: Tensor, side: int) -> tuple[list[Tensor], list[Tensor]]:
         """Views of the codes and metadata of a side of pages uint8[..., page_bytes], array by array: [..., rows, …]."""
+        import torch
+
         slot = (self.key, self.value)[side]
         codes, meta = [], []
         places = self.places(side) if slot.even else self.places(side)[:1]

@@ -5,8 +5,10 @@ bits of the codes. A byte holds `per = 8 / width` codes of a plane: byte j has c
 its low bits up. So unpacking is one mask and shift per part, and each part is a contiguous run of codes.
 """
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def planes(bits: int) -> tuple[int, ...]:
@@ -24,8 +26,10 @@ def packed_bytes(n: int, bits: int) -> int:
     return n * bits // 8
 
 
-def pack(codes: Tensor, bits: int) -> Tensor:
+def pack(codes: "Tensor", bits: int) -> "Tensor":
     """uint8[..., n] codes below 2**bits -> uint8[..., n·bits/8]."""
+    import torch
+
     n = codes.shape[-1]
     packed_bytes(n, bits)
     packed, shift = [], 0
@@ -40,8 +44,10 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     return packed[0] if len(packed) == 1 else torch.cat(packed, dim=-1)
 
 
-def unpack(packed: Tensor, bits: int) -> Tensor:
+def unpack(packed: "Tensor", bits: int) -> "Tensor":
     """The inverse of `pack`."""
+    import torch
+
     widths, n_bytes = planes(bits), packed.shape[-1]
     if n_bytes * 8 % bits:
         raise ValueError(f"{n_bytes} bytes do not hold whole codes of {bits} bits")

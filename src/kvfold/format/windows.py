@@ -1,14 +1,15 @@
 """Which tokens a query reads raw."""
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FIRST_TOKENS = 4  # attention sinks: their keys are unlike all others, so calibration leaves them out
 ROLLBACK = 32  # tokens of a step that can be taken back without losing a shadow page (speculative decoding)
 
-Position = TypeVar("Position", int, Tensor)
+Position = TypeVar("Position", int, "Tensor")
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,13 @@ import heapq
 import math
 from collections.abc import Sequence
 from itertools import groupby, pairwise
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-def allocate(scores: Sequence[float] | Tensor, budget_bits: int, widths: Sequence[int] = range(1, 9)) -> list[int]:
+def allocate(scores: "Sequence[float] | Tensor", budget_bits: int, widths: Sequence[int] = range(1, 9)) -> list[int]:
     """A width b_i per block, with Σ b_i at most `budget_bits` and a small Σ s_i·4^(−b_i).
 
     Every block starts at the least width. Then, again and again, the block that gains most per bit goes to its next

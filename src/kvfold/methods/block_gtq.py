@@ -2,18 +2,13 @@
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-import numpy as np
-import torch
 from pydantic import NonNegativeInt
-from torch import Tensor
-from torch.nn.functional import one_hot
 
 from kvfold.format.layout import SlotLayout, codebook_slot, mixed_slot
 from kvfold.methods.allocation import allocate, runs
 from kvfold.methods.importance import Score, ranked_blocks
 from kvfold.methods.turboquant import TurboQuant
-from kvfold.recipe import Fit
-from kvfold.transforms import Matrix, Rotation, random_rotation
+from kvfold.recipe import Fit, Means, Rotations
 
 if TYPE_CHECKING:
     from kvfold.calibration.statistics import LayerStatistics
@@ -81,12 +76,17 @@ class BlockGtq(TurboQuant):
         elif len(widths) <= 2:
             slot = codebook_slot([(key_dim // len(widths), bits) for bits in reversed(widths)])
         else:  # calibration decides the number of norms: without a fit, take the usual one
-            parts = np.array_split(range(key_dim // 8), min(USUAL_NORMS, key_dim // 8))
-            slot = codebook_slot([(8 * len(part), self.key_bits) for part in parts])
+            units, norms = key_dim // 8, min(USUAL_NORMS, key_dim // 8)
+            slot = codebook_slot([(8 * ((units + part) // norms), self.key_bits) for part in reversed(range(norms))])
         return mixed_slot([slot]) if self.per_head else slot, value
 
-    def rotations(self, key_dim: int, value_dim: int, fit: Fit) -> tuple[Rotation | None, Rotation | None]:
+    def rotations(self, key_dim: int, value_dim: int, fit: Fit) -> Rotations:
         """Blocks are sorted by width. A random rotation then mixes the blocks of equal width."""
+        import torch
+        from torch.nn.functional import one_hot
+
+        from kvfold.transforms import Matrix, random_rotation
+
         _, value = super().rotations(key_dim, value_dim, fit)
         mixing = [
             torch.block_diag(*(random_rotation(dims, 2 * self.seed) for dims, _ in runs(head.tolist())))
@@ -95,7 +95,9 @@ class BlockGtq(TurboQuant):
         order = one_hot(fit["key_order"].long(), key_dim).double().mT  # [kv_heads, d, d]
         return Matrix.of_signs((order @ torch.stack(mixing)).float()), value
 
-    def fit(self, layer: "LayerStatistics", rope: "Rope", means: tuple[Tensor | None, Tensor | None]) -> Fit:
+    def fit(self, layer: "LayerStatistics", rope: "Rope", means: Means) -> Fit:
+        import torch
+
         scores, order = ranked_blocks(layer, rope, means[0], self.score)
         if three := self._three(order.shape[1]):
             widths = torch.tensor([[bits for dims, bits in three for _ in range(dims)]])

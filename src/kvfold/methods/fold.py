@@ -3,20 +3,19 @@
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
 from pydantic import NonNegativeInt
-from torch import Tensor
 
 from kvfold.format.layout import SlotLayout, even_slot
 from kvfold.methods.allocation import runs
 from kvfold.methods.importance import ranked_blocks
-from kvfold.quantizers import even
-from kvfold.recipe import Fit, Recipe
-from kvfold.transforms import PermutedHadamard, Rotation
+from kvfold.recipe import Fit, Means, Recipe, Rotations
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from kvfold.calibration.statistics import LayerStatistics
     from kvfold.rope import Rope
+    from kvfold.transforms import PermutedHadamard
 
 Quarters = tuple[int, int, int, int]  # bits per quarter of a head's coordinates, the most important quarter first
 Segments = list[tuple[int, int]]  # (dims, bits)
@@ -44,13 +43,15 @@ class Fold(Recipe):
         key, value = self._segments("key", key_dim, fit), self._segments("value", value_dim, fit)
         return even_slot(key), even_slot(value)
 
-    def rotations(self, key_dim: int, value_dim: int, fit: Fit) -> tuple[Rotation | None, Rotation | None]:
+    def rotations(self, key_dim: int, value_dim: int, fit: Fit) -> Rotations:
         key = _rotation(fit["key_order"], self._segments("key", key_dim, fit))
         if "value_folded" in fit:
             return key, None
         return key, _rotation(fit["value_order"], self._segments("value", value_dim, fit))
 
-    def fit(self, layer: "LayerStatistics", rope: "Rope", means: tuple[Tensor | None, Tensor | None]) -> Fit:
+    def fit(self, layer: "LayerStatistics", rope: "Rope", means: Means) -> Fit:
+        import torch
+
         _, key_order = ranked_blocks(layer, rope, means[0])
         variance = layer.v.second(means[1]).diagonal(dim1=1, dim2=2)
         orders = {"key": key_order, "value": variance.argsort(dim=1, descending=True, stable=True)}
@@ -82,14 +83,20 @@ def widths_of(quarters: Quarters, dims: int) -> list[int]:
     return [bits for bits, (start, end) in zip(quarters, pairwise(ends), strict=True) for _ in range(start, end)]
 
 
-def _rotation(order: Tensor, segments: Segments) -> PermutedHadamard:
+def _rotation(order: "Tensor", segments: Segments) -> "PermutedHadamard":
     """A segment whose size is no power of two has several Hadamard matrices of one order."""
+    from kvfold.transforms import PermutedHadamard
+
     blocks = (block for size, _ in segments for block in [size & -size] * (size // (size & -size)))
     return PermutedHadamard(order.long(), tuple(blocks))
 
 
-def _unit(states: Tensor, mean: Tensor | None, order: Tensor, segments: Segments) -> float:
+def _unit(states: "Tensor", mean: "Tensor | None", order: "Tensor", segments: Segments) -> float:
     """The unit of scales, from states [kv_heads, tokens, d] of calibration."""
+    import torch
+
+    from kvfold.quantizers import even
+
     x = states.transpose(0, 1).float()
     y = _rotation(order, segments).apply(x if mean is None else x - mean.float())
     parts = y.split([size for size, _ in segments], dim=-1)

@@ -2,12 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from kvfold.methods.integers import Integers
-from kvfold.recipe import Fit
-from kvfold.transforms import Matrix, Rotation, hadamard_matrix
-from kvfold.transforms.covariance import eigenvectors, spectrum
+from kvfold.recipe import Fit, Means, Rotations
 
 if TYPE_CHECKING:
     from kvfold.calibration.statistics import LayerStatistics
@@ -22,10 +18,15 @@ class Hessian(Integers):
     E[qᵀq]. That changes no eigenvector, so it is left out.
     """
 
-    def rotations(self, key_dim: int, value_dim: int, fit: Fit) -> tuple[Rotation | None, Rotation | None]:
+    def rotations(self, key_dim: int, value_dim: int, fit: Fit) -> Rotations:
+        from kvfold.transforms import Matrix
+
         return Matrix(fit["key_rotation"]), None
 
-    def fit(self, layer: "LayerStatistics", rope: "Rope", means: tuple[Tensor | None, Tensor | None]) -> Fit:
+    def fit(self, layer: "LayerStatistics", rope: "Rope", means: Means) -> Fit:
+        from kvfold.transforms import hadamard_matrix
+        from kvfold.transforms.covariance import eigenvectors, spectrum
+
         moment = layer.q.second().mean(dim=0)
         rotation = (hadamard_matrix(len(moment)) @ eigenvectors(moment)).float()
         return {"key_rotation": rotation.unsqueeze(0), "key_spectrum": spectrum(moment).unsqueeze(0)}

@@ -2,10 +2,9 @@
 
 from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
-
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from kvfold.calibration.statistics import LayerStatistics
     from kvfold.rope import Rope
 
@@ -13,8 +12,8 @@ Score = Literal["product", "mean"]
 
 
 def ranked_blocks(
-    layer: "LayerStatistics", rope: "Rope", mean: Tensor | None, score: Score = "product"
-) -> tuple[Tensor, Tensor]:
+    layer: "LayerStatistics", rope: "Rope", mean: "Tensor | None", score: Score = "product"
+) -> tuple["Tensor", "Tensor"]:
     """Per KV head, the scores of its blocks in descending order [kv_heads, blocks], and the coordinates of these blocks
     [kv_heads, d].
 
@@ -22,6 +21,8 @@ def ranked_blocks(
       proportion to its norm.
     - mean: ½(E‖q_i‖² + E‖k_i‖²).
     """
+    import torch
+
     blocks = torch.tensor(rope.blocks())  # [blocks, 2]
     moments = layer.q.second(), layer.k.second(mean)
     q, k = (moment.diagonal(dim1=1, dim2=2)[:, blocks].sum(dim=-1) for moment in moments)

@@ -2,18 +2,16 @@
 
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
 from pydantic import Field, NonNegativeInt
-from torch import Tensor
 
 from kvfold.format.layout import SlotLayout
 from kvfold.methods.integers import Integers
 from kvfold.methods.saw import Saw
-from kvfold.quantizers import kmeans
-from kvfold.recipe import Fit
-from kvfold.transforms import Transform
+from kvfold.recipe import Fit, Means
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from kvfold.calibration.statistics import LayerStatistics
     from kvfold.rope import Rope
 
@@ -33,7 +31,9 @@ class KMeans(Integers):
         key, value = super().layouts(key_dim, value_dim, fit)
         return SlotLayout(key.segments, centroid=True), SlotLayout(value.segments, centroid=True)
 
-    def fit(self, layer: "LayerStatistics", rope: "Rope", means: tuple[Tensor | None, Tensor | None]) -> Fit:
+    def fit(self, layer: "LayerStatistics", rope: "Rope", means: Means) -> Fit:
+        from kvfold.transforms import Transform
+
         keys, values = layer.samples
         rotations = self.rotations(keys.shape[-1], values.shape[-1], {})
         key, value = (
@@ -42,14 +42,16 @@ class KMeans(Integers):
         )
         return {"key_centroids": key, "value_centroids": value}
 
-    def _codebook(self, y: Tensor) -> Tensor:
+    def _codebook(self, y: "Tensor") -> "Tensor":
         """Transformed samples [tokens, kv_heads, d] -> centroids float32[kv_heads, centroids, d]."""
+        from kvfold.quantizers import kmeans
+
         if len(y) < self.centroids:
             raise ValueError(
                 f"{self}: {len(y)} samples are too few for centroids={self.centroids}: calibrate on more --tokens"
             )
         centroids = kmeans.fit(y.flatten(1), self.centroids, self.seed)
-        return centroids.unflatten(1, y.shape[1:]).transpose(0, 1).to(torch.float32).contiguous()
+        return centroids.unflatten(1, y.shape[1:]).transpose(0, 1).float().contiguous()
 
 
 class KMeansSaw(KMeans, Saw):

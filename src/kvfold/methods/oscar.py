@@ -2,18 +2,16 @@
 
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
 from pydantic import NonNegativeInt
-from torch import Tensor
 
 from kvfold.format.layout import SlotLayout, affine_slot
 from kvfold.format.windows import FIRST_TOKENS
 from kvfold.methods.integers import Integers
-from kvfold.recipe import Fit
-from kvfold.transforms import Matrix, Rotation, hadamard_matrix
-from kvfold.transforms.covariance import bit_reversal, eigenvectors, spectrum
+from kvfold.recipe import Fit, Means, Rotations
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from kvfold.calibration.statistics import LayerStatistics
     from kvfold.rope import Rope
 
@@ -46,11 +44,15 @@ class Oscar(Integers):
         key, value = (affine_slot(dims, self.bits, self.group or dims // 2) for dims in (key_dim, value_dim))
         return key, value
 
-    def rotations(self, key_dim: int, value_dim: int, fit: Fit) -> tuple[Rotation | None, Rotation | None]:
+    def rotations(self, key_dim: int, value_dim: int, fit: Fit) -> Rotations:
         """Values have no rotation if it was folded into the model's weights."""
+        from kvfold.transforms import Matrix
+
         return Matrix(fit["key_rotation"]), None if "value_folded" in fit else Matrix(fit["value_rotation"])
 
-    def fit(self, layer: "LayerStatistics", rope: "Rope", means: tuple[Tensor | None, Tensor | None]) -> Fit:
+    def fit(self, layer: "LayerStatistics", rope: "Rope", means: Means) -> Fit:
+        from kvfold.transforms.covariance import spectrum
+
         metrics = layer.q.second(), layer.out.second(means[1])  # they weigh errors of keys and of values
         fit: dict[str, Tensor] = {}
         for side, metric in zip(("key", "value"), metrics, strict=True):
@@ -58,8 +60,10 @@ class Oscar(Integers):
             fit |= {f"{side}_rotation": self._rotation(moments), f"{side}_spectrum": spectrum(moments)}
         return {**fit, **self._clips(layer, fit, means)} if self.clip else fit
 
-    def _clips(self, layer: "LayerStatistics", fit: Fit, means: tuple[Tensor | None, Tensor | None]) -> Fit:
+    def _clips(self, layer: "LayerStatistics", fit: Fit, means: Means) -> Fit:
         """The best of `CLIPS` for keys and for values."""
+        import torch
+
         sides = zip(("key", "value"), means, strict=True)
         centred = {**fit, **{f"{side}_mean": mean.float() for side, mean in sides if mean is not None}}
         weights = layer.weights().double()
@@ -70,20 +74,27 @@ class Oscar(Integers):
         key, value = torch.tensor(tried).argmin(dim=0).tolist()
         return {"key_clip": torch.tensor([CLIPS[key]]), "value_clip": torch.tensor([CLIPS[value]])}
 
-    def _rotation(self, moments: Tensor) -> Tensor:
+    def _rotation(self, moments: "Tensor") -> "Tensor":
         """float64[heads, d, d] -> float32[heads, d, d]"""
+        import torch
+
+        from kvfold.transforms import hadamard_matrix
+        from kvfold.transforms.covariance import bit_reversal, eigenvectors
+
         dims = moments.shape[-1]
         rotation = eigenvectors(moments) if self.eigen else torch.eye(dims, dtype=torch.float64).expand_as(moments)
         if self.hadamard:
             rotation = rotation @ hadamard_matrix(dims)
         return (rotation[..., bit_reversal(dims)] if self.permute else rotation).float().contiguous()
 
-    def _errors(self, layer: "LayerStatistics", weights: Tensor, fit: Fit) -> tuple[float, float]:
+    def _errors(self, layer: "LayerStatistics", weights: "Tensor", fit: Fit) -> tuple[float, float]:
         """Squared errors over the prompt: tr(C_Q·E_K) of logits, and ‖S(V − V̂)‖² of outputs.
 
         C_Q is E[qᵀq], and E_K the sum of eᵀe over the errors e of keys. S are the attention `weights`
         [kv_heads, group, tokens, tokens]. The sink is read raw and has no errors.
         """
+        from torch import einsum
+
         _, k, v = layer.prompt
         key, value = self.codecs(k.shape[-1], v.shape[-1], fit)
         k_error, v_error = (
@@ -92,5 +103,5 @@ class Oscar(Integers):
         )
         sink = min(self.sink, FIRST_TOKENS)
         k_error[:, :sink] = v_error[:, :sink] = 0
-        key_error = torch.einsum("htd,hde,hte->", k_error, layer.q.second(), k_error)
+        key_error = einsum("htd,hde,hte->", k_error, layer.q.second(), k_error)
         return float(key_error), float((weights @ v_error.unsqueeze(1)).square().sum())

@@ -1,13 +1,15 @@
 """SAW-INT4: system-aware 4-bit KV-cache quantization for real-world LLM serving."""
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import PositiveInt
 
 from kvfold.format.layout import SlotLayout
 from kvfold.methods.integers import Integers
-from kvfold.recipe import Fit
-from kvfold.transforms import Hadamard, Rotation, default_order
+from kvfold.recipe import Fit, Rotations
+
+if TYPE_CHECKING:
+    from kvfold.transforms import Hadamard
 
 
 class Saw(Integers):
@@ -21,14 +23,21 @@ class Saw(Integers):
     values: bool = False
 
     def layouts(self, key_dim: int, value_dim: int, fit: Fit) -> tuple[SlotLayout, SlotLayout]:
-        self._hadamard(key_dim)
+        self._order(key_dim)
         return super().layouts(key_dim, value_dim, fit)
 
-    def rotations(self, key_dim: int, value_dim: int, fit: Fit) -> tuple[Rotation | None, Rotation | None]:
+    def rotations(self, key_dim: int, value_dim: int, fit: Fit) -> Rotations:
         return self._hadamard(key_dim), self._hadamard(value_dim) if self.values else None
 
-    def _hadamard(self, head_dim: int) -> Hadamard:
-        order = default_order(head_dim) if self.order is None else self.order
+    def _hadamard(self, head_dim: int) -> "Hadamard":
+        from kvfold.transforms import Hadamard
+
+        return Hadamard(self._order(head_dim))
+
+    def _order(self, head_dim: int) -> int:
+        order = min(head_dim & -head_dim, 128) if self.order is None else self.order
         if head_dim % order:
             raise ValueError(f"order={order} does not divide the head dimension {head_dim}")
-        return Hadamard(order)
+        if order & (order - 1):
+            raise ValueError(f"order={order} is not a power of two")
+        return order

@@ -5,8 +5,7 @@ from typing import ClassVar
 from pydantic import Field, NonNegativeInt
 
 from kvfold.format.layout import SlotLayout, codebook_slot
-from kvfold.recipe import Fit, Recipe
-from kvfold.transforms import Matrix, Rotation, random_rotation
+from kvfold.recipe import Fit, Recipe, Rotations
 
 
 class TurboQuant(Recipe):
@@ -23,7 +22,9 @@ class TurboQuant(Recipe):
     def layouts(self, key_dim: int, value_dim: int, fit: Fit) -> tuple[SlotLayout, SlotLayout]:
         return codebook_slot([(key_dim, self.key_bits)]), codebook_slot([(value_dim, self.value_bits)])
 
-    def rotations(self, key_dim: int, value_dim: int, fit: Fit) -> tuple[Rotation | None, Rotation | None]:
+    def rotations(self, key_dim: int, value_dim: int, fit: Fit) -> Rotations:
+        from kvfold.transforms import Matrix, random_rotation
+
         sides = enumerate((key_dim, value_dim))
         key, value = (random_rotation(dims, 2 * self.seed + side).float().unsqueeze(0) for side, dims in sides)
         return Matrix.of_signs(key), Matrix.of_signs(value)

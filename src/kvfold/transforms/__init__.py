@@ -1,7 +1,7 @@
 """Invertible maps of the head dimension, applied before a vector is quantized."""
 
 from kvfold.transforms.base import Rotation, Transform
-from kvfold.transforms.hadamard import Hadamard, default_order, hadamard_matrix
+from kvfold.transforms.hadamard import Hadamard, hadamard_matrix
 from kvfold.transforms.matrix import Matrix, random_rotation
 from kvfold.transforms.permuted_hadamard import PermutedHadamard
 
@@ -11,7 +11,6 @@ __all__ = [
     "PermutedHadamard",
     "Rotation",
     "Transform",
-    "default_order",
     "hadamard_matrix",
     "random_rotation",
 ]

@@ -8,11 +8,6 @@ from scipy.linalg import hadamard
 from torch import Tensor
 
 
-def default_order(dims: int) -> int:
-    """The largest power of two that divides `dims`, at most 128."""
-    return min(dims & -dims, 128)
-
-
 @lru_cache(maxsize=64)
 def _matrix(dims: int, order: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """diag(H, …, H) [dims, dims], with entries ±1 in float64 and orthonormal in float32."""

@@ -1,0 +1,64 @@
+"""push and pull: an artifact to the Hub or to a folder, and back."""
+
+from pathlib import Path
+
+from kvfold import hub
+from kvfold.artifact import Artifact, digest_model
+from kvfold.artifact.artifact import CARD, METADATA, TENSORS, find
+from kvfold.files import claimed, write_whole
+from kvfold.models import complete_config
+from kvfold.publish.card import card
+
+PATHS = (".", "/", "~")  # how the paths of folders begin that need not exist
+
+
+def push(folder: Path, where: str, model: str | None = None, private: bool = False) -> str:
+    """Write an artifact and its card to a folder, or to the Hub by its id there. Returns its address.
+
+    The artifact must belong to `model`, if that is given.
+    """
+    files = _published(folder, where, model)
+    if where.startswith(PATHS) or Path(where).is_dir():
+        _write(Path(where).expanduser(), files)
+        return where
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    if hub.silent():
+        raise OSError(f"cannot push to {where}: {hub.unreachable()}. A folder is written as ./{where}")
+    try:
+        api = HfApi()
+        address = api.create_repo(where, private=private or None, exist_ok=True)
+        added = [CommitOperationAdd(name, content) for name, content in files.items()]
+        api.create_commit(where, added, commit_message="Add an artifact of kvfold")
+    except Exception as error:  # its type depends on the HTTP library of the Hub's client
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        fix = ": run `hf auth login`, with a token that may write there" if status in (401, 403) else ""
+        raise OSError(f"cannot push to {where}: {error}{fix}") from None
+    return str(address)
+
+
+def pull(where: str, folder: Path) -> Artifact:
+    """Write an artifact of the Hub, or of another folder, to this folder."""
+    source = find(where)
+    artifact = Artifact.load(source)
+    names = (TENSORS, METADATA, *([CARD] if (source / CARD).is_file() else []))
+    _write(folder, {name: (source / name).read_bytes() for name in names})
+    return artifact
+
+
+def _published(folder: Path, where: str, model: str | None) -> dict[str, bytes]:
+    """The files that are published, by name."""
+    artifact = Artifact.load(folder)  # refuses an artifact that is not valid
+    if model is not None:
+        artifact.metadata.model.check_files(complete_config(model), digest_model(model))
+    files = {name: (folder / name).read_bytes() for name in (TENSORS, METADATA)}
+    return {**files, CARD: card(artifact, where, model).encode()}
+
+
+def _write(folder: Path, files: dict[str, bytes]) -> None:
+    """Refuses a folder with another artifact: fits of one model would replace those of another."""
+    with claimed(folder):
+        there = folder / METADATA
+        if there.exists() and there.read_bytes() != files[METADATA]:
+            raise FileExistsError(f"{folder} holds another artifact: name a new folder")
+        write_whole(folder, files)

@@ -1,0 +1,141 @@
+"""`kvfold push` and `kvfold pull`: to a folder, and to a Hub on this machine."""
+
+import datetime
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from commands import plain, run
+from fake_hub import TOKEN, FakeHub, fake_hub
+from huggingface_hub import constants
+
+import kvfold
+from kvfold import hub
+from kvfold.artifact import CheckResult, Measure
+from kvfold.recipes import parse
+
+FILES = ["README.md", "kvfold.json", "tensors.safetensors"]
+RECIPE = "oscar-int2:sink=8"
+
+
+@pytest.fixture
+def checked(fits: Path, tmp_path: Path) -> Path:
+    """An artifact with the result of a check."""
+    artifact, recipe = kvfold.Artifact.load(fits), parse(RECIPE)
+    result = CheckResult(
+        context=1536,
+        date=datetime.date(2026, 11, 18),
+        versions={"kvfold": "1.2", "torch": "3.4"},
+        fit_sha256=artifact.fit_sha256(recipe),
+        measures=(
+            Measure(name="KL", unit="nats", value=0.01234, reference=0, loss=0.01234, allowed=0.03),
+            Measure(name="needles", unit="share", value=0.875, reference=0.9, loss=0.025, allowed=0.03),
+        ),
+    )
+    artifact.with_check(recipe, result).save(tmp_path / "checked")
+    return tmp_path / "checked"
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    hub._answers.cache_clear()
+    with fake_hub() as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
+        template = server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        yield server
+    hub._answers.cache_clear()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def test_the_card_says_what_it_is_and_how_to_serve_it(checked: Path, small: Path, tmp_path: Path):
+    """16 numbers of 2 bits and 2 groups with a scale and an offset of 16 bits: 6 bits each. 19 of 128 pages have a
+    shadow page of 16 bits at 2,048 tokens: one for the sink, 18 for the last 256 tokens and the 31 that may be taken
+    back. At 131,072 tokens, 19 of 8,192 have one."""
+    place = tmp_path / "shared" / "fits"
+    assert plain(run("push", checked, place, "--model", small).stdout).strip() == str(place)
+    card = (place / "README.md").read_text()
+    front, body = re.fullmatch(r"---\n(.*?)\n---\n(.*)", card, re.DOTALL).groups()
+    assert front.splitlines() == ["library_name: kvfold", "tags: [kvfold, kv-cache, quantization]"]
+    assert "| recipe | bits at 2k | at 128k | KL | needles | check |\n| --- | ---: | ---: | ---: | ---: | --- |" in body
+    assert f"| `{RECIPE}` | 8.38 | 6.04 | 0.0123 | 87.5 of 90.0 % | passed |" in body
+    assert re.search(r"\| `gtq-k3v3` \| [\d.]+ \| [\d.]+ \| – \| – \| not checked \|", body)
+    assert f"`{RECIPE}` was checked on 2026-11-18 at 1,536 tokens, with kvfold 1.2, torch 3.4." in body
+    serve = f"kvfold serve {small.name} --recipe {RECIPE} --artifact fits"
+    assert f"```sh\nkvfold pull {place} --out fits\n{serve}\n```" in body
+    model = json.loads((checked / "kvfold.json").read_text())["model"]
+    digest = hashlib.sha256(json.dumps(model, sort_keys=True).encode()).hexdigest()
+    assert f"Hash of the model: `{digest}`" in body
+    assert digest in plain(run("inspect", checked).stdout)
+    assert "200 tokens in passages of 64" in body
+
+
+def test_means_alone_have_a_card(means: Path, tmp_path: Path):
+    run("push", means, tmp_path / "place")
+    card = (tmp_path / "place" / "README.md").read_text()
+    assert "Means alone. They serve every recipe that learns nothing else" in card
+    assert "kvfold serve MODEL --recipe int4 --artifact fits" in card
+    assert "base_model" not in card
+
+
+def test_to_a_folder_and_back(error_of, checked: Path, means: Path, tmp_path: Path):
+    place, back = tmp_path / "place", tmp_path / "back"
+    for _ in range(2):  # what is there already is the same
+        run("push", checked, place)
+    assert sorted(contents(place)) == FILES
+    shown = " ".join(plain(run("pull", place, "--out", back).stdout).split())
+    assert f"Wrote {back}: means, oscar-int2, gtq-k3v3" in shown
+    assert contents(back) == contents(place)
+    assert {**contents(checked), "README.md": b""} == {**contents(back), "README.md": b""}
+    for command in (("push", means, place), ("pull", means, "--out", back)):
+        assert "holds another artifact: name a new folder" in error_of(*command)
+    assert contents(back) == contents(place)
+    assert "is no artifact" in error_of("push", tmp_path / "shared", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+    assert "is no artifact" in error_of("pull", tmp_path, "--out", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def test_to_a_hub_and_back(checked: Path, small: Path, tmp_path: Path, server: FakeHub):
+    server.files["maker/small"] = contents(small)
+    assert run("push", checked, "me/fits", "--model", "maker/small").stdout == f"{server.endpoint}/me/fits\n"
+    assert sorted(server.files["me/fits"]) == FILES
+    card = server.files["me/fits"]["README.md"].decode()
+    assert "\nbase_model: maker/small\n---\n" in card
+    assert f"\nkvfold pull me/fits --out fits\nkvfold serve maker/small --recipe {RECIPE} --artifact fits\n" in card
+    run("pull", "me/fits", "--out", tmp_path / "back")
+    assert contents(tmp_path / "back") == server.files["me/fits"]
+    assert "oscar-int2" in run("inspect", "me/fits").stdout
+    run("push", checked, "me/hidden", "--private")
+    assert server.private == {"me/hidden"}
+
+
+def test_a_hub_that_refuses(error_of, checked: Path, server: FakeHub, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_of_somebody")
+    line = error_of("push", checked, "me/fits")
+    assert line.startswith("error: cannot push to me/fits: ")
+    assert line.endswith(": run `hf auth login`, with a token that may write there")
+    assert server.files == {}
+    line = error_of("pull", "me/none", "--out", "none")
+    assert line.startswith("error: me/none is neither a folder nor what the Hugging Face Hub gives: ")
+
+
+def test_a_card_names_no_other_model(error_of, fits: Path, small: Path, tmp_path: Path):
+    config = tmp_path / "other" / "config.json"
+    shutil.copytree(small, config.parent)
+    changed = {**json.loads(config.read_text()), "num_hidden_layers": 3}
+    config.write_text(json.dumps(changed))
+    line = error_of("push", fits, tmp_path / "place", "--model", config.parent)
+    assert "the artifact was made for another model: its layers is 2, the model's is 3" in line
+    assert not (tmp_path / "place").exists()
