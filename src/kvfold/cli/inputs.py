@@ -16,7 +16,7 @@ from kvfold.fitted import Fitted
 from kvfold.geometry import Geometry, example_configs
 from kvfold.models import EMBEDDED, load_config, load_model
 from kvfold.recipe import Recipe
-from kvfold.recipes import RECIPES, parse
+from kvfold.recipes import RECIPES, load_methods, parse
 
 CARRIED = "kvfold"  # the artifact's folder inside a model's folder; engines do not look for weights there
 
@@ -59,6 +59,7 @@ def config_of(name: str) -> dict[str, Any]:
 
 def fitting_recipes(geometry: Geometry) -> tuple[dict[str, Recipe], list[str]]:
     """The named recipes that fit a model, and a line per other recipe that says why it does not fit."""
+    load_methods()
     fitting, others = {}, []
     for name, recipe in RECIPES.items():
         try:
