@@ -14,7 +14,8 @@ FENCE = re.compile(r"^```(\w*)(?: title=\"([^\"]*)\")?\n(.*?)^```$", re.MULTILIN
 
 def documents() -> list[Path]:
     """All that the site has, and the README."""
-    return [*sorted(ROOT.glob("*.md")), ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    folders = ROOT, ROOT / "benchmarks", ROOT / "examples"
+    return [page for folder in folders for page in sorted(folder.glob("*.md"))] + sorted((ROOT / "docs").rglob("*.md"))
 
 
 @dataclass(frozen=True)
