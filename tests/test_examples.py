@@ -14,7 +14,7 @@ from byte_tokenizer import byte_tokenizer
 from fenced_blocks import ROOT
 from random_layers import FIRST, random_layer
 from tiny_models import tiny
-from transformers import AutoTokenizer
+from transformers import GenerationMixin
 
 from kvfold.calibration.automatic import kept
 from kvfold.methods.integers import Integers
@@ -50,30 +50,37 @@ def test_the_notebook_runs(embedded, monkeypatch):
     names: dict = {}
     for cell in NOTEBOOK["cells"]:
         if cell["cell_type"] == "code":
-            exec(compile("".join(cell["source"]).replace("1024", "128"), cell["id"], "exec"), names)
+            exec(compile("".join(cell["source"]).replace("1024", "64"), cell["id"], "exec"), names)
     assert "Paris" in names["answers"]["fold4"]
     smaller, kl = zip(*names["rows"].values(), strict=True)
     assert smaller[0] < smaller[1], "fold4 and fold2"
     assert kl[0] < kl[1] < kl[2], "the last one is int2"
 
 
-def test_questions_on_a_document_do_not_see_each_other(tmp_path, monkeypatch, capsys):
+def test_a_document_is_read_once_and_questions_do_not_see_each_other(tmp_path, monkeypatch, capsys):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "User: {{ messages[0].content }} Answer:"
     tokenizer.save_pretrained(tmp_path)
-    kind = type(AutoTokenizer.from_pretrained(tmp_path))
-    monkeypatch.setattr(kind, "decode", lambda _, ids, **__: str(ids.tolist()))  # bytes may be no text
     tiny(vocab_size=len(tokenizer), max_position_embeddings=4096).save_pretrained(tmp_path)
     monkeypatch.setattr("kvfold.calibration.automatic.TOKENS", {"cpu": 128})
+    asked = []  # every prompt, and how many tokens of it the cache holds
+
+    def generate(model, prompt, **options):
+        asked.append((tokenizer.decode(prompt[0]), options["past_key_values"].get_seq_length()))
+        return real(model, prompt, **options)
+
+    real = GenerationMixin.generate
+    monkeypatch.setattr(GenerationMixin, "generate", generate)
     script = ROOT / "examples" / "long_document.py"
     questions = ("Who?", "Where and when was it?", "Who?")
-    options = ("--tokens", "1200", "--max-new-tokens", "6")  # two pieces of text
+    options = ("--tokens", "1200", "--max-new-tokens", "2")  # two pieces of text
     monkeypatch.setattr(sys, "argv", [str(each) for each in (script, tmp_path, script, *questions, *options)])
     runpy.run_path(str(script), run_name="__main__")
-    told, first, other, again = capsys.readouterr().out.split("\n\n")
+    told, *answers = capsys.readouterr().out.split("\n\n")
     assert told.startswith("1,200 tokens read, ")
-    assert first == again.removesuffix("\n")
-    assert first.removeprefix("Who?\n") != other.removeprefix("Where and when was it?\n")
+    assert [answer.partition("\n")[0] for answer in answers] == list(questions)
+    document = ("User: " + script.read_text())[:1200]
+    assert asked == [(f"{document}\n\n{question} Answer:", 1200) for question in questions]
 
 
 def test_turned_keys_are_uncorrelated_and_the_strong_ones_come_first(monkeypatch):

@@ -155,4 +155,4 @@ def test_the_wheel_and_the_sdist_hold_all_of_the_package(built, wheel):
     (about,) = [name for name in ZipFile(wheel).namelist() if name.endswith(".dist-info/METADATA")]
     metadata = email.message_from_bytes(ZipFile(wheel).read(about))
     assert (metadata["Name"], metadata["Version"]) == ("kvfold", __version__)
-    assert metadata.get_payload() == (ROOT / "README.md").read_text()
+    assert metadata.get_payload(decode=True).decode() == (ROOT / "README.md").read_text()
