@@ -31,6 +31,7 @@ class Found:
 
     def __init__(self) -> None:
         self._numbers = multiprocessing.Array("d", 3)
+        self.records: dict[Layer, Record] = {}  # of this process
 
     error = property(lambda self: self._numbers[0], doc="the largest, over the largest value that was read")
     queries = property(lambda self: int(self._numbers[1]), doc="how many were looked at, in all layers")
@@ -105,11 +106,11 @@ class Record:
 @contextmanager
 def defined_attention() -> Iterator[Found]:
     """Compare all attention of packed layers with its definition."""
-    found, records, attend, read = Found(), {}, Layer.attend, Layer.read
+    found, attend, read = Found(), Layer.attend, Layer.read
 
     def watched(layer: Layer, steps, q: Tensor, k: Tensor, v: Tensor, logits: Logits, out: Tensor) -> None:
         attend(layer, steps, q, k, v, logits, out)
-        record = records.setdefault(layer, Record(layer))
+        record = found.records.setdefault(layer, Record(layer))
         record.see(steps[0][1].shadow_of)
         for tokens, step in steps:
             record.store(step, k[tokens], v[tokens])
@@ -117,7 +118,7 @@ def defined_attention() -> Iterator[Found]:
 
     def watched_read(layer: Layer, steps, q: Tensor, logits: Logits, out: Tensor) -> None:
         read(layer, steps, q, logits, out)
-        compare(records[layer], steps, q, logits, out)
+        compare(found.records[layer], steps, q, logits, out)
 
     def compare(record: Record, steps, q: Tensor, logits: Logits, out: Tensor) -> None:
         for tokens, step in steps:

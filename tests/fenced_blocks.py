@@ -8,7 +8,7 @@ from itertools import dropwhile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SETTING = re.compile("[A-Z_]+=")
+SETTING = re.compile("[A-Z0-9_]+=")
 FENCE = re.compile(r"^```(\w*)(?: title=\"([^\"]*)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

@@ -1,4 +1,4 @@
-"""The embedded model behind `kvfold serve`, as a user starts it, and how to ask it."""
+"""A model behind `kvfold serve`, as a user starts it, and how to ask it."""
 
 import json
 import socket
@@ -23,6 +23,8 @@ def kvfold(*arguments: str, **options) -> subprocess.Popen:
 @dataclass
 class Server:
     address: str
+    process: subprocess.Popen
+    model: str
     printed: str = ""  # once it has ended
 
     def get(self, path: str, **body) -> str:
@@ -38,17 +40,18 @@ class Server:
 
     def complete(self, prompt: str | list[int] = PROMPT, tokens: int = 40) -> str:
         """What comes after a prompt, which may be tokens."""
-        asked = {"model": "embedded", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        asked = {"model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
         return json.loads(self.get("/v1/completions", **asked))["choices"][0]["text"]
 
 
 @contextmanager
-def serving(*arguments: str) -> Iterator[Server]:
+def serving(*arguments: str, model: str = "embedded") -> Iterator[Server]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    server, where = Server(f"http://127.0.0.1:{port}"), ("--host", "127.0.0.1", "--port", str(port))
-    with kvfold("serve", "embedded", *arguments, *where) as process:
+    where = ("--host", "127.0.0.1", "--port", str(port))
+    with kvfold("serve", model, *arguments, *where) as process:
+        server = Server(f"http://127.0.0.1:{port}", process, model)
         try:
             for _ in range(240):
                 assert process.poll() is None, process.communicate()[0]

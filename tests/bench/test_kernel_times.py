@@ -67,7 +67,7 @@ def test_cases(op: str, text: str, expected: tuple[int, int, int]):
         ("decode", "1x8192+", {}, "is no case"),
         ("decode", "0x8192", {}, "sizes are at least 1"),
         ("store", "8x64+0", {}, "sizes are at least 1"),
-        ("decode", "1x8+2", {}, "decode has 1 new token"),
+        ("decode", "1x8+17", {}, "decode has 1 to 16 new tokens"),
         ("extend", "1x100", {}, "of which 512 new"),
         ("decode", "1x8", {"q_heads": 12}, "12 query and 8 KV heads of 128, pages of 64, bfloat16: query heads"),
         ("decode", "1x8", {"dtype": "float32"}, "the kernels take bfloat16 and float16"),

@@ -47,6 +47,10 @@ class Model:
             for page in {pages[token // self.page_size] for token in tokens} & self.of.keys():
                 self.needed[self.of[page]] = self.step
 
+    def forget(self, pages):
+        for page in pages:
+            self.of.pop(page, None)
+
     def give(self, page):
         owners = {shadow: owner for owner, shadow in self.of.items()}
         free = [shadow for shadow in range(self.shadows) if shadow not in owners]
@@ -188,6 +192,9 @@ def test_it_does_what_the_model_does(update, data):
             table.rest(*tensors)
             model.rest(resting)
         if batch := pages.step():
+            loaded = data.draw(st.lists(st.integers(0, pool - 1), max_size=3))  # from elsewhere
+            table.forget(torch.tensor(loaded, dtype=torch.int64, device=device))
+            model.forget(loaded)
             padding = data.draw(st.integers(0, 2))
             tensors = [tensor.to(device) for tensor in device_tensors(batch, page_size, padding)]
             pages_, shadows_, count = update(table, *tensors)

@@ -1,5 +1,5 @@
-"""The Gluon kernel for evenly spaced levels, compiled for several GPUs by a process of its own. In Triton's
-interpreter, which is on in tests without a GPU, nothing can be compiled."""
+"""The Gluon decode kernels, compiled for several GPUs by a process of its own. In Triton's interpreter, which is on in
+tests without a GPU, nothing can be compiled."""
 
 import json
 import os
@@ -12,9 +12,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from kvfold.format.layout import PageLayout, even_slot
+from kvfold.format.layout import PageLayout, affine_slot, codebook_slot, even_slot
 from kvfold.ops.attend.gluon.cards import card_of
-from kvfold.ops.attend.gluon.decode_step import _kernel
+from kvfold.ops.attend.gluon.decode_step import _kernel, _shape
 from kvfold.ops.pdl import ALONE, Overlap
 
 KEYS = {
@@ -26,16 +26,21 @@ VALUES = {2: [(128, 2)], 3: [(64, 4), (64, 2)], 4: [(128, 4)]}
 
 
 class Case(NamedTuple):
-    bits: int  # of KEYS and VALUES
+    bits: int  # of KEYS and VALUES, or of all coordinates
     ratio: int
     page: int
     capability: tuple[int, int]
     sink: int = 0
     recent: int = 0
     doubled: bool = False  # twice the coordinates
+    queries: int = 1  # of a sequence, at most
+    rule: str = "even"
 
     @property
     def layout(self) -> PageLayout:
+        if self.rule != "even":
+            slot = codebook_slot([(128, self.bits)]) if self.rule == "codebook" else affine_slot(128, self.bits)
+            return PageLayout(slot, slot, self.page)
         by = 1 + self.doubled
         key, value = (even_slot([(by * dims, bits) for dims, bits in side[self.bits]]) for side in (KEYS, VALUES))
         return PageLayout(key, value, self.page)
@@ -48,6 +53,11 @@ CASES = [
     Case(3, 7, 16, (9, 0)),
     Case(4, 1, 128, (8, 9), sink=70),
     Case(2, 2, 32, (8, 0), recent=9, doubled=True),
+]
+SEVERAL = [
+    Case(4, 4, 64, (9, 0), sink=5, recent=20, queries=4),
+    Case(4, 4, 16, (8, 0), recent=3, queries=7, rule="affine"),  # two CTAs share them
+    Case(3, 8, 64, (8, 9), sink=70, queries=2, rule="codebook"),
 ]
 
 
@@ -63,22 +73,26 @@ class Compiled(NamedTuple):
 
 
 def compile_all(folder: Path) -> list[Compiled]:
-    """The kernels of all CASES."""
+    """The kernels of CASES and SEVERAL."""
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     subprocess.run([sys.executable, "-W", "ignore", __file__, str(folder)], check=True, env=environment)
-    return [Compiled.load(folder, number) for number in range(len(CASES))]
+    return [Compiled.load(folder, number) for number in range(len(CASES + SEVERAL))]
 
 
 def _compile(case: Case) -> Any:
     """The kernel as `decode_step` would launch it."""
-    layout, card, heads = case.layout, card_of(case.capability), 4 if case.ratio <= 4 else 8
-    kernel, overlap = _kernel(layout, card), Overlap("start", "end") if card.overlaps else ALONE
+    layout, card = case.layout, card_of(case.capability)
+    kernel = _kernel(layout, card, case.queries > 1)
+    overlap = Overlap("start", "end") if card.overlaps else ALONE
     constants = {
         "KEY": kernel.key, "VALUE": kernel.value, "DIMS": layout.key.dims, "PAGE": layout.page_size,
-        "PAGE_WORDS": layout.page_bytes // 4, "RATIO": case.ratio, "HEADS": heads, "COLUMNS": 8, "ORDER": 1,
-        "SHARED": card.shared, "OVERLAP": overlap,
+        "PAGE_WORDS": layout.page_bytes // 4, "RATIO": case.ratio, **_shape(layout, case.ratio, case.queries),
+        "ORDER": 1, "SHARED": card.shared, "OVERLAP": overlap,
     }  # fmt: skip
+    if case.queries == 1:
+        constants |= {"query_starts": None, "tokens": None, "groups": None}
     types = {"q": "*fp32", "outs": "*fp32", "weights": "*fp32", "pool": "*i32", "table": "*i64", "lengths": "*i32"}
+    types["query_starts"] = "*i32"
     names = kernel.decode.arg_names
     signature = {
         name: "constexpr" if name in constants else types.get(name, "fp32" if name in ("scale", "unit") else "i32")
@@ -95,7 +109,7 @@ def _compile(case: Case) -> Any:
 
 
 if __name__ == "__main__":
-    for number, case in enumerate(CASES):
+    for number, case in enumerate(CASES + SEVERAL):
         kernel, path = _compile(case), Path(sys.argv[1]) / str(number)
         path.with_suffix(".ptx").write_text(kernel.asm["ptx"])
         path.with_suffix(".cubin").write_bytes(kernel.asm["cubin"])

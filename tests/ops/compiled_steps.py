@@ -29,7 +29,6 @@ from kvfold.ops.attend.gluon.cards import card_of
 from kvfold.ops.attend.gluon.decode_step import _kernel
 from kvfold.ops.dispatch import choose
 
-TOKENS = Tokens((100, 90), (1, 1))
 DUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
@@ -42,6 +41,7 @@ class Step(NamedTuple):
     ratio: int  # query heads per KV head
     page: int = 64
     all: bool = True  # its kernels, not only `decode`
+    queries: int = 1  # per sequence
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,14 @@ class _Compiler:
         self.rows: dict[str, Compiled] = {}
 
     def add(self, step: Step) -> None:
-        case = selftest.Case(step.recipe, step.head_dim, step.ratio, step.page, TOKENS)
+        new = step.queries, step.queries
+        case = selftest.Case(step.recipe, step.head_dim, step.ratio, step.page, Tokens((100, 90), new))
         layer = selftest.Layer(case, torch.device("cpu"))
         layout, capability = layer.pages.layout, parse(step.target)
-        self.step, self.ctas = step, _kernel(layout, card_of(capability)).warps
+        self.step, self.ctas = step, _kernel(layout, card_of(capability), step.queries > 1).warps
         self.target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
         ops = choose(PageLayout(layout.key, layout.value, step.page), step.ratio, torch.device("cuda"), capability)
-        layer.begin([1] * len(TOKENS.new))
+        layer.begin(new)
         q = layer.queries()
         ops.store_and_attend(layer.pages, q, layer.k, layer.v, layer.logits, torch.empty_like(q))
 

@@ -20,7 +20,7 @@ UNSEEN = -1e30
 
 
 class Decode:
-    """Called as decode[splits, kv_heads, sequences](...)."""
+    """Called as decode[splits · groups, kv_heads, sequences](...)."""
 
     def __init__(self, layout: PageLayout) -> None:
         self.layout = layout
@@ -28,24 +28,27 @@ class Decode:
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
         def launch(
             q: Tensor, outs: Tensor, weights: Tensor, pool: Tensor, table: Tensor, lengths: Tensor, scale: float,
-            sink: int, recent: int, *strides: int, RATIO: int, ORDER: int, unit: float = 1.0, **options: Any,
+            sink: int, recent: int, q_stride: int, table_stride: int, table_pages: int, query_starts: Tensor | None,
+            tokens: int | None, groups: int | None, *, RATIO: int, ORDER: int, unit: float = 1.0, **options: Any,
         ) -> None:  # fmt: skip
-            splits, _, sequences = grid
+            splits, sequences = grid[0] // (groups or 1), grid[2]
+            starts = range(sequences + 1) if query_starts is None else query_starts.tolist()
             outs.fill_(math.nan)  # of splits without tokens nothing is read but the weight
             weights.fill_(UNSEEN)
             turned = q.double()
             if ORDER > 1:
                 turned = (turned.unflatten(-1, (-1, ORDER)) @ torch.from_numpy(hadamard(ORDER)).double()).flatten(-2)
                 turned = turned * ORDER**-0.5
-            for sequence in range(sequences):
-                tokens = torch.arange(sink, max(sink, int(lengths[sequence]) - recent))
-                k, v = self._read(pool, table[sequence], tokens)  # [tokens, kv_heads, d]
-                for split, part in enumerate(torch.arange(len(tokens)).tensor_split(splits)):
+            for sequence, row in ((s, row) for s in range(sequences) for row in range(starts[s], starts[s + 1])):
+                length = int(lengths[sequence]) - (starts[sequence + 1] - 1 - row)  # up to this query
+                read = torch.arange(sink, max(sink, length - recent))
+                k, v = self._read(pool, table[sequence], read)  # [tokens, kv_heads, d]
+                for split, part in enumerate(torch.arange(len(read)).tensor_split(splits)):
                     for head in range(q.shape[1] if len(part) else 0):
-                        logits = scale * (k[part, head // RATIO] @ turned[sequence, head])  # of powers of two
+                        logits = scale * (k[part, head // RATIO] @ turned[row, head])  # of powers of two
                         shares = torch.softmax(logits * math.log(2), dim=0)
-                        outs[split, sequence, head] = unit * (shares @ v[part, head // RATIO]).float()
-                        weights[split, sequence, head] = torch.logsumexp(logits * math.log(2), dim=0) / math.log(2)
+                        outs[split, row, head] = unit * (shares @ v[part, head // RATIO]).float()
+                        weights[split, row, head] = torch.logsumexp(logits * math.log(2), dim=0) / math.log(2)
 
         return launch
 
@@ -61,6 +64,6 @@ class Decode:
 def use(monkeypatch: Any) -> None:
     """Replace the Gluon decode kernels by these. The interpreter runs one kernel after the other, so none waits."""
     kernel = gluon._kernel
-    monkeypatch.setattr(gluon, "_kernel", lambda layout, card: kernel(layout, card)._replace(decode=Decode(layout)))
+    monkeypatch.setattr(gluon, "_kernel", lambda layout, *rest: kernel(layout, *rest)._replace(decode=Decode(layout)))
     for name in ("gdc_wait", "gdc_launch_dependents"):
         monkeypatch.setattr(pdl, name, lambda: None)

@@ -90,7 +90,8 @@ class _Warp:
     ) -> None:
         self.program, self.memory, self.arguments = program, memory, arguments
         self.shared = np.zeros(shared, np.uint8)
-        self.special = {"%tid.x": LANES, "%laneid": LANES}
+        below = (1 << LANES) - 1
+        self.special = {"%tid.x": LANES, "%laneid": LANES, "%lanemask_lt": below, "%lanemask_ge": 2**32 - 1 - below}
         for axis, count, number in zip("xyz", grid, cta, strict=True):
             self.special |= {f"%nctaid.{axis}": np.full(32, count), f"%ctaid.{axis}": np.full(32, number)}
         self.registers: Registers = {}
@@ -115,6 +116,8 @@ class _Warp:
                 getattr(self, f"_{first}")(suffixes, operands, mask)
             elif first not in IGNORED:
                 results = getattr(self, f"_{first}")(suffixes, *operands[1:])
+                if first == "mov" and operands[0].startswith("{"):  # a word to two halves
+                    results = list(results.view(np.uint16).reshape(32, 2).T.copy())
                 for to, result in zip(_names(operands[0]), _listed(results), strict=True):
                     if not mask.all():
                         result = np.where(mask, result.view(_bits(result)), self.registers[to].view(_bits(result)))
@@ -173,8 +176,11 @@ class _Warp:
     def _mul(self, suffixes: list[str], x: str, y: str) -> np.ndarray:
         if suffixes[0] == "wide":
             a, b = self._all(suffixes, (x, y))
-            wide = np.int64 if a.dtype.kind == "i" else np.uint64
+            wide = np.dtype(f"{a.dtype.kind}{2 * a.itemsize}")
             return a.astype(wide) * b.astype(wide)
+        if suffixes == ["hi", "u32"]:
+            a, b = (each.astype(np.uint64) for each in self._all(suffixes, (x, y)))
+            return (a * b >> np.uint64(32)).astype(np.uint32)
         a, b = (_flushed(each, suffixes) for each in self._all(suffixes, (x, y)))
         with np.errstate(all="ignore"):
             return a * b

@@ -6,6 +6,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from kvfold.format.codec import Codec
 from kvfold.format.layout import PageLayout, affine_slot, channel_slot
 from kvfold.format.windows import Windows
 from kvfold.ops.attend import attend_torch
@@ -54,6 +55,15 @@ def test_all_gpus_since_ampere_get_the_fast_kernel(triton, recipe, capability):
     layout = PageLayout(*parse(recipe).layouts(128, 128, {}), 64)
     ops = choose(layout, 4, GPU, capability)
     assert [choice.implementation for choice in ops] == ["triton", "gluon", "unpacked"]
+
+
+@pytest.mark.parametrize(("queries", "decoded"), [(1, True), (2, True), (16, True), (17, False)])
+def test_the_fast_kernel_takes_a_few_queries_per_sequence(triton, queries, decoded):
+    cache = PagedCache([(codec := Codec(affine_slot(128, 4)), codec)], 1, 2, page_size=64)
+    cache.extend([1, queries])
+    ops, cpu = (choose(INT4, 4, device, HOPPER) for device in (GPU, torch.device("cpu")))
+    assert ops._attention(cache.pages(0)) is (ops.decode if decoded else ops.extend)
+    assert cpu._attention(cache.pages(0)) is (cpu.decode if queries == 1 else cpu.extend)
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (7, 0), (6, 1)])

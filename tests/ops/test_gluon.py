@@ -189,10 +189,11 @@ def test_a_step_stores_and_reads_what_the_definitions_do(case, monkeypatch):
     stored = Choice("triton", "interpreted", partial(store.store, overlaps=True))
     read = partial(gluon.attend, card, stored=False)
     both = partial(gluon.store_and_attend, card)
-    ops = Ops(stored, Choice("gluon", "emulated", partial(gluon.attend, card), both, read), stored)
+    ops = Ops(stored, Choice("gluon", "emulated", partial(gluon.attend, card), both, read, gluon.QUERIES), stored)
     monkeypatch.setattr(selftest, "choose", lambda *_, **__: ops)
     layer = selftest.Layer(case, torch.device("cpu"))
-    for row in (layer.step(), layer.attend("decode", ops.decode), layer.attend("read", Choice("", "", read))):
+    rows = [layer.step(), layer.attend("decode", ops.decode), layer.attend("read", Choice("", "", read))]
+    for row in (*rows, layer.step(most=3), layer.attend("read", Choice("", "", read))):
         assert row.ok, row
 
 

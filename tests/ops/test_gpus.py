@@ -32,6 +32,7 @@ SPILLED = {  # bytes per thread, at most: docs/gpus.md says why
     ("decode", "fold4", 256): 8,
     ("decode", "gtq-k2v2", 128): 24,
 }
+SPILLED_BY_SEVERAL = 112  # the same, of kernels for several queries per sequence
 LAYOUTS = [  # all of them with --whole-product
     ("saw-int4", 128),
     ("saw-int4:values=true,sink=4,recent=40", 256),
@@ -63,12 +64,20 @@ STEPS = [  # test_gluon_even.py has more of evenly spaced levels
     Step("sm_100", "tq-k4v4", 128, 4, all=False),
     Step("sm_120", "saw-int4", 128, 4),
     Step("sm_120", "fold4", 128, 4, 16, all=False),
+    Step("sm_86", "fold4", 128, 4, 16, all=False, queries=4),
+    Step("sm_100", "saw-int4", 128, 4, all=False, queries=8),
 ]
 
 
 @pytest.fixture(scope="module")
 def kernels(request: pytest.FixtureRequest) -> list[Compiled]:
-    whole = [Step(target, *layout, ratio) for target in SHARED for layout in LAYOUTS for ratio in (4, 8)]
+    heads = [(4, 1), (8, 1), (4, 4), (8, 8)]  # query heads per KV head, queries
+    whole = [
+        Step(target, *layout, ratio, queries=queries)
+        for target in SHARED
+        for layout in LAYOUTS
+        for ratio, queries in heads
+    ]
     return compile_all(whole if request.config.getoption("--whole-product") else STEPS)
 
 
@@ -83,7 +92,10 @@ def test_every_kernel_fits_on_an_sm_and_spills_nothing(target: str, kernels: lis
     for kernel in of(kernels, target):
         assert kernel.shared <= 1024 * SHARED[target][1], kernel.step
         assert 32 * kernel.warps * kernel.registers <= REGISTERS, kernel.step
-        assert kernel.stack <= SPILLED.get((kernel.kernel, *kernel.step[1:3]), 0), (kernel.kernel, kernel.step)
+        spilled = SPILLED.get((kernel.kernel, *kernel.step[1:3]), 0)
+        if kernel.kernel == "decode" and kernel.step.queries > 1:
+            spilled = SPILLED_BY_SEVERAL
+        assert kernel.stack <= spilled, (kernel.kernel, kernel.step)
 
 
 @pytest.mark.parametrize("target", SHARED)

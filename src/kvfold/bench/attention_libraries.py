@@ -40,7 +40,8 @@ def _cudnn(_: Any, case: Case, q: Tensor, dtype: torch.dtype) -> Callable[[Tenso
     """cuDNN's mask is for whole sequences. Later queries have none: each sees the average number of tokens."""
     whole = case.new == case.context > 1
     seen = case.context if whole else case.context - case.new // 2
-    return lambda kv: partial(_sdpa, SDPBackend.CUDNN_ATTENTION, q, *kv[:, :, :, :seen], causal=whole)
+    attend = partial(_sdpa, SDPBackend.CUDNN_ATTENTION, q, causal=whole)
+    return lambda kv: partial(attend, kv[0, :, :, :seen], kv[1, :, :, :seen])
 
 
 def _torch_flash(_: Any, case: Case, q: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Call]:

@@ -54,6 +54,7 @@ TIES = 0.02  # the share of stored numbers that may differ: sums in another orde
 MOST_PAIRS = 2**23  # query-token pairs of a step, above which attention is not checked: the definition is too slow
 TILE = 64  # tokens that a kernel reads at once
 CHUNK = 4096  # tokens of a history that are stored at once
+DRAFTED = 4  # tokens of a sequence in a step with drafts
 POISON = 0x7FFF  # NaN in 16 bits
 WORKERS = 8  # processes on a GPU; each compiles on one core and takes about half a GB of GPU memory
 
@@ -245,6 +246,8 @@ def check(case: Case, capability: Capability | None = None) -> list[Row]:
     if case.tokens.pairs <= MOST_PAIRS:
         rows.append(layer.attend("extend", layer.ops.extend))
     rows += [layer.step(), layer.attend("decode", layer.ops.decode)]
+    if layer.ops.decode.queries > 1:
+        rows.append(layer.step(DRAFTED))
     return [*rows, layer.restore()] if layer.restores else rows
 
 
@@ -357,9 +360,10 @@ class Layer:
 
         return self._row(path, choice, found)
 
-    def step(self) -> Row:
-        """One token per sequence is stored and its query attends, in one call, as in engines."""
-        self.begin([1] * len(self.case.tokens.new))
+    def step(self, most: int = 1) -> Row:
+        """Tokens are stored and their queries attend, in one call, as in engines: one token of each sequence, or up to
+        `most` as if there were drafts."""
+        self.begin([most - i % most for i in range(len(self.case.tokens.new))])
         states = self.queries(), self.k, self.v
 
         def found() -> Found:
@@ -369,7 +373,7 @@ class Layer:
             read = Found(*naive_attend_error(on_cpu(self.pages), states[0], self.new, self.logits, out))
             return stored if stored.wrong else read
 
-        return self._row("step", self.ops.decode, found)
+        return self._row("step" if most == 1 else "drafts", self.ops.decode, found)
 
     def stored(self, new: New) -> Found:
         """Compare what the device stored, and returned as `new`, with the definition."""

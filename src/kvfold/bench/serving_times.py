@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from http.client import HTTPException
+from itertools import pairwise
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import urlopen
@@ -93,10 +94,12 @@ class Server:
 
 @dataclass(frozen=True)
 class Answer:
-    """Seconds from the request to the first token and to the last."""
+    """Seconds from the request to the first token and to the last, and between events with tokens."""
 
     ttft: float
     e2e: float
+    gaps: tuple[float, ...] = ()
+    tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -178,7 +181,7 @@ async def drive(server: Server, load: Load, answered: Callable[[], None]) -> tup
         return [shared + rng.choices(TOKENS, k=load.input - len(shared)) for _ in range(n)]
 
     short = [rng.choices(TOKENS, k=min(load.input, WARM_UP_INPUT)) for _ in range(load.concurrency)]
-    async with _session() as session:
+    async with client_session() as session:
         ask = partial(request, session, server)
         await asyncio.gather(*(ask(prompt, WARM_UP_OUTPUT) for prompt in short))
         for prompt in prompts(WARM_UP):
@@ -225,28 +228,28 @@ async def request(session: aiohttp.ClientSession, server: Server, prompt: list[i
         "stream_options": {"include_usage": True},
     }
     usage: dict[str, int] = {}
-    ttft = reason = None
+    reason, moments = None, list[float]()
     start = time.perf_counter()
     async for event in _stream(session, server, body):
         if "error" in event:
             raise ServerError(f"{server.url} gave up on a request: {event['error']}")
-        if event.get("choices") and ttft is None:
-            ttft = time.perf_counter() - start
+        if event.get("choices"):
+            moments.append(time.perf_counter() - start)
         for choice in event.get("choices", ()):
             reason = choice.get("finish_reason") or reason
         usage = event.get("usage") or usage
     e2e = time.perf_counter() - start
     if (sent := usage.get("prompt_tokens")) != len(prompt):
         raise ServerError(f"{server.url} read a prompt of {len(prompt)} tokens as {sent}")
-    if (got := usage.get("completion_tokens")) != output or ttft is None:
+    if (got := usage.get("completion_tokens")) != output or not moments:
         raise ServerError(
             f"{server.url} gave {got} tokens of {output} (it finished for {reason!r}): the server must know "
             "ignore_eos, and its context hold prompt and answer"
         )
-    return Answer(ttft, e2e)
+    return Answer(moments[0], e2e, tuple(after - before for before, after in pairwise(moments)), output)
 
 
-def _session() -> aiohttp.ClientSession:
+def client_session() -> aiohttp.ClientSession:
     """A client without time-outs. Every request opens a connection of its own."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, force_close=True),

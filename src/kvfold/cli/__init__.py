@@ -9,6 +9,7 @@ from safetensors import SafetensorError
 from kvfold.cli.bench_decode import decode
 from kvfold.cli.bench_kernels import kernels
 from kvfold.cli.bench_serving import serving
+from kvfold.cli.bench_soak import soak
 from kvfold.cli.bench_step import step
 from kvfold.cli.command_calibrate import calibrate
 from kvfold.cli.command_check import check
@@ -70,3 +71,4 @@ bench.command()(decode)
 bench.command()(kernels)
 bench.command()(step)
 bench.command()(serving)
+bench.command()(soak)

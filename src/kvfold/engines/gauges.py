@@ -25,7 +25,7 @@ _token_bytes, _compression, _shadows, _shadows_used = (
     )
 )
 # Several ranks may count the same page or token, so a sum over processes would be too large.
-_restored, _non_finite = (
+_restored, _non_finite, _refused = (
     Gauge(f"kvfold:{name}", f"{text} The largest count of all ranks.", multiprocess_mode="max")
     for name, text in (
         ("restored_pages", "Pages whose shadow pages were restored from packed tokens, since the start."),
@@ -34,8 +34,14 @@ _restored, _non_finite = (
             "Tokens that were refused and stored as zeros, because keys or values held NaN, Inf or numbers beyond the "
             "range of 16-bit floats, since the start.",
         ),
+        ("refused_pages", "Stored pages that were refused because their bytes had changed, since the start."),
     )
 )
+
+
+def count_refused_page() -> None:
+    """In whichever process reads stored pages."""
+    _refused.inc()
 
 
 class Gauges:

@@ -353,6 +353,11 @@ class Served:
         if self.plan.windows:
             self.shadow_table.rest(least, most, table)
 
+    def forget(self, pages: Tensor) -> None:
+        """Pages int64[n] get other contents from elsewhere, as from CPU memory: see `ShadowTable.forget`."""
+        if self.plan.windows:
+            self.shadow_table.forget(pages)
+
     def begin(self, locations: Tensor, starts: Tensor, lengths: Tensor, table: Tensor) -> None:
         """Begin a step, on the device. After this, every page that a window reaches into has a shadow. The arguments
         are those of `ShadowTable.update`."""
@@ -378,9 +383,10 @@ class Served:
         step = Step(*described, self.shadow_table.of, self.plan.page_size, max(counts, default=0), host)
         return [(rows, part) for _, rows, part in step.split(count == 1 for count in counts)]
 
-    def warm_up(self) -> None:
+    def warm_up(self, in_pool: bool = False) -> None:
         """Compile the kernels of all layers, and let cuDNN build its graphs. Otherwise the first requests would wait,
-        for seconds each. Does nothing without a GPU, or while a CUDA graph is captured."""
+        for seconds each. Does nothing without a GPU, or while a CUDA graph is captured. `in_pool`: the engine allocates
+        from a pool of its own, and frees what is left over."""
         if not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
             return
         for layer in {layer.pages.layout: layer for layer in self.layers.values()}.values():  # one per layout
@@ -390,4 +396,5 @@ class Served:
                 from kvfold.ops.attend.unpacked_prefill import build_graphs
 
                 build_graphs(layer.pages, layer.ratio)
-        torch.cuda.empty_cache()
+        if not in_pool:
+            torch.cuda.empty_cache()

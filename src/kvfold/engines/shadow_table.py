@@ -17,7 +17,8 @@ class ShadowTable:
       windows needed longest ago.
     - If the page holds older tokens then, the shadow has to be restored from the page. This happens on a prefix hit
       whose shadows are gone.
-    - A page that is written anew loses the shadow of its former contents.
+    - A page that is written anew loses the shadow of its former contents. So does a page that comes from elsewhere, as
+      from CPU memory: an engine says so by `forget`.
     - Running requests that sit a step out keep their shadows by `rest`. An engine calls it before the step.
     - The last tokens of a step may be taken back before the next one (speculative decoding). Shadows of the windows
       that end there are kept: at most as many tokens as a page has lie between the windows before and after the step.
@@ -48,10 +49,7 @@ class ShadowTable:
         self.clock += 1
         begins = locations % self.page_size == 0
         fresh = torch.where(begins, locations // self.page_size, -1)  # pages that the step begins, each once
-        former = self.of[fresh]
-        self.owner.index_fill_(0, former, -1)
-        self.needed.index_fill_(0, former, 0)
-        self.of.index_fill_(0, fresh, -1)
+        self.forget(fresh)
 
         reached = self._windows(starts.long(), lengths.long(), table)
         self.needed[self.of[reached]] = self.clock
@@ -79,6 +77,14 @@ class ShadowTable:
         `most` tokens: some of their last step may have been taken back."""
         self.clock += 1
         self.needed[self.of[self._windows(least.long(), most.long(), table)]] = self.clock
+
+    def forget(self, pages: Tensor) -> None:
+        """Before the step that first reads these pages: they get other contents, which the step does not write. Their
+        shadows are restored when windows need them."""
+        former = self.of[pages]
+        self.owner.index_fill_(0, former, -1)
+        self.needed.index_fill_(0, former, 0)
+        self.of.index_fill_(0, pages, -1)
 
     def _update_in_one_launch(
         self, locations: Tensor, starts: Tensor, lengths: Tensor, table: Tensor

@@ -24,10 +24,11 @@ class Choice(NamedTuple):
     run: Callable[..., Any]
     store_and_attend: Callable[..., Tensor] | None = None  # both in one call, if they share work
     read: Callable[..., Tensor] | None = None  # `run` where it may not overlap with what was launched before
+    queries: int = 1  # of a sequence, at most, if it decodes
 
 
 class Ops(NamedTuple):
-    """`decode` is `attend` for steps with one query per sequence, `extend` for all others."""
+    """`decode` is `attend` for steps with one query per sequence, or as few as it takes, `extend` for all others."""
 
     store: Choice
     decode: Choice
@@ -53,7 +54,7 @@ class Ops(NamedTuple):
         return (choice.read or choice.run)(pages, q, new, logits, out)
 
     def _attention(self, pages: LayerPages) -> Choice:
-        return self.decode if pages.step.max_queries == 1 else self.extend
+        return self.decode if pages.step.max_queries <= self.decode.queries else self.extend
 
 
 @lru_cache
@@ -140,7 +141,7 @@ def _decode(
     card = cards.card_of(capability)
     both = partial(gluon.store_and_attend, card) if store.implementation == "triton" else None
     run, read = partial(gluon.attend, card), partial(gluon.attend, card, stored=False)
-    return Choice("gluon", "integers, evenly spaced levels or codebooks", run, both, read)
+    return Choice("gluon", "integers, evenly spaced levels or codebooks", run, both, read, gluon.QUERIES)
 
 
 def _cpu(layout: PageLayout) -> Ops:

@@ -16,7 +16,8 @@ if find_spec("sglang") is None:
 else:
     stubs = str(Path(__file__).parent / "stubs")
     sys.path.insert(0, stubs)
-    os.environ.update(PYTHONPATH=stubs, SGLANG_USE_CPU_ENGINE="1", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+    paths = os.pathsep.join(filter(None, (stubs, os.environ.get("PYTHONPATH"))))
+    os.environ.update(PYTHONPATH=paths, SGLANG_USE_CPU_ENGINE="1", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
 
 
 @pytest.fixture(scope="session")

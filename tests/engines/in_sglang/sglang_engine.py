@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar
 
@@ -37,6 +38,7 @@ class Answer(NamedTuple):
     tokens: list[int]
     logprobs: list[float]
     cached: int  # tokens of the prompt that were in the prefix cache
+    checks: int  # steps that checked drafts
 
 
 def serve(
@@ -86,9 +88,9 @@ def be_batch_invariant() -> None:
 
     def under_mode(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
-        def wrapped(*arguments: Any, **options: Any) -> Any:
-            with mode:
-                return method(*arguments, **options)
+        def wrapped(runner: ModelRunner, *arguments: Any, **options: Any) -> Any:
+            with nullcontext() if runner.is_draft_worker else mode:  # answers do not depend on what is drafted
+                return method(runner, *arguments, **options)
 
         return wrapped
 
@@ -109,6 +111,7 @@ def ask(engine: sglang.Engine, prompts: Sequence[list[int]], tokens: int) -> lis
             answer["output_ids"],
             [logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]],
             answer["meta_info"]["cached_tokens"],
+            answer["meta_info"].get("spec_verify_ct", 0),
         )
         for answer in answers
     ]

@@ -7,6 +7,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from defined_attention import defined_attention
+from draft_models import draft_plainly, eagle
+from known_drafts import draft_from
+from plain_attention import attend_plainly
 from sglang_engine import Answer, ask, ask_alone, be_batch_invariant, forget, retract_often, serve
 from tiny_models import random_tokens, tiny
 from typer.testing import CliRunner
@@ -23,6 +26,11 @@ CACHED = [144, 96, 48, 32, 16, 16]  # of these tokens, in whole pages of 16
 TOKENS = 12  # of an answer
 SMALL = {"chunked_prefill_size": CHUNK, "max_total_tokens": 768}
 LARGE = {"chunked_prefill_size": 512, "max_total_tokens": 2048}
+NGRAM = {
+    "speculative_algorithm": "NGRAM",
+    "speculative_ngram_max_bfs_breadth": 1,
+    "speculative_num_draft_tokens": 6,
+}
 
 
 class Small(NamedTuple):
@@ -75,20 +83,31 @@ def same(answers: list[Answer]) -> list[tuple[list[int], list[float]]]:
 
 
 @pytest.mark.parametrize("recipe", [None, *RECIPES])
-def test_schedules_change_nothing(recipe, prompts, served, capfd):
-    """Not a bit: prefix hits, retraction, other chunks, other requests beside one."""
+def test_schedules_change_nothing(recipe, prompts, served, small, tmp_path, capfd):
+    """Not a bit: prefix hits, retraction, other chunks, other requests beside one, drafts."""
     prepare = (be_batch_invariant, retract_often)
-    small = served(prompts.small, recipe, prepare=prepare, **SMALL, log_level="warning")
+    answers = served(prompts.small, recipe, prepare=prepare, **SMALL, log_level="warning")
     retracted = re.findall(r"Testing retraction. #retracted_reqs: (\d+)", capfd.readouterr().err)
     assert sum(map(int, retracted)) >= 3
-    assert [answer.cached for answer in small.cold] == [0] * 6
-    assert [answer.cached for answer in small.warm] == CACHED
-    assert same(small.warm) == same(small.cold)
-    assert same(small.retracted) == same(small.cold)
+    assert [answer.cached for answer in answers.cold] == [0] * 6
+    assert [answer.cached for answer in answers.warm] == CACHED
+    assert same(answers.warm) == same(answers.cold)
+    assert same(answers.retracted) == same(answers.cold)
     large = served(prompts.large, recipe, prepare=prepare[:1], **LARGE)
-    assert same(large.cold) == same(small.cold)
+    assert same(large.cold) == same(answers.cold)
     assert [answer.cached for answer in large.together] == [0] * 6
-    assert same(large.together) == same(small.cold)
+    assert same(large.together) == same(answers.cold)
+    texts = [prompt + answer.tokens for prompt, answer in zip(prompts.all, answers.cold, strict=True)]
+    drafts = {
+        RECIPES[0]: ((attend_plainly, draft_plainly), eagle(small, tmp_path)),
+        WINDOWS: ((partial(draft_from, texts),), NGRAM),
+    }
+    if recipe in drafts:
+        changes, arguments = drafts[recipe]
+        asked = partial(ask, prompts=prompts.all, tokens=TOKENS)
+        drafted = served(asked, recipe, prepare=(*prepare[:1], *changes), **LARGE, **arguments)
+        assert same(drafted) == same(answers.cold)
+        assert all(3 < answer.checks < TOKENS - 1 for answer in drafted)  # 3 steps, if each draft were right
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -115,8 +115,8 @@ def test_shadow_pages_come_off_the_budget_first(artifact):
         ("oscar-int2:group=32", {}, "the artifact was not calibrated for oscar-int2:group=32"),
         ("int4", {"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype fp8_e4m3 does not go together"),
         ("int4", {"attention_backend": "torch_native"}, "--attention-backend torch_native does not go together"),
-        ("int4", {"speculative_algorithm": "NGRAM"}, "--speculative-algorithm NGRAM does not go together"),
-        ("int4", {"enable_hierarchical_cache": True}, "--enable-hierarchical-cache True does not go together"),
+        ("int4", {"speculative_algorithm": "NGRAM"}, "form a tree: add --speculative-ngram-max-bfs-breadth 1"),
+        ("int4", {"hicache_storage_backend": "nixl"}, "--hicache-storage-backend nixl does not go together"),
         ("int4", {"disaggregation_mode": "prefill"}, "--disaggregation-mode prefill does not go together"),
         ("int4", {"disaggregation_mode": "decode"}, "--disaggregation-mode decode does not go together"),
         ("int4", {"enable_dp_attention": True}, "--enable-dp-attention True does not go together"),
@@ -147,7 +147,7 @@ def test_attention_that_cannot_be_packed_is_refused(options, what):
 ALLOWED = {name: values[0] for name, values in hooks.PLAIN.items()}
 
 
-@pytest.mark.parametrize("flag", sorted(hooks.PLAIN.keys() - {"disable_prefill_cuda_graph"}))
+@pytest.mark.parametrize("flag", sorted(hooks.PLAIN.keys() - {"enable_hierarchical_cache"}))
 def test_flags_that_are_refused_are_named(flag):
     hooks.refuse(SimpleNamespace(**ALLOWED))
     with pytest.raises(ValueError, match=f"^--{flag.replace('_', '-')} another does not go together"):
@@ -157,8 +157,8 @@ def test_flags_that_are_refused_are_named(flag):
 @pytest.mark.parametrize(
     ("flag", "version", "refused"),
     [
-        ("enable_hierarchical_cache", "0.5.17", True),
-        ("disable_prefill_cuda_graph", "0.5.99", True),
+        ("hicache_storage_backend", "0.5.17", True),
+        ("cuda_graph_backend_prefill", "0.5.99", True),
         ("enable_kv_cache_sharding", "0.5.21", False),
         ("enable_kv_cache_sharding", "0.5.22", True),
     ],
@@ -359,7 +359,7 @@ def backend(
     pool = PackedPool(
         *(plan, shadows, (), MHATokenToKVPool, pages * PAGE),
         page_size=PAGE,
-        layer_num=1,
+        layer_num=len(plan.layouts),
         device="cpu",
         enable_memory_saver=False,
     )
@@ -456,7 +456,7 @@ def test_a_captured_step_reads_what_the_next_ones_bring(monkeypatch):
 
     first = tokens(50, generator)
     torch.testing.assert_close(own.extend(*first), plain.extend(*first), atol=2e-2, rtol=0)
-    for _ in range(20):
+    for _ in range(12):
         new = tokens(3, generator)
         for target, x in zip(static, new, strict=True):
             target.copy_(x.view_as(target))
@@ -469,6 +469,28 @@ def test_a_captured_step_reads_what_the_next_ones_bring(monkeypatch):
         own.backend.req_to_token.copy_(written)
         torch.testing.assert_close(out[:2], plain.decode(*new)[:2], atol=2e-2, rtol=0)
     assert torch.equal(own.backend.served.shadow_table.of, plain.backend.served.shadow_table.of)
+
+
+def test_prefill_graphs_are_captured_without_pages():
+    """SGLang captures parts of a prompt that is padding alone, and runs attention between them."""
+    prompt = Requests(backend("int4:centre=false,sink=4,recent=20"), [37, 13])
+    batch = reading(prompt.backend, [0], [0], [50])
+    prompt.backend.init_forward_metadata(batch)
+    q, k, v = tokens(50, torch.Generator().manual_seed(0))
+    before = [pages.clone() for pages in prompt.backend.pool.rows]
+    assert prompt.backend.forward_extend(q, k, v, prompt.layer, batch).shape == (50, KV_HEADS * RATIO * DIMS)
+    assert prompt.backend.served.shadow_table.used == 0
+    assert all(map(torch.equal, prompt.backend.pool.rows, before))
+
+
+@pytest.mark.parametrize(("kind", "refused"), [("breakable", False), ("disabled", False), ("full", True)])
+def test_prefill_graphs_that_hold_attention_are_refused(kind, refused):
+    arguments = SimpleNamespace(cuda_graph_config=SimpleNamespace(prefill=SimpleNamespace(backend=kind)))
+    if refused:
+        with pytest.raises(SystemExit, match="of the kind full hold attention: add --disable-prefill-cuda-graph"):
+            hooks.refuse_prefill_graphs(arguments)
+    else:
+        hooks.refuse_prefill_graphs(arguments)
 
 
 def test_values_may_have_another_size_than_keys():
@@ -563,7 +585,7 @@ class Crowd:
         former request stay in the table."""
         self.lengths[row] = prefix
         self.backend.req_to_token_pool.free_slots = sorted(
-            set(range(1, len(self.backend.lengths))) - self.lengths.keys()
+            set(range(1, len(self.backend.req_to_token))) - self.lengths.keys()
         )
         self.grow(row, 0, prefix)
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from defined_attention import Found, defined_attention
 from gated_delta_rule import defined_gdn
+from host_offload import followed_to_cpu_memory, offloading_on_a_cpu, transfer_config
 from prometheus_client import REGISTRY
 from tiny_models import HYBRIDS, random_tokens, tiny
 from transformers import Cache, DynamicCache, PreTrainedModel
@@ -240,3 +241,33 @@ def test_a_recipe_takes_the_place_of_a_checkpoints_own_scheme(tmp_path):
     assert "the recipe takes the place of the checkpoint's own quantization of the cache" in served.report
     assert (served.tokens, served.found.error < 1e-5) == (plain.tokens, True)
     np.testing.assert_array_equal(served.logprobs, plain.logprobs)
+
+
+def test_blocks_of_all_layers_come_back_from_cpu_memory(tmp_path):
+    """Those of sliding layers beside packed ones with windows, which hold several pages. A block that comes back loses
+    the 16-bit copies of all its pages, and no other block does."""
+    tiny("Gemma3", max_position_embeddings=LONGEST).save_pretrained(tmp_path)
+    prompts = [random_tokens(300, seed=seed).tolist() for seed in range(3)]
+    with offloading_on_a_cpu():
+        options = {"kv_cache_memory_bytes": MEMORY, "kv_transfer_config": transfer_config()}
+        engine = Engine(tmp_path, f"{RECIPE},centre=false", None, skip_tokenizer_init=True, **options)
+        (group,) = engine.packed.groups
+        assert group.ratio > 1
+        with defined_attention() as found, followed_to_cpu_memory(found, group.ratio) as loaded:
+            engine.alone(prompts[0])
+            (hit,) = engine.generate(prompts[:1])
+            assert hit.num_cached_tokens > 200
+            engine.forget()
+            with engine.only(23):  # one prompt needs 22
+                again = [engine.generate([prompt])[0] for prompt in (*prompts[1:], *prompts)]
+        of = group.served.shadow_table.of[:-1].view(-1, group.ratio)  # per block
+        had, *others = (of >= 0).any(dim=1).nonzero().flatten().tolist()
+        before = of.clone()
+        engine.packed.forget([had])
+        assert (of[had] < 0).all()
+        assert (of[others] == before[others]).all()
+        engine.close()
+    assert [output.num_cached_tokens for output in again] == [0, 0, *[hit.num_cached_tokens] * 3]
+    assert len(loaded) > 2
+    assert found.restored > 0
+    assert found.error < 1e-5

@@ -165,13 +165,16 @@ def test_kernels_read_what_the_definition_says(config, ratio):
     assert len(kept) == 1, "a CUDA graph reads where the first step lay"
 
 
-@pytest.mark.parametrize("config", [0, 3, 20, 256], indirect=True, ids="recent={}".format)
-def test_tokens_taken_back_leave_no_trace(config, monkeypatch):
+@pytest.mark.parametrize(
+    ("config", "queries"), [(0, 8), (3, 1), (20, 1), (256, 8)], indirect=["config"], ids="recent={}".format
+)
+def test_tokens_taken_back_leave_no_trace(config, queries, monkeypatch):
     """Drafts are rejected, some of them behind the end of a page. The kernels read what the definition reads, which
-    never saw them."""
+    never saw them. The kernel that decodes may take as many queries, or not."""
     config.speculative_config = SimpleNamespace(method="ngram", num_speculative_tokens=3)
     gpu, definition = (Device(config, gpu) for gpu in (True, False))
-    gpu.layer.ops = KERNELS._replace(extend=Choice("unpacked", "", unpacked_prefill.attend))
+    kernels = KERNELS._replace(extend=Choice("unpacked", "", unpacked_prefill.attend))
+    gpu.layer.ops = kernels._replace(decode=kernels.decode._replace(queries=queries))
     drafted, accepted = Requests(1), Requests(1)
     randn = partial(torch.randn, generator=torch.Generator().manual_seed(0))
     graph = Graph(gpu, monkeypatch)
@@ -180,6 +183,7 @@ def test_tokens_taken_back_leave_no_trace(config, monkeypatch):
         ([1, 3, 4], [1, 1, 2], gpu.run),  # two tokens of a request are taken back, and of another one tokens 32 and 33
         ([4, 4, 4], [2, 3, 1], graph.capture),
         ([4, 4, 4], [1, 1, 4], graph.replay),
+        ([3, 2, 9], [1, 1, 9], gpu.run),  # beside a chunk
         ([1, 1, 1], [1, 1, 1], gpu.run),
     ):
         padding = 0 if run == gpu.run else 1  # a request of 4 tokens

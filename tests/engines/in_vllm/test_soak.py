@@ -1,10 +1,12 @@
 """Many requests through real vLLM, in a cache that is too small for those that run at a time."""
 
 import random
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 from defined_attention import defined_attention
+from host_offload import followed_to_cpu_memory, offloading_on_a_cpu, transfer_config
 from vllm import SamplingParams, TokensPrompt
 from vllm_engine import Engine, answer
 
@@ -14,15 +16,20 @@ OUTPUT = range(3, 11)  # tokens
 RECENT = 40
 
 
-@pytest.fixture(scope="module")
-def engine(small):
-    engine = Engine(
-        small,
+def start(model: Path, **options) -> Engine:
+    return Engine(
+        model,
         f"int2:sink=8,recent={RECENT},centre=false",
         block_size=16,
         max_num_batched_tokens=64,  # for which few copies are needed
         scheduler_reserve_full_isl=False,  # a request begins though its prompt may not fit beside the others
+        **options,
     )
+
+
+@pytest.fixture(scope="module")
+def engine(small):
+    engine = start(small)
     yield engine
     engine.close()
 
@@ -180,3 +187,19 @@ def test_a_prompt_keeps_its_copies_between_two_chunks(running, words):
     with patch.object(running.core, "_should_throttle_prefills", lambda: True):
         assert steps(running, 80) >= 79
     steps(running, 3)
+
+
+# The last one: vLLM cannot go on when another engine of the process has ended
+
+
+def test_pages_that_come_back_from_cpu_memory_are_read_packed(small, prompts):
+    """Their blocks had other pages before, with 16-bit copies. All pages go to CPU memory, and requests find them there
+    after others have taken their blocks."""
+    with offloading_on_a_cpu():
+        engine = start(small, kv_transfer_config=transfer_config())
+        with engine.only(30), defined_attention() as found, followed_to_cpu_memory(found) as loaded:
+            serve(engine, prompts, 200, 64)
+        engine.close()
+    assert len(loaded) > 50
+    assert found.restored > 1000
+    assert found.error < 1e-5

@@ -16,8 +16,8 @@ import torch
 import vllm
 from forked import Ended, forked
 from model_configs import MODELS
-from operations_files import container, metrics_asked_for
-from served import kvfold, serving
+from operations_files import container
+from served import kvfold
 from tiny_models import HYBRIDS, SIZES, tiny
 from vllm import EngineArgs
 from vllm.config import KVTransferConfig
@@ -33,6 +33,11 @@ from kvfold.models import embedded_folder
 def drafts(method: str, tokens: int) -> SimpleNamespace:
     """What vLLM's configuration says of speculative decoding."""
     return SimpleNamespace(method=method, num_speculative_tokens=tokens)
+
+
+def connector(name: str, **extra: object) -> KVTransferConfig:
+    """What vLLM's configuration says of a KV connector."""
+    return KVTransferConfig(kv_connector=name, kv_role="kv_both", kv_connector_extra_config=extra)
 
 
 @pytest.fixture(scope="module")
@@ -71,13 +76,19 @@ def test_memory_as_measured_with_another_recipe_is_refused(config, monkeypatch):
         ("cache_config", "block_size", 24, "multiple of 16 tokens, not --block-size 24"),
         ("cache_config", "prefix_match_unit", 16, "--prefix-match-unit would copy parts of pages"),
         ("cache_config", "kv_sharing_fast_prefill", True, "--kv-sharing-fast-prefill is not supported"),
-        ("model_config", "enable_sleep_mode", True, "--enable-sleep-mode would lose means and rotations"),
         ("parallel_config", "decode_context_parallel_size", 2, "context parallelism is not supported"),
         *(
-            (None, "kv_transfer_config", KVTransferConfig(kv_connector=name, kv_role=role), "KV connectors would ship")
-            for name, role in (("NixlConnector", "kv_producer"), ("LMCacheConnectorV1", "kv_consumer"))
+            (None, "kv_transfer_config", connector(name, **extra), reason)
+            for name, extra, reason in (
+                ("NixlConnector", {}, "NixlConnector is not supported: of KV connectors, use OffloadingConnector"),
+                ("LMCacheMPConnector", {}, "LMCacheMPConnector is not supported"),
+                ("SimpleCPUOffloadConnector", {}, "SimpleCPUOffloadConnector is not supported"),
+                ("OffloadingConnector", {"spec_name": "Own", "spec_module_path": "own"}, "spec_name Own of Offloading"),
+                ("OffloadingConnector", {"canonical_layout": True}, "canonical_layout would cut packed pages"),
+                ("OffloadingConnector", {"secondary_tiers": [{"type": "p2p"}]}, "tested with files alone: leave out"),
+            )
         ),
-        (None, "speculative_config", drafts("eagle3", 3), "speculative decoding by eagle3 is not tested yet: use"),
+        (None, "speculative_config", drafts("mtp", 3), "by mtp is not tested yet: use ngram, eagle, eagle3"),
         (None, "speculative_config", drafts("ngram", 128), "num_speculative_tokens has to be below --block-size 128"),
     ],
 )
@@ -90,12 +101,48 @@ def test_configurations_that_are_refused(config, part, field, value, reason):
         plan.make_plan(changed)
 
 
+def test_offloading_is_allowed_however_it_is_asked_for(config, artifact, tmp_path):
+    """By its size alone too. Files are checked, and lie in a folder of their own: once, however often vLLM makes its
+    configuration."""
+    files = [{"type": "fs", "root_dir": str(tmp_path)}]
+    changed = copy.copy(config)
+    changed.kv_transfer_config = connector("OffloadingConnector", cpu_bytes_to_use=2**20, secondary_tiers=files)
+    for _ in range(2):
+        plugin.check(changed)
+        assert files[0]["type"] == "CheckedFileTier"
+        assert Path(files[0]["root_dir"]).parent == tmp_path
+    given = {"kvfold": {"recipe": "saw-int4", "artifact": artifact}}
+    arguments = EngineArgs(str(embedded_folder()), dtype="float32", additional_config=given, kv_offloading_size=1)
+    assert arguments.create_engine_config().kv_transfer_config.kv_connector == "OffloadingConnector"
+
+
+def test_files_of_pages_that_outlive_weights_are_refused(config, tmp_path):
+    changed, model = copy.copy(config), copy.copy(config.model_config)
+    files = [{"type": "fs", "root_dir": str(tmp_path)}]
+    changed.kv_transfer_config = connector("OffloadingConnector", cpu_bytes_to_use=2**20, secondary_tiers=files)
+    plan.refuse(changed)
+    model.enable_sleep_mode = True
+    changed.model_config = model
+    with pytest.raises(ValueError, match="weights that change while vLLM sleeps: leave out --enable-sleep-mode or sec"):
+        plan.refuse(changed)
+
+
 def test_drafts_in_a_pipeline_are_refused(config):
     changed, parallel = copy.copy(config), copy.copy(config.parallel_config)
     parallel.pipeline_parallel_size = 2
     changed.parallel_config, changed.speculative_config = parallel, drafts("ngram", 3)
     with pytest.raises(ValueError, match="speculative decoding in a pipeline is not tested yet: leave out one"):
         plan.make_plan(changed)
+
+
+def test_drafts_of_a_model_need_steps_that_are_not_ahead(config):
+    changed, scheduler = copy.copy(config), copy.copy(config.scheduler_config)
+    scheduler.async_scheduling = True
+    changed.scheduler_config, changed.speculative_config = scheduler, drafts("ngram", 3)
+    plan.refuse(changed)
+    changed.speculative_config = drafts("eagle", 3)
+    with pytest.raises(ValueError, match="speculative decoding by eagle needs --no-async-scheduling"):
+        plan.refuse(changed)
 
 
 def of_model(config, fields: Mapping[str, Any], **changes: object):
@@ -386,21 +433,3 @@ def test_flags_of_the_kubernetes_example_are_flags_of_vllm():
     parsed = make_arg_parser(FlexibleArgumentParser()).parse_args([model, *own])
     assert (parsed.model_tag, parsed.host, parsed.port) == (model, "0.0.0.0", 8000)
     assert (parsed.max_model_len, parsed.max_num_seqs) == (32768, 64)
-
-
-def test_the_server_answers_and_shows_its_gauges():
-    flags = ("--max-model-len", "512", "--max-num-seqs", "4")
-    with serving("-r", "saw-int4:sink=4,recent=40,centre=false", *flags) as server:
-        assert json.loads(server.get("/v1/models"))["data"][0]["id"] == "embedded"
-        server.complete(tokens := list(range(100, 500)), 1)
-        server.complete([*tokens[:300], *range(600, 650)], 1)
-        assert server.complete().startswith(" Berlin")
-        gauges = server.metrics("/metrics")
-    assert gauges["kvfold:bytes_per_token"] == (32 + 4) * 2 * 3 * 30
-    assert gauges["kvfold:compression"] == pytest.approx(128 / 36)
-    assert gauges["kvfold:shadow_pages_used"] >= 1
-    assert gauges["kvfold:restored_pages"] == 1  # the second prompt begins at token 256 and reads 217 to 255
-    assert gauges["kvfold:non_finite_tokens"] == 0
-    exported = {name.partition("{")[0] for name in gauges}
-    assert metrics_asked_for("vllm") | metrics_asked_for("kvfold") <= exported
-    assert "30 packed" in server.printed

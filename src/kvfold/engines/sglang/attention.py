@@ -32,7 +32,8 @@ class PackedBackend(AttentionBackend):
         if any(scale not in (None, 1) for layer in packed for scale in (layer.k_scale_float, layer.v_scale_float)):
             logger.info("kvfold: packed layers ignore the checkpoint's scales of an FP8 cache")
         self.req_to_token = self.req_to_token_pool.req_to_token
-        self.lengths = torch.zeros(len(self.req_to_token), dtype=torch.int32, device=runner.device)  # per request
+        # per request: how many tokens it has, at least and at most, since drafts of its last step may be taken back
+        self.lengths = torch.zeros(2, len(self.req_to_token), dtype=torch.int32, device=runner.device)
         # per page of a request: the position of its first token
         self.firsts = torch.arange(0, self.req_to_token.shape[1], self.pool.page_size, device=runner.device)
         # kernels for GPUs read a step from device memory alone, so a CUDA graph can be captured
@@ -58,15 +59,11 @@ class PackedBackend(AttentionBackend):
         replayed, SGLang may already write the next step's locations to `req_to_token`."""
         if forward_batch.forward_mode.is_idle():
             return
+        self.pool.before_step()
         requests = forward_batch.req_pool_indices
         self.table = self.tables[: len(requests)] if len(requests) <= len(self.tables) else self._table(len(requests))
         self._read_pages(requests, self.table)
-        resting = None
-        if self.served.plan.windows:
-            if not forward_batch.forward_mode.is_decode():  # new requests reuse the rows of finished ones
-                self.lengths[requests] = forward_batch.extend_prefix_lens.int()
-            resting = self._resting(forward_batch)
-        self.served.before_step(resting)
+        self.served.before_step(self._resting(forward_batch) if self.served.plan.windows else None)
 
     def _read_pages(self, requests: Tensor, table: Tensor) -> None:
         tokens = self.req_to_token[requests.unsqueeze(1), self.firsts]
@@ -79,32 +76,42 @@ class PackedBackend(AttentionBackend):
         """
         padding = 0 if isinstance(forward_batch, ForwardBatch) else forward_batch.num_padding  # for a CUDA graph
         free = self.req_to_token_pool.free_slots
-        if len(self.lengths) - 1 - len(free) <= forward_batch.batch_size - padding:
+        if len(self.req_to_token) - 1 - len(free) <= forward_batch.batch_size - padding:
             return None
-        running = sorted(set(range(1, len(self.lengths))) - set(free))  # row 0 is for padding
+        running = sorted(set(range(1, len(self.req_to_token))) - set(free))  # row 0 is for padding
         rows = torch.tensor(running, dtype=torch.int64, pin_memory=self.lengths.is_cuda)
         rows = rows.to(self.lengths.device, non_blocking=True)
+        # new requests reuse the rows of finished ones
+        self.lengths[:, forward_batch.req_pool_indices] = starts_of(forward_batch).int()
         self._read_pages(rows, table := self._table(len(rows)))
-        lengths = self.lengths[rows]
-        return lengths, lengths, table
+        least, most = self.lengths[:, rows]
+        return least, most, table
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         """Begin the step, on the device."""
         mode, table = forward_batch.forward_mode, self.table
         if mode.is_idle():
             return
-        if mode.is_decode() and self.captured:
+        one_by_one = mode.is_decode() or mode.is_target_verify()  # with as many drafts each
+        if one_by_one and self.captured:
             self._begin_decode(forward_batch)
             return
-        lengths, locations = forward_batch.seq_lens, forward_batch.out_cache_loc
-        starts = lengths - 1 if mode.is_decode() else forward_batch.extend_prefix_lens
+        locations = forward_batch.out_cache_loc
         locations = torch.where(locations < self.pool.page_size, -1, locations)  # page 0 is for padding
+        starts, lengths = starts_of(forward_batch), forward_batch.seq_lens
+        kept = torch.where(forward_batch.req_pool_indices == 0, 0, lengths)  # row 0 is for padding
+        if one_by_one:
+            drafted = locations.view(len(lengths), -1)
+            padding = drafted[:, 0] < 0  # reads no page and needs no windows
+            starts = torch.where(padding, 0, starts)
+            lengths = starts + drafted.shape[1]
+            kept = torch.where(padding, 0, lengths)
         if self.served.plan.windows:
-            self.lengths[forward_batch.req_pool_indices] = lengths.int()
-            kept = torch.where(locations < 0, 0, lengths) if mode.is_decode() else lengths  # padding needs no windows
-            self.served.begin(locations, torch.minimum(starts, kept), kept, table)
+            least = starts + 1 if one_by_one else lengths
+            self.lengths[:, forward_batch.req_pool_indices] = torch.stack((least, lengths)).int()
+            self.served.begin(locations, starts, kept, table)
         starts, lengths = starts.int(), lengths.int()
-        if mode.is_decode():
+        if one_by_one:
             host = HostLengths(starts.tolist(), lengths.tolist())
         else:
             before = forward_batch.extend_prefix_lens_cpu
@@ -113,14 +120,16 @@ class PackedBackend(AttentionBackend):
         self.steps = self.served.steps(host, locations, starts, lengths, table)
 
     def _begin_decode(self, forward_batch: ForwardBatch) -> None:
-        """Begin a step with one token per request. It takes few launches, since every decode step pays for them."""
+        """Begin a step with one token per request, or with one and its drafts. It takes few launches, since every
+        decode step pays for them."""
         from kvfold.engines.sglang.decode_inputs import decode_inputs
 
         locations, requests = forward_batch.out_cache_loc, forward_batch.req_pool_indices
-        step = decode_inputs(locations, forward_batch.seq_lens, requests, self.lengths, self.pool.page_size)
-        self.served.begin(step.locations, step.kept_starts, step.kept_lengths, self.table)
+        counted = 1 if forward_batch.forward_mode.is_decode() else 0
+        step = decode_inputs(locations, forward_batch.seq_lens, requests, self.lengths, self.pool.page_size, counted)
+        self.served.begin(step.locations, step.starts, step.kept, self.table)
         described = (step.locations, step.query_starts, step.starts, step.lengths)
-        self.steps = [self.served.decode(*described, self.table)]
+        self.steps = [self.served.decode(*described, self.table, len(locations) // len(requests))]
 
     def forward_extend(
         self,
@@ -139,6 +148,7 @@ class PackedBackend(AttentionBackend):
         out = queries.new_empty(*queries.shape[:2], layer.v_head_dim)
         logits = Logits(layer.scaling, layer.logit_cap or None, None if sinks is None else sinks.float())
         target = self.served.layers[layer.layer_id]
+        self.pool.wait_for(layer.layer_id - self.pool.start_layer)
         if k is None or v is None:  # a layer without a cache of its own has the number of the one whose pages it reads
             target.read(self.steps, queries, logits, out)
         else:
@@ -146,6 +156,15 @@ class PackedBackend(AttentionBackend):
         return out.flatten(1)
 
     forward_decode = forward_extend
+
+
+def starts_of(forward_batch: ForwardBatch) -> Tensor:
+    """How many tokens each request has before the step. SGLang's lengths include new tokens, but no drafts."""
+    if forward_batch.forward_mode.is_decode():
+        return forward_batch.seq_lens - 1
+    if forward_batch.forward_mode.is_target_verify():
+        return forward_batch.seq_lens
+    return forward_batch.extend_prefix_lens
 
 
 def check(layer: RadixAttention, plan: Plan) -> None:

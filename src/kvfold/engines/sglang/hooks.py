@@ -18,6 +18,8 @@ from packaging.version import Version
 
 from kvfold.artifact import digest_model
 from kvfold.engines.serving import Config, Plan
+from kvfold.engines.sglang import hierarchical_cache
+from kvfold.engines.sglang.speculation import chains, draft_layers, refuse_drafts
 from kvfold.engines.start import aborting
 from kvfold.format.layout import ALIGNMENT
 from kvfold.geometry import Geometry, listed
@@ -37,20 +39,25 @@ logger = getLogger("sglang.kvfold")  # a child of SGLang's logger, so that it is
 
 PAGE_SIZE = {"cuda": 64, "cpu": 16}
 OLDEST, NEWEST = "0.5.17", "0.5.23"  # versions of SGLang that kvfold is tested with
+# Attention needs the lengths of a prefill step on the host: it runs between the parts of a breakable graph.
+PREFILL_GRAPHS = ("breakable", "disabled")
 PLAIN: dict[str, tuple[Any, ...]] = {  # arguments, and the values that go together with a packed cache
     "kv_cache_dtype": ("auto", "bfloat16", "bf16"),
     "kv_canary": ("none",),
     **dict.fromkeys(("disaggregation_mode", "decoupled_spec_role"), ("null",)),
     **dict.fromkeys(("dcp_size", "attn_cp_size", "attn_dp_size"), (1,)),
-    "cuda_graph_config": (None,),  # it would override the next three
-    "cuda_graph_backend_prefill": (None, "disabled"),  # a prefill step needs its lengths on the host
+    # `hierarchical_cache.prepare` looks at them
+    **dict.fromkeys(("enable_hierarchical_cache", "enable_memory_saver"), (False, True)),
+    "hicache_storage_backend": (None, *hierarchical_cache.STORAGE),
+    "cuda_graph_config": (None,),  # it would override the next two
+    "cuda_graph_backend_prefill": (None, *PREFILL_GRAPHS),
     "cuda_graph_backend_decode": (None, "full", "disabled"),
-    "disable_prefill_cuda_graph": (False, True),  # `prepare` sets it, so it has to exist
     **dict.fromkeys(
         (
-            *("speculative_algorithm", "dllm_algorithm", "enable_dp_attention", "enable_two_batch_overlap"),
-            *("enable_hierarchical_cache", "enable_lmcache", "enable_flexkv", "enable_hisparse", "enable_pdmux"),
-            *("enable_unified_memory", "enable_page_major_kv_layout", "enable_memory_saver", "enable_prefill_cp"),
+            *("dllm_algorithm", "enable_dp_attention", "enable_two_batch_overlap"),
+            *("speculative_adaptive", "enable_multi_layer_eagle"),
+            *("enable_lmcache", "enable_flexkv", "enable_hisparse", "enable_pdmux"),
+            *("enable_unified_memory", "enable_page_major_kv_layout", "enable_prefill_cp"),
             *("enable_unified_cache_external_linker", "enable_kv_cache_sharding", "radix_cache_backend"),
             *("enable_mis", "enable_nvidia_megakernel", "enable_amd_monokernel"),
             *("prefill_only_disable_kv_cache", "encoder_only"),
@@ -67,6 +74,7 @@ BACKENDS = ("attention_backend", "prefill_attention_backend", "decode_attention_
 VARIABLES = (  # of the environment, which may not be set
     "SGLANG_ENABLE_METADATA_GLUE_GRAPH",  # a graph would replay what has to run on the host
     "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING",  # the size of a pool would change
+    "SGLANG_ENABLE_OVERLAP_PLAN_STREAM",  # steps with drafts would begin on another stream
 )
 RUNNING = 128  # default of max_running_requests for recipes with windows: each request takes shadow pages
 
@@ -87,12 +95,18 @@ def install() -> None:
         (f"sglang.srt.server_args.ServerArgs.{begin}", HookType.AROUND, resolve),
         (f"{pools}._profile_available_bytes", HookType.AFTER, page_budget),
         (f"{sizes}.DefaultPoolConfigurator._compute_cell_size", HookType.AFTER, cell_size),
+        (f"{sizes}.DefaultPoolConfigurator.__init__", HookType.AFTER, with_drafts),
         (f"{sizes}.HybridSWAPoolConfigurator.__init__", HookType.AFTER, full_cell_size),
         (f"{pools}._build_mha_kv_pool", HookType.AROUND, build_pool),
         (f"{pools}._build_hybrid_linear_kv_pool", HookType.AROUND, build_pool),
         (f"{pools}._build_hybrid_swa_kv_pool", HookType.AROUND, build_pool),
         (f"{pools}.configure", HookType.AFTER, verify),
         (f"{backends}._build_full_attention_backend_from_str", HookType.AROUND, build_backend),
+        (hierarchical_cache.HOST_POOL, HookType.AROUND, hierarchical_cache.host_pool),
+        (hierarchical_cache.STORAGE_CONFIG, HookType.AFTER, hierarchical_cache.name_storage),
+        (f"{hierarchical_cache.FILES}.set", HookType.AROUND, hierarchical_cache.store),
+        (f"{hierarchical_cache.FILES}.get", HookType.AROUND, hierarchical_cache.fetch),
+        ("sglang.srt.speculative.cpp_ngram.ngram_corpus.NgramCorpus.batch_get", HookType.AFTER, chains),
     ):
         require(target)
         HookRegistry.register(target, hook, kind)
@@ -118,7 +132,8 @@ def resolve(original: Callable[["ServerArgs"], None], arguments: "ServerArgs") -
     """Prepare the arguments, then let SGLang resolve them."""
     config = Config.read()
     if config is None or getattr(arguments, "_resolution_finished", False):  # SGLang calls again
-        return original(arguments)
+        original(arguments)
+        return
     geometry = prepare(config, arguments)
     try:
         original(arguments)
@@ -126,6 +141,14 @@ def resolve(original: Callable[["ServerArgs"], None], arguments: "ServerArgs") -
         if "_buffer" not in str(error):
             raise
         refuse_prefixes(geometry, arguments, error)
+    refuse_prefill_graphs(arguments)
+
+
+@aborting
+def refuse_prefill_graphs(arguments: "ServerArgs") -> None:
+    """SGLang chooses another kind for some models by itself."""
+    if (kind := arguments.cuda_graph_config.prefill.backend) not in PREFILL_GRAPHS:
+        raise ValueError(f"prefill graphs of the kind {kind} hold attention: add --disable-prefill-cuda-graph")
 
 
 @aborting
@@ -134,7 +157,6 @@ def prepare(config: Config, arguments: "ServerArgs") -> Geometry:
     refuse(arguments)
     device = arguments.device or default_device()
     arguments.page_size = arguments.page_size or PAGE_SIZE.get(device, ALIGNMENT)
-    arguments.disable_prefill_cuda_graph = True
     if config.recipe.windows and arguments.max_running_requests is None:
         arguments.max_running_requests = RUNNING
     if arguments.page_size % ALIGNMENT:
@@ -143,6 +165,8 @@ def prepare(config: Config, arguments: "ServerArgs") -> Geometry:
     model, ranks = configuration(*source(arguments)), arguments.tp_size
     plan = Plan.make(config, model, arguments.page_size, torch.bfloat16, ranks=ranks, weights=weights)
     refuse_idle_ranks(plan, arguments.pp_size)
+    hierarchical_cache.prepare(arguments, plan.geometry)
+    refuse_drafts(arguments, plan)
     for name in BACKENDS:
         if (given := getattr(arguments, name)) is not None and not beside(plan.geometry):
             raise ValueError(f"--{name.replace('_', '-')} {given} does not go together with a packed cache")
@@ -203,8 +227,16 @@ def page_budget(available: int, configurator: "KVCacheConfigurator", *_: Any) ->
 
 def cell_size(counted: int, sizes: Any, configurator: "KVCacheConfigurator", layers: int) -> int:
     """Bytes per token, over all layers. SGLang counts `layers` layers of one size."""
+    if configurator.is_draft_worker:
+        return counted
     other = counted // layers * len(beside_in(configurator))
     return math.ceil(plan_of(configurator).token_bytes + other)
+
+
+def with_drafts(_: None, sizes: Any, configurator: "KVCacheConfigurator") -> None:
+    """Count layers of a draft model in 16 bits. SGLang counts them like those of the model, which are packed."""
+    if draft_layers(configurator):
+        sizes._cell_size = math.ceil(plan_of(configurator).token_bytes + draft_bytes(configurator))
 
 
 def full_cell_size(_: None, sizes: Any, configurator: "KVCacheConfigurator") -> None:
@@ -213,6 +245,12 @@ def full_cell_size(_: None, sizes: Any, configurator: "KVCacheConfigurator") -> 
     packed = plan_of(configurator).token_bytes
     sizes._cell_size += packed - sizes._full_per_token * layers
     sizes._full_per_token = packed / layers
+
+
+def draft_bytes(configurator: "KVCacheConfigurator") -> int:
+    """Bytes per token in the layers of a draft model. SGLang assumes that they are like the model's own."""
+    plan = plan_of(configurator)
+    return draft_layers(configurator) * plan.raw_token_bytes // len(plan.codecs)
 
 
 def beside_in(configurator: "KVCacheConfigurator") -> list[int]:
@@ -224,6 +262,8 @@ def beside_in(configurator: "KVCacheConfigurator") -> list[int]:
 def build_pool(build: Callable[..., "KVCache"], configurator: "KVCacheConfigurator", **options: Any) -> "KVCache":
     from kvfold.engines.sglang.packed_pool import PackedPool
 
+    if configurator.is_draft_worker:  # its cache stays in 16 bits
+        return build(configurator, **options)
     plan, stock = plan_of(configurator), options["mha_pool_class"]
     packed = partial(PackedPool, plan, shadows_of(plan), beside_in(configurator), stock)
 
@@ -240,8 +280,10 @@ def verify(result: Any, configurator: "KVCacheConfigurator", **_: Any) -> None:
 
     from kvfold.engines.sglang.packed_pool import packed_pool_of
 
+    if configurator.is_draft_worker:
+        return
     packed = packed_pool_of(result.token_to_kv_pool)
-    takes = packed.token_bytes
+    takes = packed.token_bytes + draft_bytes(configurator)
     sizes = create_memory_pool_configurator(configurator)
     full = configurator.is_hybrid_swa
     counted = sizes._full_per_token * sizes._full_layers_num if full else sizes._cell_size
@@ -262,6 +304,8 @@ def build_backend(
     for prompts and another for decoding."""
     from kvfold.engines.sglang.attention import MixedBackend
 
+    if model_runner.is_draft_worker:
+        return build(model_runner=model_runner, **options)
     packed = packed_backend(model_runner)
     if not beside(packed.served.plan.geometry):
         return packed
@@ -312,10 +356,11 @@ def configuration(path: str, trusted: bool, revision: str | None, overrides: str
 
 
 def shadows_of(plan: Plan) -> int:
-    from sglang.srt.runtime_context import get_schedule
+    from sglang.srt.runtime_context import get_schedule, get_spec
 
     schedule = get_schedule()
     if not plan.windows:
         return 0
-    chunk = schedule.chunked_prefill_size
-    return plan.shadows(schedule.max_running_requests, chunk if chunk > 0 else schedule.max_prefill_tokens)
+    requests, chunk = schedule.max_running_requests, schedule.chunked_prefill_size
+    prompts = chunk if chunk > 0 else schedule.max_prefill_tokens
+    return plan.shadows(requests, max(prompts, requests * (get_spec().speculative_num_draft_tokens or 1)))

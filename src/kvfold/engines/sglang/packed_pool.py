@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from logging import getLogger
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVCache
 from torch import Tensor
@@ -21,6 +23,8 @@ class PackedPool(KVCache):
     Some models have sliding layers that SGLang keeps in one pool with the full layers. Then `beside` are the numbers of
     these sliding layers, and `stock` makes SGLang's own pool for them. Both have the same locations.
     """
+
+    hicache_write_back_staging = None  # SGLang asks for it
 
     def __init__(
         self,
@@ -41,10 +45,15 @@ class PackedPool(KVCache):
         # uint8, because SGLang's RoPE kernels write keys into a pool that has the dtype of K and V
         super().__init__(size, page_size, torch.uint8, layer_num, device, enable_memory_saver, start_layer, end_layer)
         pages = size // page_size + 1  # page 0 is SGLang's, for padding
-        self.served = Served(plan, shadow_pages, logger)
+        # Pages and shadow pages are what a memory saver takes away and gives back, without their contents.
+        with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
+            self.served = Served(plan, shadow_pages, logger)
+            pools = {n: layout.allocate(pages, plan.kv_heads, plan.device) for n, layout in plan.layouts.items()}
         self.served.open(pages)
-        for number, layout in plan.layouts.items():
-            self.served.attach(number, layout.allocate(pages, plan.kv_heads, plan.device))
+        for number, pool in pools.items():
+            self.served.attach(number, pool)
+        self.rows = [pools[number].flatten(1) for number in sorted(pools)]  # per packed layer: uint8[pages, bytes]
+        self.loaded: list[Tensor] = []  # tokens of pages that came from host memory since the last step
         self.places = {number: place for place, number in enumerate(beside)}
         self.beside = None
         if beside:
@@ -52,6 +61,26 @@ class PackedPool(KVCache):
             self.beside = stock(size, layer_num=len(beside), **own, **options)
         self._finalize_allocation_log(size)
         self.served.announce(pages - 1)
+
+    def get_device_pool_infos(self) -> tuple[SimpleNamespace]:
+        """What SGLang makes a host pool from: see `hierarchical_cache.host_pool`."""
+        return (SimpleNamespace(buffer_info=self),)
+
+    def before_step(self) -> None:
+        """Pages that came from host memory lose the shadow pages of their former contents. New ones are restored from
+        pages as a whole, so with windows the step begins when all layers of these pages are there."""
+        if self.served.plan.windows:
+            self.wait_for(self.layer_num - 1)
+        while self.loaded:
+            tokens = self.loaded.pop()
+            if tokens.is_cuda:  # SGLang made it on another stream
+                tokens.record_stream(torch.cuda.current_stream())
+            self.served.forget(tokens[:: self.page_size].to(self.device) // self.page_size)
+
+    def wait_for(self, layer: int) -> None:
+        """Wait until the pages that the step reads are loaded, in this layer and all before it."""
+        if self.layer_transfer_counter is not None:
+            self.layer_transfer_counter.wait_until(layer)
 
     @property
     def token_bytes(self) -> float:
@@ -88,6 +117,10 @@ class PackedPool(KVCache):
     def set_kv_buffer(self, layer: RadixAttention, *arguments: Any, **options: Any) -> None:
         pool, place = self._beside(layer.layer_id)
         pool.set_kv_buffer(layer, *arguments, **options, layer_id_override=place)
+
+    def move_kv_cache(self, tgt_loc: Tensor, src_loc: Tensor) -> None:
+        """Nothing has to move: SGLang asks for this after drafts were accepted, and accepted drafts of a chain lie
+        where they belong."""
 
 
 def packed_pool_of(pool: KVCache) -> PackedPool:

@@ -50,10 +50,6 @@ class PackedBackend(AttentionBackend):
         return (KVCacheLayout.LBHNC,)  # a block is contiguous, and so is each KV head in it
 
     @classmethod
-    def supports_kv_connector(cls) -> bool:
-        return False
-
-    @classmethod
     def supports_sink(cls) -> bool:
         return True
 
@@ -74,8 +70,7 @@ class PackedMetadata:
 
 
 class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
-    _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-    reorder_batch_threshold = 1  # requests that decode come first
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH  # all requests have 1 token, or all have as many drafts too
     requires_block_table_width = True  # vLLM rounds it up
 
     def __init__(
@@ -91,7 +86,8 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         self.group = self.engine.group(layer_names[0])
         # layers of unequal size have a builder per size, and one page table
         self.leads, self.group.led = not self.group.led, True
-        self.drafts = config.num_speculative_tokens  # of a request in a step, at most
+        self.queries = 1 + config.num_speculative_tokens  # of a request that decodes, at most
+        self.reorder_batch_threshold = self.queries  # requests that decode come first
         requests, ratio = config.scheduler_config.max_num_seqs, self.group.ratio
         self.starts = torch.zeros(requests, dtype=torch.int32, device=device)
         self.table = torch.zeros(requests, block_table_width * ratio, dtype=torch.int64, device=device)
@@ -116,33 +112,28 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         return self._device_steps(step, starts, table)
 
     def _device_steps(self, step: CommonAttentionMetadata, starts: Tensor, table: Tensor) -> Steps:
-        """Requests that decode are one step. The others follow, in one step if they only have drafts beside a token.
-        If all requests are of one kind, their step is in tensors that stay in place for CUDA graphs."""
+        """Requests that decode are one step, with the drafts that some of them may have. The others follow. If all
+        requests decode, their step is in tensors that stay in place for CUDA graphs."""
         served = self.group.served
         self.starts[: step.num_reqs].copy_(starts)
         counts = step.query_start_loc_cpu.diff().tolist()
-        decodes = next((row for row, count in enumerate(counts) if count > 1), len(counts))
+        decodes = next((row for row, count in enumerate(counts) if count > self.queries), len(counts))
+        first = sum(counts[:decodes]) if decodes < step.num_reqs else step.num_actual_tokens  # token of the others
         steps = []
         if decodes:
-            rows = slice(decodes)
-            query_starts = step.query_start_loc[: decodes + 1]
-            described = step.slot_mapping[rows], query_starts, self.starts[rows], step.seq_lens[rows], self.table[rows]
-            steps.append(served.decode(*described))
+            rows, query_starts = slice(decodes), step.query_start_loc[: decodes + 1]
+            lengths = self.starts[rows], step.seq_lens[rows]
+            described = step.slot_mapping[:first], query_starts, *lengths, self.table[rows]
+            steps.append(served.decode(*described, queries=self.queries if max(counts[rows]) > 1 else 1))
         if decodes < step.num_reqs:
             others = slice(decodes, step.num_reqs)
-            locations = step.slot_mapping[decodes : step.num_actual_tokens]
+            locations = step.slot_mapping[first : step.num_actual_tokens]
             lengths = self.starts[others], step.seq_lens[others]
-            if max(counts[others]) <= 1 + self.drafts:
-                query_starts = step.query_start_loc[decodes : step.num_reqs + 1]
-                query_starts = query_starts - decodes if decodes else query_starts
-                described = locations, query_starts, *lengths, self.table[others]
-                rest: Steps = [served.decode(*described, queries=1 + self.drafts)]
-            else:
-                after = step.seq_lens_cpu_upper_bound.tolist()  # exact: with ngram, vLLM schedules no step ahead
-                before = [length - count for length, count in zip(after, counts, strict=True)]
-                rest = served.steps(HostLengths(before[others], after[others]), locations, *lengths, table[others])
+            after = step.seq_lens_cpu_upper_bound.tolist()  # exact: with ngram, vLLM schedules no step ahead
+            before = [length - count for length, count in zip(after, counts, strict=True)]
+            rest = served.steps(HostLengths(before[others], after[others]), locations, *lengths, table[others])
             for tokens, part in rest:
-                steps.append((slice(decodes + tokens.start, decodes + tokens.stop), part))
+                steps.append((slice(first + tokens.start, first + tokens.stop), part))
         return steps
 
 
@@ -186,8 +177,13 @@ class PackedImpl(AttentionImpl[PackedMetadata]):
         self.logits = Logits(scale, self.logits_soft_cap)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        if self.sinks is not None:
+        """Called again when weights are loaded again. CUDA graphs have the address of the first copy."""
+        if self.sinks is None:
+            return
+        if self.logits.sinks is None:
             self.logits = self.logits._replace(sinks=self.sinks.float())
+        else:
+            self.logits.sinks.copy_(self.sinks)
 
     def forward(
         self,

@@ -1,6 +1,7 @@
 """kvfold in one vLLM process: what the layers of a model share, and how it follows vLLM's runner."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from pkgutil import resolve_name
@@ -8,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from vllm import device_allocator
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.models.utils import extract_layer_index
@@ -16,10 +18,13 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec
 
 from kvfold.engines.serving import Layer, Served, Steps
 from kvfold.engines.vllm.blocks import fit_blocks
-from kvfold.engines.vllm.plan import geometry_of, layers_of, logger, make_plan
+from kvfold.engines.vllm.offload import loaded_blocks
+from kvfold.engines.vllm.plan import DRAFT_MODELS, geometry_of, layers_of, logger, make_plan
 from kvfold.engines.vllm.requests import Requests
 from kvfold.geometry import listed
 
+# vLLM's pools of memory: what it keeps while it sleeps; what it frees, and takes back with any contents, as for pages
+KEPT, FREED = "runtime", "kv_cache"
 RUNNERS = ("vllm.v1.worker.gpu_model_runner:GPUModelRunner", "vllm.v1.worker.gpu.model_runner:GPUModelRunner")  # V1, V2
 
 
@@ -52,7 +57,8 @@ class Engine:
 
     def __init__(self, config: VllmConfig) -> None:
         self.config = config
-        plan = make_plan(config, get_tensor_model_parallel_rank(), config.device_config.device)
+        with memory_pool(config, KEPT):
+            plan = make_plan(config, get_tensor_model_parallel_rank(), config.device_config.device)
         scheduler, cache = config.scheduler_config, config.cache_config
         shadow_pages = plan.shadows(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
         if cache.kv_cache_memory_bytes is not None:  # for pages and shadow pages: vLLM measures nothing then
@@ -63,11 +69,16 @@ class Engine:
                     f"kvfold: {shadow_pages} shadow pages for the windows of --max-num-seqs {scheduler.max_num_seqs} "
                     "requests leave nothing of the memory for the cache"
                 )
-        self.served = Served(plan, shadow_pages, logger)
+        with memory_pool(config, FREED):
+            self.served = Served(plan, shadow_pages, logger)
         self.groups: list[Group] = []
         self.layers: dict[str, Layer] = {}  # by vLLM's names
         self.requests = Requests()
         follow(resolve_name(RUNNERS[config.use_v2_model_runner]))
+        if self.drafted:
+            from kvfold.engines.vllm.draft_models import keep_raw
+
+            keep_raw()
 
     @classmethod
     def of(cls, config: VllmConfig) -> "Engine":
@@ -83,6 +94,12 @@ class Engine:
         # the language model of a multimodal one has its own configuration, with the same cache_config
         current = cls.current
         return current if current is not None and current.config.cache_config is config.cache_config else None
+
+    @property
+    def drafted(self) -> bool:
+        """Whether there are layers of a draft model too. They stay in 16 bits, and all layers have full attention."""
+        speculation = self.config.speculative_config
+        return speculation is not None and speculation.method in DRAFT_MODELS
 
     @property
     def modules(self) -> dict[str, Any]:
@@ -107,6 +124,8 @@ class Engine:
             name: replace(attention[name], state_content_bytes=self.token_bytes[extract_layer_index(name)])
             for name in attention.keys() & self.modules.keys()
         }
+        if self.drafted:  # blocks of layers with full attention may differ in size
+            return {**specs, **packed}
         others = {name: spec for name, spec in attention.items() if name not in packed}
         every = self.config.compilation_config.static_forward_context
         return {**specs, **fit_blocks(packed, others, {name: every[name].get_attn_backend() for name in others})}
@@ -122,7 +141,8 @@ class Engine:
             specs = list(iter_layer_specs(group.kv_cache_spec))
             tokens = specs[0].block_size
             padded = any(isinstance(spec, AttentionSpec) and spec.page_size_padded for spec in specs)
-            if padded or tokens % plan.page_size or len(numbers) < len(group.layer_names):
+            whole = self.drafted or len(numbers) == len(group.layer_names)
+            if padded or tokens % plan.page_size or not whole:
                 raise ValueError(
                     f"kvfold: vLLM's blocks of {tokens} tokens for layers {listed(numbers)} are not whole packed pages "
                     f"of {plan.page_size} tokens"
@@ -152,7 +172,16 @@ class Engine:
         logger.info(self.served.plan.report(served.pages, served.shadow_pages, tokens))
         self.served.gauges.update([group.served.shown for group in self.groups])
         for group in self.groups:
-            group.served.warm_up()
+            group.served.warm_up(in_pool=self.config.model_config.enable_cumem_allocator)
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Blocks get other contents from elsewhere, before a request reads them."""
+        if not (numbers := list(blocks)):
+            return
+        for group in self.groups:
+            device = group.served.plan.device
+            table = torch.tensor([numbers], pin_memory=device.type == "cuda", device="cpu")
+            group.served.forget(group.pages(table.to(device, non_blocking=True)).flatten())
 
     def before_step(self, group: Group) -> None:
         """Before each step of a group, outside of CUDA graphs."""
@@ -176,6 +205,12 @@ def check_layers(config: VllmConfig) -> None:
         raise ValueError(
             f"kvfold: vLLM gives layers {listed(missing)} to another backend, which would serve them in 16 bits"
         )
+
+
+def memory_pool(config: VllmConfig, name: str) -> AbstractContextManager[None]:
+    """Where tensors are allocated. While vLLM makes layers, that is the pool of weights, which it may empty."""
+    asleep = config.model_config.enable_sleep_mode
+    return device_allocator.get_mem_allocator_instance().use_memory_pool(name) if asleep else nullcontext()
 
 
 def follow(runner: Any) -> None:
@@ -206,6 +241,7 @@ def follow(runner: Any) -> None:
         engine = Engine.serving(self.vllm_config)
         if engine is not None and engine.served.plan.windows:  # without windows, no request has shadows to keep
             engine.requests.follow(scheduler_output)
+            engine.forget(loaded_blocks(scheduler_output))
         return execute(self, scheduler_output, *others, **options)
 
     runner.get_kv_cache_spec, runner.initialize_kv_cache, runner.execute_model = sized, initialized, executed

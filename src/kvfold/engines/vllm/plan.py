@@ -1,5 +1,7 @@
 """What a vLLM configuration means for kvfold: what is refused, which layers a rank packs, and its plan."""
 
+from collections.abc import Set
+
 import torch
 import vllm
 from vllm.config import VllmConfig
@@ -11,14 +13,16 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from kvfold.artifact import digest_model
 from kvfold.engines.serving import Plan
 from kvfold.engines.vllm.configuration import SIXTEEN_BITS, asked_for
+from kvfold.engines.vllm.offload import refusals, tiers
 from kvfold.format.layout import ALIGNMENT
 from kvfold.geometry import Geometry
 
 TESTED = "0.32"  # the version of vLLM that kvfold is tested with
+DRAFT_MODELS = ("eagle", "eagle3", "draft_model")  # methods of speculative decoding by a model of its own
 HOOKS = {  # names of vLLM that kvfold overrides or reads
     AttentionBackend: (
         *("get_impl_cls", "get_builder_cls", "get_supported_kernel_block_sizes", "supported_kv_cache_layouts"),
-        *("supports_kv_connector", "customize_spec"),
+        "customize_spec",
     ),
     AttentionMetadataBuilder: ("_cudagraph_support", "reorder_batch_threshold", "requires_block_table_width", "build"),
     AttentionSpec: ("state_content_bytes", "page_size_padded"),
@@ -45,7 +49,7 @@ def refuse(config: VllmConfig) -> None:
     """Refuse what would give wrong answers, before anything is loaded."""
     require()
     parallel, cache, model = config.parallel_config, config.cache_config, config.model_config
-    geometry, speculation = geometry_of(config), config.speculative_config
+    geometry = geometry_of(config)
     kinds = {layer.kind for layer in geometry.layers}
     reasons = {
         f"--kv-cache-dtype {cache.cache_dtype} packs the cache in another way: leave it at auto": (
@@ -67,17 +71,8 @@ def refuse(config: VllmConfig) -> None:
             cache.prefix_match_unit is not None
         ),
         "--kv-sharing-fast-prefill is not supported": cache.kv_sharing_fast_prefill,
-        "KV connectors would ship pages to where they cannot be read: leave out --kv-transfer-config": (
-            config.kv_transfer_config is not None
-        ),
-        f"speculative decoding by {speculation and speculation.method} is not tested yet: use the method ngram": (
-            speculation is not None and speculation.method != "ngram"
-        ),
-        f"num_speculative_tokens has to be below --block-size {cache.block_size}, so that a step taken back loses no "
-        "shadow page": config.num_speculative_tokens >= cache.block_size,
-        "speculative decoding in a pipeline is not tested yet: leave out one of the two": (
-            speculation is not None and parallel.pipeline_parallel_size > 1
-        ),
+        **refusals(config.kv_transfer_config),
+        **_drafts(config, kinds),
         "each rank of a pipeline needs layers of every kind that the model has: use fewer ranks": any(
             {geometry.layers[number].kind for number in layers} != kinds for layers in _pipeline(config, geometry)
         ),
@@ -85,7 +80,8 @@ def refuse(config: VllmConfig) -> None:
             parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1
         ),
         "microbatching (DBO) is not supported": parallel.use_ubatching,
-        "--enable-sleep-mode would lose means and rotations": model.enable_sleep_mode,
+        "files of pages would outlive weights that change while vLLM sleeps: leave out --enable-sleep-mode or "
+        "secondary_tiers": model.enable_sleep_mode and bool(tiers(config.kv_transfer_config)),
         "VLLM_ENABLE_STARTUP_PLAN takes memory as measured with other recipes: unset it": (
             vllm.envs.VLLM_ENABLE_STARTUP_PLAN
         ),
@@ -96,6 +92,32 @@ def refuse(config: VllmConfig) -> None:
     for reason, applies in reasons.items():
         if applies:
             raise ValueError(f"kvfold: {reason}")
+
+
+def _drafts(config: VllmConfig, kinds: Set[str]) -> dict[str, bool]:
+    """Reasons to refuse speculative decoding."""
+    speculation, block = config.speculative_config, config.cache_config.block_size
+    if speculation is None:
+        return {}
+    drafted = speculation.method in DRAFT_MODELS
+    return {
+        f"speculative decoding by {speculation.method} is not tested yet: use {', '.join(('ngram', *DRAFT_MODELS))}": (
+            not drafted and speculation.method != "ngram"
+        ),
+        f"num_speculative_tokens has to be below --block-size {block}, so that a step taken back loses no "
+        "shadow page": config.num_speculative_tokens >= block,
+        f"speculative decoding by {speculation.method} beside {' and '.join(sorted(kinds - {'full'}))} layers is not "
+        "tested yet: use ngram": drafted and kinds != {"full"},
+        f"speculative decoding by {speculation.method} needs --no-async-scheduling": (
+            drafted and bool(config.scheduler_config.async_scheduling)
+        ),
+        f"speculative decoding by {speculation.method} needs VLLM_USE_V2_MODEL_RUNNER=0": (
+            drafted and config.use_v2_model_runner
+        ),
+        "speculative decoding in a pipeline is not tested yet: leave out one of the two": (
+            config.parallel_config.pipeline_parallel_size > 1
+        ),
+    }
 
 
 def _pipeline(config: VllmConfig, geometry: Geometry) -> list[range]:

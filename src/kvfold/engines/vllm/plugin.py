@@ -127,10 +127,12 @@ def check(config: "VllmConfig") -> None:
     """Refuse what cannot be served, after vLLM has resolved the configuration."""
     if not _serves(config):
         return
+    from kvfold.engines.vllm.offload import check_files
     from kvfold.engines.vllm.plan import refuse
 
     register_backend()
     refuse(config)
+    check_files(config)
 
 
 def _serves(config: "VllmConfig") -> bool:

@@ -17,12 +17,16 @@ from kvfold.ops.attend.gluon.decode_tiles import (
     UNSEEN,
     faded,
     float_pair,
+    head_in,
     in_columns,
     joined,
     log2,
     logits_layout,
+    own_queries,
     own_tiles,
     release_by,
+    row_of,
+    seen_by_each,
     seen_tokens,
     softmax,
     store_weights,
@@ -71,11 +75,11 @@ def _words(slot: SlotLayout, codes: int, meta: int, lanes: int) -> CodebookWords
 
 
 @gluon.jit(
-    do_not_specialize=["sink", "recent", "q_stride", "table_stride", "table_pages"],
-    do_not_specialize_on_alignment=["table", "lengths"],
+    do_not_specialize=["sink", "recent", "q_stride", "table_stride", "table_pages", "tokens", "groups"],
+    do_not_specialize_on_alignment=["table", "lengths", "query_starts"],
 )
 def decode(
-    q,  # [sequences, q_heads, DIMS], sequences q_stride apart
+    q,  # [tokens, q_heads, DIMS], tokens q_stride apart
     outs,
     weights,
     pool,
@@ -87,14 +91,18 @@ def decode(
     q_stride,
     table_stride,
     table_pages,
+    query_starts,  # None: every sequence has one query
+    tokens,  # of q, None as well
+    groups,  # CTAs that share the queries of a sequence, None as well
     KEY: gl.constexpr,
     VALUE: gl.constexpr,
     DIMS: gl.constexpr,
     PAGE: gl.constexpr,
     PAGE_WORDS: gl.constexpr,
     RATIO: gl.constexpr,  # query heads per KV head
-    HEADS: gl.constexpr,  # RATIO, up to 4 or 8
-    COLUMNS: gl.constexpr,  # 8: one or two per head
+    QUERIES: gl.constexpr,  # of a CTA
+    HEADS: gl.constexpr,  # QUERIES · RATIO, up to 4, 8 or 16
+    COLUMNS: gl.constexpr,  # one or two per head
     ORDER: gl.constexpr,  # 1: queries come rotated
     SHARED: gl.constexpr,  # not used: what is loaded goes to registers
     OVERLAP: gl.constexpr,
@@ -105,7 +113,16 @@ def decode(
     split, head, sequence = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     splits, kv_heads, sequences = gl.num_programs(0), gl.num_programs(1), gl.num_programs(2)
     table += sequence.to(gl.int64) * table_stride
-    begin, end, first, last, newest = own_tiles(split, splits, sink, recent, gl.load(lengths + sequence))
+    if query_starts is None:
+        token, tokens, live, length, latest = sequence, sequences, RATIO, gl.load(lengths + sequence), 2
+    else:
+        group, split, splits, latest = split % groups, split // groups, splits // groups, 2 * QUERIES * groups
+        token, count, shortest, length = own_queries(query_starts, lengths, sequence, group, QUERIES)
+        live = count * RATIO
+    begin, end, first, last, newest = own_tiles(split, splits, sink, recent, length, latest)
+    whole = end  # up to where all queries of the CTA read
+    if query_starts is not None:
+        whole = shortest - recent
     final = gl.maximum(first, last)  # the last tile to prefetch, which exists even if there is nothing to read
     pool += head.to(gl.int64) * PAGE_WORDS
     final_page = table_pages - 1
@@ -115,16 +132,16 @@ def decode(
     k = _load_keys(pool, k_page, first, KEY, PAGE, PAGE_WORDS)
     next_k_page, next_v_page = find_pages(table, gl.minimum(first + 1, final), final_page, kv_heads, PAGE)
 
-    row = (sequence * kv_heads + head) * RATIO
+    row = (token * kv_heads + head) * RATIO
     constants = ()  # one register each, instead of a move before every lookup
     for i in gl.static_range(len(all_constants(KEY, VALUE))):
         constants += (_constant(all_constants(KEY, VALUE)[i]),)
     wait_by(OVERLAP, "end")  # here in any case, while the first keys are loaded
     release_by(OVERLAP, "start")
-    q += sequence.to(gl.int64) * q_stride + head * (RATIO * DIMS)
+    q += token.to(gl.int64) * q_stride + head * (RATIO * DIMS)
     queries = ()
     for i in gl.static_range(len(KEY.start)):
-        queries += (_queries(q, KEY, i, DIMS, RATIO, HEADS, COLUMNS, MMA),)
+        queries += (_queries(q, live, q_stride, KEY, i, DIMS, RATIO, QUERIES, HEADS, COLUMNS, MMA),)
 
     highest = gl.full([HEADS], UNSEEN, gl.float32, HEAD)
     total = gl.zeros([8, HEADS], gl.float32, gl.SliceLayout(0, LOGITS))
@@ -147,9 +164,10 @@ def decode(
         k = _load_keys(pool, k_page, following, KEY, PAGE, PAGE_WORDS)
         next_k_page, next_v_page = find_pages(table, gl.minimum(tile + 2, final), final_page, kv_heads, PAGE)
 
-        if (tile * 64 < begin) | (tile * 64 + 64 > end):
+        if (tile * 64 < begin) | (tile * 64 + 64 > whole):
             seen = seen_tokens(tile, begin, end, LOGITS)
-            logits, norm = gl.where(seen, logits, UNSEEN), gl.where(seen, norm, 0.0)
+            logits = gl.where(seen_by_each(seen, tile, whole, LOGITS, RATIO, QUERIES, HEADS), logits, UNSEEN)
+            norm = gl.where(seen, norm, 0.0)
         weight, fade, highest, total = softmax(logits, highest, total)
         scaled = weights_operand(weight * norm, weight, VALUE, HEADS, COLUMNS, MMA)
         out = mma_v2(
@@ -158,9 +176,9 @@ def decode(
 
     release_by(OVERLAP, "end")
     total = gl.sum(total, 0)
-    place = (split.to(gl.int64) * sequences * kv_heads * RATIO) + row
-    _store_part(outs + place * DIMS, out, total, VALUE, DIMS, RATIO, HEADS, COLUMNS)
-    store_weights(weights + place, highest, total, RATIO, HEADS)
+    place, stride = (split.to(gl.int64) * tokens * kv_heads * RATIO) + row, kv_heads * RATIO
+    _store_part(outs + place * DIMS, out, total, live, stride, VALUE, DIMS, RATIO, QUERIES, HEADS, COLUMNS)
+    store_weights(weights + place, highest, total, live, stride, RATIO, QUERIES, HEADS)
 
 
 # --- the two products
@@ -172,13 +190,14 @@ def _by_head(products, HEADS: gl.constexpr, COLUMNS: gl.constexpr, LOGITS: gl.co
     if COLUMNS == 2 * HEADS:
         first, _ = gl.split(gl.reshape(products, [8, 8, HEADS, 2]))
     else:
-        first = gl.reshape(gl.permute(gl.reshape(products, [8, 8, 4, 2]), [0, 1, 3, 2]), [8, 8, 8])
+        first = gl.permute(gl.reshape(products, [8, 8, HEADS // 8, 4, 2]), [0, 1, 2, 4, 3])
+        first = gl.reshape(first, [8, 8, HEADS])
     return gl.convert_layout(first, LOGITS, assert_trivial=True)
 
 
 @gluon.jit
-def _queries(q, KEY: gl.constexpr, SEGMENT: gl.constexpr, DIMS: gl.constexpr, RATIO: gl.constexpr, HEADS: gl.constexpr,
-             COLUMNS: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
+def _queries(q, live, stride, KEY: gl.constexpr, SEGMENT: gl.constexpr, DIMS: gl.constexpr, RATIO: gl.constexpr,
+             QUERIES: gl.constexpr, HEADS: gl.constexpr, COLUMNS: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
     """The second operand of a segment's logits. If heads have two columns, the second is zero."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     index = gl.arange(0, KEY.columns[SEGMENT] * 32, gl.SliceLayout(1, OPERAND))
@@ -187,16 +206,16 @@ def _queries(q, KEY: gl.constexpr, SEGMENT: gl.constexpr, DIMS: gl.constexpr, RA
     at = coordinate(
         index >> 5, (index >> 3) & 3, index & 1, (index >> 1) & 3, KEY.columns[SEGMENT], KEY_LANES, KEY.share[SEGMENT]
     )
-    head = column // 2 if COLUMNS == 2 * HEADS else column // 2 + column % 2 * 4  # see in_columns
-    mine = (head < RATIO) & ((column % 2 == 0) | (COLUMNS == HEADS))
-    pointers = q + head[None, :] * DIMS + (KEY.start[SEGMENT] + at)[:, None]
+    head = column // 2 if COLUMNS == 2 * HEADS else head_in(column, HEADS)
+    mine = (head < live) & ((column % 2 == 0) | (COLUMNS == HEADS))
+    pointers = q + row_of(head, stride, RATIO, QUERIES, DIMS)[None, :] + (KEY.start[SEGMENT] + at)[:, None]
     return gl.load(pointers, mask=mine[None, :], other=0.0).to(gl.float16)
 
 
 @gluon.jit
-def _store_part(part, out, total, VALUE: gl.constexpr, DIMS: gl.constexpr, RATIO: gl.constexpr, HEADS: gl.constexpr,
-                COLUMNS: gl.constexpr):  # fmt: skip
-    """Store outputs [coordinate, column] as means over this CTA's tokens, float32[RATIO, DIMS]."""
+def _store_part(part, out, total, live, stride, VALUE: gl.constexpr, DIMS: gl.constexpr, RATIO: gl.constexpr,
+                QUERIES: gl.constexpr, HEADS: gl.constexpr, COLUMNS: gl.constexpr):  # fmt: skip
+    """Store outputs [coordinate, column] as means over this CTA's tokens, float32[RATIO, DIMS] per query."""
     if COLUMNS == 2 * HEADS:
         first, _ = gl.split(gl.reshape(out, [DIMS, HEADS, 2]))
     else:
@@ -205,14 +224,15 @@ def _store_part(part, out, total, VALUE: gl.constexpr, DIMS: gl.constexpr, RATIO
     index = gl.arange(0, DIMS, gl.SliceLayout(1, LAYOUT))
     head = gl.arange(0, HEADS, gl.SliceLayout(0, LAYOUT))
     if COLUMNS == HEADS:
-        head = head // 2 + head % 2 * 4
+        head = head_in(head, HEADS)
     # where `_values` puts a code; from the low bits of the index up: lane, byte, part, lookup
     at = coordinate(
         index >> 6, (index >> 3) & 3, (index >> 5) & 1, index & 7, VALUE.columns[0], VALUE_LANES, VALUE.share[0]
     )
     total = gl.convert_layout(total, gl.SliceLayout(0, LAYOUT), assert_trivial=True)
     mean = first * gl.where(total > 0.0, VALUE.factor[0] / total, 0.0)[None, :]
-    gl.store(part + head[None, :] * DIMS + at[:, None], mean, mask=(head < RATIO)[None, :])
+    row = row_of(head, stride * DIMS, RATIO, QUERIES, DIMS)
+    gl.store(part + row[None, :] + at[:, None], mean, mask=(head < live)[None, :])
 
 
 # --- from words to operands

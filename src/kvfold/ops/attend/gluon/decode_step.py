@@ -25,11 +25,15 @@ from kvfold.ops.decode_prologue import prologue
 from kvfold.ops.pages import LayerPages, Logits
 from kvfold.ops.pdl import ALONE, Overlap, Place
 from kvfold.ops.rotate import dual
-from kvfold.ops.sizes import ceil_div
+from kvfold.ops.sizes import ceil_div, power_of_two
 from kvfold.ops.store.store_gpu import pack, store
 from kvfold.transforms import Hadamard
 
 MAX_SPLITS = 256
+QUERIES = 16  # of a sequence in a step, at most
+# Per CTA. Before its first tile, a CTA with several queries works as long as for four tiles. So if it has few tiles,
+# half as many CTAs are faster.
+FEW_TILES = 8
 # per thread: with a limit, even the highest, the compiler uses what it needs; else it stops at 168 and may spill
 MOST_REGISTERS = 255
 
@@ -100,13 +104,14 @@ def _no_codebooks(slot: SlotLayout, side: str) -> str | None:
 def store_and_attend(
     card: Card, pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, logits: Logits, out: Tensor | None = None
 ) -> Tensor:
-    """`store` k and v [sequences, kv_heads, d], then `attend`.
+    """`store` k and v [tokens, kv_heads, d], then `attend`.
 
-    Of this step's tokens, a query may read its own and the one before it (see `own_tiles`). With a recent window of two
-    tokens or more, it reads both raw. So a prologue transforms them, and packing overlaps with decoding. If keys are
-    not rotated, queries need no prologue.
+    Of this step's tokens, a sequence may read its own and as many before them (see `own_tiles`). With a recent window
+    of all these, it reads them raw. So a prologue transforms them, and packing overlaps with decoding. If keys are not
+    rotated, queries need no prologue.
     """
-    if pages.key.transform.rotation is None or pages.windows.recent < 2 or q.dtype != k.dtype:
+    latest = 2 * pages.step.max_queries
+    if pages.key.transform.rotation is None or pages.windows.recent < latest or q.dtype != k.dtype:
         return attend(card, pages, q, store(pages, k, v, overlaps=card.overlaps), logits, out)
     sinks = learned_sinks(pages, q, logits)
     begun = prologue(pages, q, k, v, overlaps=card.overlaps)
@@ -122,7 +127,7 @@ def attend(
     out: Tensor | None = None,
     stored: bool = True,
 ) -> Tensor:
-    """Queries [sequences, q_heads, d] -> outputs of the same shape, float32 or in `out`.
+    """Queries [tokens, q_heads, d] -> outputs of the same shape, float32 or in `out`. A sequence has 1 to QUERIES.
 
     `new` is what `store` returned for the same step. `stored`: `store` is the previous kernel. Another one may write
     the queries, so nothing overlaps with it.
@@ -152,26 +157,30 @@ def _attend(
     sinks: Sinks | None,
     out: Tensor | None,
 ) -> Tensor:
-    """`attend` for queries [sequences, q_heads, d], and the `sinks` of queries before they were rotated.
+    """`attend` for queries [tokens, q_heads, d], and the `sinks` of queries before they were rotated.
 
     - `order`: the kernel rotates queries by Hadamard matrices of this order; 1: they are rotated already.
     - `wait`: where the kernel waits, "start" if the previous kernel writes the queries.
     - `kv`: keys and values that the prologue transformed; they are packed beside decoding.
     """
-    step, layout, kernel = pages.step, pages.layout, _kernel(pages.layout, card)
-    sequences, q_heads, dims = q.shape
-    kv_heads = pages.pool.shape[1]
+    step, layout = pages.step, pages.layout
+    tokens, q_heads, dims = q.shape
+    kv_heads, sequences = pages.pool.shape[1], len(step.lengths)
     ratio = q_heads // kv_heads
+    several = step.max_queries > 1
+    kernel, shape = _kernel(layout, card, several), _shape(layout, ratio, step.max_queries)
+    groups = ceil_div(step.max_queries, shape["QUERIES"])
     tiles = ceil_div(step.table.shape[1] * layout.page_size, TILE)
-    splits = _splits(sequences * kv_heads, tiles, kernel.warps, q.device)
+    splits = _splits(sequences * kv_heads * groups, tiles, kernel.warps, q.device)
+    if several and tiles <= FEW_TILES * splits:
+        splits = _splits(sequences * kv_heads * groups, tiles, max(4, kernel.warps // 2), q.device)
     outs, weights = empty(splits + (0 if new is None else window_kernel.splits(pages, q)), q, dims)
-    heads = 4 if ratio <= 4 else 8
     # With windows, the next kernels pack tokens and read windows beside this one. So this one waits for their inputs
     # before it releases them. Without windows, the next kernel merges.
     beside = new is not None
     overlap = Overlap("start" if beside and wait == "end" else wait, "start" if beside else "end")
     overlap = overlap if card.overlaps else ALONE
-    kernel.decode[(splits, kv_heads, sequences)](
+    kernel.decode[(splits * groups, kv_heads, sequences)](
         q,
         outs,
         weights,
@@ -184,14 +193,16 @@ def _attend(
         q.stride(0),
         step.table.stride(0),
         step.table.shape[1],
+        step.query_starts if several else None,
+        tokens if several else None,
+        groups if several else None,
         KEY=kernel.key,
         VALUE=kernel.value,
         DIMS=dims,
         PAGE=layout.page_size,
         PAGE_WORDS=layout.page_bytes // 4,
         RATIO=ratio,
-        HEADS=heads,
-        COLUMNS=max(8, heads * kernel.value.segments),
+        **shape,
         ORDER=order,
         SHARED=card.shared,
         OVERLAP=overlap,
@@ -212,6 +223,19 @@ def _splits(heads: int, tiles: int, warps: int, device: torch.device) -> int:
     return max(1, min(warps * sms(device) // heads, tiles, MAX_SPLITS))
 
 
+@lru_cache
+def _shape(layout: PageLayout, ratio: int, queries: int) -> dict[str, int]:
+    """How CTAs share up to `queries` queries of a sequence, in `ratio` query heads per KV head (see decode_tiles.py).
+
+    A CTA takes 8 heads. It takes 16 if their outputs fill no more than a quarter of its registers.
+    """
+    segments = len(layout.value.segments)
+    most = 16 if layout.value.dims * segments <= 128 else 8
+    each = min(power_of_two(queries), 1 << (most // ratio).bit_length() - 1)
+    heads = max(4, power_of_two(each * ratio))
+    return {"QUERIES": each, "HEADS": heads, "COLUMNS": max(8, heads if layout.value.even else heads * segments)}
+
+
 class Kernel(NamedTuple):
     """The kernel for pages of one layout, and keys and values as it sees them."""
 
@@ -224,16 +248,17 @@ class Kernel(NamedTuple):
 
 
 @lru_cache
-def _kernel(layout: PageLayout, card: Card) -> Kernel:
+def _kernel(layout: PageLayout, card: Card, several: bool = False) -> Kernel:
+    """`several`: sequences have several queries, so that a CTA may have more heads."""
     key, value, at = layout.key, layout.value, layout.offsets
     if _has_codebooks(layout):
         # lookups, not loads, take the time: a third warp per scheduler fills the gaps of the other two
-        warps, registers = (12, 168) if key.dims <= 128 else (8, None)
+        warps, registers = (12, 168) if key.dims <= 128 and not several else (8, MOST_REGISTERS if several else None)
         looked_up = codebooks.key_words(key, at[0], at[2]), codebooks.value_words(value, at[1], at[3])
         return Kernel(codebooks.decode, *looked_up, False, warps, registers)
     if _has_even(layout):
         sides = even_sides(layout)
         return Kernel(even.decode, *sides, False, even.room(*sides, card.shared), MOST_REGISTERS)
     both = integers.integer_words(key, at[0], at[2]), integers.integer_words(value, at[1], at[3])
-    registers = MOST_REGISTERS if key.dims > 128 else None
+    registers = MOST_REGISTERS if key.dims > 128 or several else None
     return Kernel(integers.decode, *both, True, integers.room(*both, card.shared), registers)

@@ -1,6 +1,10 @@
-"""What both Gluon kernels share: tiles of 64 tokens, 8 runs of 8, and how weights become an operand of the next MMA.
+"""What the Gluon kernels share: tiles of 64 tokens, 8 runs of 8, and how weights become an operand of the next MMA.
 
 A CTA is one warp. Lanes are numbered 4·run + lane of the run, as in MMA fragments.
+
+A CTA takes QUERIES queries of a sequence, in the RATIO query heads of a KV head. To the products, each of them is a
+head: number query · RATIO + query head. HEADS is how many of them there are, up to 4, 8 or 16. If a sequence has more
+queries, several CTAs read the same tokens.
 """
 
 from triton.experimental import gluon
@@ -11,22 +15,46 @@ UNSEEN = gl.constexpr(-1e30)
 
 
 @gluon.jit
-def own_tiles(split, splits, sink, recent, length):
+def own_queries(query_starts, lengths, sequence, group, QUERIES: gl.constexpr):
+    """The queries of a CTA, if sequences may have several. Returns
+
+    - the row of the first one in q, and their number, which may be 0 or less;
+    - the length of the sequence up to the first one, and with the last one.
+    """
+    begin, end = gl.load(query_starts + sequence), gl.load(query_starts + sequence + 1)
+    before = group * QUERIES
+    first = gl.load(lengths + sequence) - (end - begin) + before + 1
+    count = gl.minimum(end - begin - before, QUERIES)
+    return begin + before, count, first, gl.where(count > 0, first + count - 1, 0)
+
+
+@gluon.jit
+def row_of(head, stride, RATIO: gl.constexpr, QUERIES: gl.constexpr, EACH: gl.constexpr):
+    """Where a head of a CTA lies, if query heads are EACH apart and tokens `stride`."""
+    if QUERIES == 1:
+        return head * EACH
+    else:
+        return head // RATIO * stride + head % RATIO * EACH
+
+
+@gluon.jit
+def own_tiles(split, splits, sink, recent, length, latest):
     """What a CTA reads. Returns
 
     - `begin` and `end` of the tokens that the sequence reads packed; the first and the last tile may hold others, too;
     - the first and the last tile of this CTA;
     - `newest`, the first tile that may hold a token of this step.
 
-    Of this step's tokens, a sequence may read its own and the one before it. Another sequence may store the latter in
-    this step, as the last token of a page that both share.
+    Of this step's tokens, a sequence may read its own and as many before them: the `latest`. Another sequence may store
+    those before them in this step, as the last tokens of a page that both share.
     """
     begin, end = sink, length - recent
     first = sink // 64
     tiles = gl.maximum((end + 63) // 64 - first, 0)
     share = (tiles + splits - 1) // splits
     first += split * share
-    return begin, end, first, gl.minimum(first + share, (end + 63) // 64) - 1, gl.maximum(length - 2, 0) // 64
+    last = gl.minimum(first + share, (end + 63) // 64) - 1
+    return begin, end, first, last, gl.maximum(length - latest, 0) // 64
 
 
 @gluon.jit
@@ -60,6 +88,20 @@ def seen_tokens(tile, begin, end, LOGITS: gl.constexpr):
 
 
 @gluon.jit
+def seen_by_each(seen, tile, end, LOGITS: gl.constexpr, RATIO: gl.constexpr, QUERIES: gl.constexpr,
+                 HEADS: gl.constexpr):  # fmt: skip
+    """bool[place, run, head]: which tokens of a tile each query reads packed, of those that any query does. `end`: of
+    the first query."""
+    if QUERIES > 1:
+        run = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, LOGITS)))
+        place = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, LOGITS)))
+        query = gl.arange(0, HEADS, gl.SliceLayout(0, gl.SliceLayout(0, LOGITS))) // RATIO
+        token = tile * 64 + run[None, :] * 8 + place[:, None] - end
+        seen = seen & (token[:, :, None] < query[None, :][None, :, :])
+    return seen
+
+
+@gluon.jit
 def softmax(logits, highest, total):
     """The weights of a tile, the factor for earlier tiles, and the running maximum and sum."""
     now = gl.maximum(highest, gl.max(gl.max(logits, 0), 0))
@@ -75,7 +117,8 @@ def weights_operand(first, second, VALUE: gl.constexpr, HEADS: gl.constexpr, COL
         other = second if VALUE.segments == 2 else gl.zeros_like(first)
         weights = gl.reshape(gl.join(first, other), [8, 8, COLUMNS])
     else:
-        weights = gl.reshape(gl.permute(gl.reshape(first, [8, 8, 2, 4]), [0, 1, 3, 2]), [8, 8, 8])
+        weights = gl.permute(gl.reshape(first, [8, 8, HEADS // 8, 2, 4]), [0, 1, 2, 4, 3])
+        weights = gl.reshape(weights, [8, 8, HEADS])
     weights = gl.convert_layout(weights, weights_layout(COLUMNS), assert_trivial=True)
     turned = gl.inline_asm_elementwise(
         "{ .reg .b32 pair; cvt.rn.f16x2.f32 pair, $2, $1; movmatrix.sync.aligned.m8n8.trans.b16 $0, pair; }",
@@ -84,7 +127,7 @@ def weights_operand(first, second, VALUE: gl.constexpr, HEADS: gl.constexpr, COL
     if COLUMNS == 8:
         turned = gl.permute(turned, [0, 2, 1])
     else:
-        turned = gl.permute(gl.reshape(turned, [8, 8, 2, 8]), [0, 3, 2, 1])
+        turned = gl.permute(gl.reshape(turned, [8, 8, COLUMNS // 8, 8]), [0, 3, 2, 1])
     return gl.convert_layout(gl.reshape(turned, [64, COLUMNS]), gl.DotOperandLayout(1, MMA, 2), assert_trivial=True)
 
 
@@ -105,16 +148,27 @@ def faded(out, fade, VALUE: gl.constexpr, DIMS: gl.constexpr, HEADS: gl.constexp
 
 @gluon.jit
 def in_columns(x):
-    """[8 heads] -> [8 columns]: heads n and n + 4, which one lane holds, become a pair of columns."""
-    return gl.reshape(gl.permute(gl.reshape(x, [2, 4]), [1, 0]), [8])
+    """[heads] -> [columns]: of each 8 heads, n and n + 4, which one lane holds, become a pair of columns."""
+    HEADS: gl.constexpr = x.shape[0]
+    return gl.reshape(gl.permute(gl.reshape(x, [HEADS // 8, 2, 4]), [0, 2, 1]), [HEADS])
 
 
 @gluon.jit
-def store_weights(weights, highest, total, RATIO: gl.constexpr, HEADS: gl.constexpr):
-    """Per head, the log2 of the sum of this CTA's weights."""
+def head_in(column, HEADS: gl.constexpr):
+    """The head of a column of `in_columns`."""
+    if HEADS == 8:
+        return column // 2 + column % 2 * 4
+    else:
+        return column // 8 * 8 + column % 8 // 2 + column % 2 * 4
+
+
+@gluon.jit
+def store_weights(weights, highest, total, live, stride, RATIO: gl.constexpr, QUERIES: gl.constexpr,
+                  HEADS: gl.constexpr):  # fmt: skip
+    """Per head, the log2 of the sum of this CTA's weights. Tokens are `stride` apart."""
     number = gl.arange(0, HEADS, total.type.layout)
     weight = gl.where(total > 0.0, highest + gl.log2(total), UNSEEN)
-    gl.store(weights + number, weight, mask=number < RATIO)
+    gl.store(weights + row_of(number, stride, RATIO, QUERIES, 1), weight, mask=number < live)
 
 
 @gluon.jit
@@ -158,7 +212,7 @@ def exp2(x):
 @gluon.constexpr_function
 def logits_layout(heads):
     """[place, run, head]: as MMA returns [token, head, byte], with the two bytes added up."""
-    registers = [[0, 0, 4]] * (heads == 8) + [[1, 0, 0], [2, 0, 0], [4, 0, 0]]
+    registers = [[0, 0, 4 << i] for i in range(log2(heads // 4))] + [[1, 0, 0], [2, 0, 0], [4, 0, 0]]
     lanes = [[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
     return gl.DistributedLinearLayout(registers, lanes, [], [], [8, 8, heads])
 
@@ -166,7 +220,7 @@ def logits_layout(heads):
 @gluon.constexpr_function
 def weights_layout(columns):
     """[place, run, column], as MMA returns it."""
-    high = [[0, 0, 8]] if columns == 16 else []
+    high = [[0, 0, 8 << i] for i in range(log2(columns // 8))]
     lanes = [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
     registers = [[0, 0, 1], *high, [1, 0, 0], [2, 0, 0], [4, 0, 0]]
     return gl.DistributedLinearLayout(registers, lanes, [], [], [8, 8, columns])

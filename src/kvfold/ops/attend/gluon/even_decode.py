@@ -17,12 +17,16 @@ from kvfold.ops.attend.gluon.cards import STAGES, ctas, meta_stages, tiles_at_on
 from kvfold.ops.attend.gluon.decode_tiles import (
     UNSEEN,
     exp2,
+    head_in,
     in_columns,
     joined,
     log2,
     logits_layout,
+    own_queries,
     own_tiles,
     release_by,
+    row_of,
+    seen_by_each,
     seen_tokens,
     store_weights,
     wait_by,
@@ -68,11 +72,11 @@ def room(key: EvenSide, value: EvenSide, shared: int) -> int:
 
 
 @gluon.jit(
-    do_not_specialize=["sink", "recent", "q_stride", "table_stride", "table_pages"],
-    do_not_specialize_on_alignment=["table", "lengths"],
+    do_not_specialize=["sink", "recent", "q_stride", "table_stride", "table_pages", "tokens", "groups"],
+    do_not_specialize_on_alignment=["table", "lengths", "query_starts"],
 )
 def decode(
-    q,  # [sequences, q_heads, DIMS], sequences q_stride apart, rotated
+    q,  # [tokens, q_heads, DIMS], tokens q_stride apart, rotated
     outs,
     weights,
     pool,
@@ -84,6 +88,9 @@ def decode(
     q_stride,
     table_stride,
     table_pages,
+    query_starts,  # None: every sequence has one query
+    tokens,  # of q, None as well
+    groups,  # CTAs that share the queries of a sequence, None as well
     unit,  # of values
     KEY: gl.constexpr,
     VALUE: gl.constexpr,
@@ -91,8 +98,9 @@ def decode(
     PAGE: gl.constexpr,
     PAGE_WORDS: gl.constexpr,
     RATIO: gl.constexpr,  # query heads per KV head
-    HEADS: gl.constexpr,  # RATIO, up to 4 or 8
-    COLUMNS: gl.constexpr,  # not used: there are always 8
+    QUERIES: gl.constexpr,  # of a CTA
+    HEADS: gl.constexpr,  # QUERIES · RATIO, up to 4, 8 or 16
+    COLUMNS: gl.constexpr,  # of a segment's outputs: HEADS, or 8 if that is more
     ORDER: gl.constexpr,  # 1: queries come rotated
     SHARED: gl.constexpr,  # bytes of an SM's shared memory
     OVERLAP: gl.constexpr,
@@ -104,8 +112,17 @@ def decode(
     split, head, sequence = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     splits, kv_heads, sequences = gl.num_programs(0), gl.num_programs(1), gl.num_programs(2)
     table += sequence.to(gl.int64) * table_stride
-    begin, end, first, last, newest = own_tiles(split, splits, sink, recent, gl.load(lengths + sequence))
+    if query_starts is None:
+        token, tokens, live, length, latest = sequence, sequences, RATIO, gl.load(lengths + sequence), 2
+    else:
+        group, split, splits, latest = split % groups, split // groups, splits // groups, 2 * QUERIES * groups
+        token, count, shortest, length = own_queries(query_starts, lengths, sequence, group, QUERIES)
+        live = count * RATIO
+    begin, end, first, last, newest = own_tiles(split, splits, sink, recent, length, latest)
     end = gl.minimum(end, last * 64 + 64)  # the loop may go past the last tile
+    whole = end  # up to where all queries of the CTA read
+    if query_starts is not None:
+        whole = gl.minimum(shortest - recent, end)
     pool += head.to(gl.int64) * PAGE_WORDS
 
     WORDS: gl.constexpr = KEY.words + VALUE.words + ROWS // 4
@@ -125,24 +142,28 @@ def decode(
 
     wait_by(OVERLAP, "start")
     release_by(OVERLAP, "start")
-    row = (sequence * kv_heads + head) * RATIO
-    place = (split.to(gl.int64) * sequences * kv_heads * RATIO) + row
+    row = (token * kv_heads + head) * RATIO
+    place = (split.to(gl.int64) * tokens * kv_heads * RATIO) + row
     highest = gl.full([HEADS], UNSEEN, gl.float32, HEAD)
     if (first > last) & (splits > 1):  # nothing to read: free the SM; `merge` ignores the outputs of such a part
         wait_by(OVERLAP, "end")
         release_by(OVERLAP, "end")
-        store_weights(weights + place, highest, gl.zeros_like(highest), RATIO, HEADS)
+        nothing = gl.zeros_like(highest)
+        store_weights(weights + place, highest, nothing, live, kv_heads * RATIO, RATIO, QUERIES, HEADS)
         return
-    q += sequence.to(gl.int64) * q_stride + head * (RATIO * DIMS)
+    q += token.to(gl.int64) * q_stride + head * (RATIO * DIMS)
     queries = ()
     for i in gl.static_range(len(KEY.each)):
-        queries += (_queries(q + start_of(KEY, i), scale, table_pages >> 31, of(KEY, i), DIMS, RATIO, HEADS, MMA),)
+        own = q + start_of(KEY, i)
+        queries += (
+            _queries(own, scale, table_pages >> 31, live, q_stride, of(KEY, i), DIMS, RATIO, QUERIES, HEADS, MMA),
+        )
 
     total = gl.zeros([8, HEADS], gl.float32, gl.SliceLayout(0, LOGITS))
     shifts, out = (), ()
     for i in gl.static_range(len(VALUE.each)):
         shifts += (gl.zeros([8, HEADS], gl.float32, gl.SliceLayout(0, LOGITS)),)
-        out += (gl.zeros([dims_of(of(VALUE, i)), 8], gl.float32, MMA),)
+        out += (gl.zeros([dims_of(of(VALUE, i)), COLUMNS], gl.float32, MMA),)
     for tile in range(first, last + 1, TILES):
         async_copy.wait_group(0)
         stage = (tile - first) % (2 * TILES)
@@ -152,20 +173,25 @@ def decode(
         pages = tile_pages(table, tile + 2 * TILES, table_pages, kv_heads, KEY, VALUE, TILES, PAGE)
         factors = _scales(scales, stage, TILES, ROWS, LOGITS)
         logits = _logits(keys, stage, factors, queries, KEY, HEADS, MMA)
-        if (tile * 64 < begin) | (tile * 64 + 64 * TILES > end):
-            logits = _masked(logits, tile, begin, end, LOGITS)
+        if (tile * 64 < begin) | (tile * 64 + 64 * TILES > whole):
+            logits = _masked(logits, tile, begin, end, whole, LOGITS, RATIO, QUERIES, HEADS)
         weight, fade, highest, total = _softmax(logits, highest, total)
         shifts, out = _faded(shifts, out, fade, HEADS, MMA)
         for j in gl.static_range(TILES):
-            shifts, out = _add_values(shifts, out, weight[j], factors[j], values, stage + j, KEY, VALUE, HEADS, MMA)
+            shifts, out = _add_values(
+                shifts, out, weight[j], factors[j], values, stage + j, KEY, VALUE, HEADS, COLUMNS, MMA
+            )
 
     wait_by(OVERLAP, "end")
     release_by(OVERLAP, "end")
-    total = gl.sum(total, 0)
+    total, stride = gl.sum(total, 0), kv_heads * RATIO
     for i in gl.static_range(len(VALUE.each)):
         part = outs + (place * DIMS + start_of(VALUE, i))
-        _store_segment(part, out[i], total, gl.sum(shifts[i], 0), unit, i, of(VALUE, i), DIMS, RATIO, HEADS)
-    store_weights(weights + place, highest, total, RATIO, HEADS)
+        shift = gl.sum(shifts[i], 0)
+        _store_segment(
+            part, out[i], total, shift, unit, live, stride, i, of(VALUE, i), DIMS, RATIO, QUERIES, HEADS, COLUMNS
+        )
+    store_weights(weights + place, highest, total, live, stride, RATIO, QUERIES, HEADS)
 
 
 @gluon.jit
@@ -184,10 +210,13 @@ def _scales(scales, stage, TILES: gl.constexpr, ROWS: gl.constexpr, LOGITS: gl.c
 
 
 @gluon.jit
-def _masked(logits, tile, begin, end, LOGITS: gl.constexpr):
+def _masked(logits, tile, begin, end, whole, LOGITS: gl.constexpr, RATIO: gl.constexpr, QUERIES: gl.constexpr,
+            HEADS: gl.constexpr):  # fmt: skip
     masked = ()
     for j in gl.static_range(len(logits)):
-        masked += (gl.where(seen_tokens(tile + j, begin, end, LOGITS), logits[j], UNSEEN),)
+        seen = seen_tokens(tile + j, begin, end, LOGITS)
+        seen = seen_by_each(seen, tile + j, whole, LOGITS, RATIO, QUERIES, HEADS)
+        masked += (gl.where(seen, logits[j], UNSEEN),)
     return masked
 
 
@@ -243,8 +272,8 @@ def _add_logits(logits, k, factor, query, SEGMENT: gl.constexpr, HEADS: gl.const
 
 
 @gluon.jit
-def _queries(q, scale, zero, SEGMENT: gl.constexpr, DIMS: gl.constexpr, RATIO: gl.constexpr, HEADS: gl.constexpr,
-             MMA: gl.constexpr):  # fmt: skip
+def _queries(q, scale, zero, live, stride, SEGMENT: gl.constexpr, DIMS: gl.constexpr, RATIO: gl.constexpr,
+             QUERIES: gl.constexpr, HEADS: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
     """For a segment of keys: the second operand of its logits, what sums begin with, and the unit per head.
 
     `zero` is 0, but the compiler does not know.
@@ -261,7 +290,8 @@ def _queries(q, scale, zero, SEGMENT: gl.constexpr, DIMS: gl.constexpr, RATIO: g
     code = (index >> (log2(COUNT) - log2(codes_per_lane(SEGMENT.bits, SEGMENT.per_token)))) * SEGMENT.bits & 3
     place = (1 << code).to(gl.float32)[:, None]
     head = (column // 2)[None, :]
-    x = gl.load(q + (head * DIMS + coordinate[:, None]), mask=head < RATIO, other=0.0).to(gl.float32)
+    at = row_of(head, stride, RATIO, QUERIES, DIMS) + coordinate[:, None]
+    x = gl.load(q + at, mask=head < live, other=0.0).to(gl.float32)
     unit = gl.max(gl.abs(x * (1.0 / place)), 0) / 32639.0 + 1e-30
     MIDDLE: gl.constexpr = key_middle(SEGMENT.bits)
     if SEGMENT.bits < 8:  # a sum of products is at most |x|·|codes − middle|
@@ -287,12 +317,12 @@ def _queries(q, scale, zero, SEGMENT: gl.constexpr, DIMS: gl.constexpr, RATIO: g
 
 @gluon.jit
 def _add_values(shifts, out, weight, factors, values, stage, KEY: gl.constexpr, VALUE: gl.constexpr,
-                HEADS: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
+                HEADS: gl.constexpr, COLUMNS: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
     """Sums of weights and outputs [coordinate, column] of all segments, with those of a tile."""
     weighted, new_shifts, new_out = (), (), ()
     for i in gl.static_range(len(out)):
         weighted += (_flushed_product(weight, factors[KEY.segments + i]),)
-    operands = _operands(weighted, VALUE, HEADS, MMA)
+    operands = _operands(weighted, VALUE, HEADS, COLUMNS, MMA)
     for i in gl.static_range(len(out)):
         v = value_operand(read_values(values[i].index(stage), of(VALUE, i)), of(VALUE, i), dims_of(of(VALUE, i)), MMA)
         new_shifts += (shifts[i] + gl.sum(weighted[i], 0),)
@@ -301,19 +331,19 @@ def _add_values(shifts, out, weight, factors, values, stage, KEY: gl.constexpr, 
 
 
 @gluon.jit
-def _operands(weighted, VALUE: gl.constexpr, HEADS: gl.constexpr, MMA: gl.constexpr):
+def _operands(weighted, VALUE: gl.constexpr, HEADS: gl.constexpr, COLUMNS: gl.constexpr, MMA: gl.constexpr):
     """Weights [place, run, head] per segment of values -> the second operand of its outputs, [token, column].
 
-    Four heads have a column for either segment. Eight heads have eight columns per segment.
+    Four heads have a column for either segment. More heads have as many columns per segment.
     """
     if VALUE.segments == 1:
-        return (weights_operand(weighted[0], weighted[0], VALUE, HEADS, 8, MMA),)
+        return (weights_operand(weighted[0], weighted[0], VALUE, HEADS, COLUMNS, MMA),)
     elif HEADS == 4:
-        both = weights_operand(weighted[0], weighted[1], VALUE, HEADS, 8, MMA)
+        both = weights_operand(weighted[0], weighted[1], VALUE, HEADS, COLUMNS, MMA)
         return both, both
     else:
-        first = weights_operand(weighted[0], weighted[0], VALUE, HEADS, 8, MMA)
-        return first, weights_operand(weighted[1], weighted[1], VALUE, HEADS, 8, MMA)
+        first = weights_operand(weighted[0], weighted[0], VALUE, HEADS, COLUMNS, MMA)
+        return first, weights_operand(weighted[1], weighted[1], VALUE, HEADS, COLUMNS, MMA)
 
 
 @gluon.jit
@@ -342,11 +372,13 @@ def _faded_segment(out, fade, NUMBER: gl.constexpr, HEADS: gl.constexpr, MMA: gl
 
 
 @gluon.jit
-def _store_segment(part, out, total, shift, unit, NUMBER: gl.constexpr, SEGMENT: gl.constexpr, DIMS: gl.constexpr,
-                   RATIO: gl.constexpr, HEADS: gl.constexpr):  # fmt: skip
-    """Store outputs [coordinate, column] of a segment as means over this CTA's tokens, float32[RATIO, DIMS]."""
+def _store_segment(part, out, total, shift, unit, live, stride, NUMBER: gl.constexpr, SEGMENT: gl.constexpr,
+                   DIMS: gl.constexpr, RATIO: gl.constexpr, QUERIES: gl.constexpr, HEADS: gl.constexpr,
+                   COLUMNS: gl.constexpr):  # fmt: skip
+    """Store outputs [coordinate, column] of a segment as means over this CTA's tokens, float32[RATIO, DIMS] per
+    query."""
     SIZE: gl.constexpr = dims_of(SEGMENT)
-    out = codes_alone(out, SEGMENT, SIZE, 8)
+    out = codes_alone(out, SEGMENT, SIZE, COLUMNS)
     if HEADS == 4:
         first, second = gl.split(gl.reshape(out, [SIZE, HEADS, 2]))
         out = first if NUMBER == 0 else second
@@ -357,8 +389,8 @@ def _store_segment(part, out, total, shift, unit, NUMBER: gl.constexpr, SEGMENT:
     shift = gl.convert_layout(shift, gl.SliceLayout(0, LAYOUT), assert_trivial=True)
     index = gl.arange(0, SIZE, gl.SliceLayout(1, LAYOUT))
     head = gl.arange(0, HEADS, gl.SliceLayout(0, LAYOUT))
-    if HEADS == 8:
-        head = head // 2 + head % 2 * 4
+    if HEADS > 4:
+        head = head_in(head, HEADS)
     # the code that `value_operand` puts at this index; from the low bits up: half of a row, row, code of the byte, byte
     LINES: gl.constexpr = SEGMENT.per_token // 4
     CODES: gl.constexpr = 8 // SEGMENT.bits
@@ -368,7 +400,8 @@ def _store_segment(part, out, total, shift, unit, NUMBER: gl.constexpr, SEGMENT:
     MIDDLE: gl.constexpr = (2**SEGMENT.bits - 1) / 2
     mean = out * back[:, None] - (shift * MIDDLE)[None, :]
     mean = mean * (gl.where(total > 0.0, 1.0 / total, 0.0) * (unit * BACK))[None, :]
-    gl.store(part + (head[None, :] * DIMS + coordinate[:, None]), mean, mask=(head < RATIO)[None, :])
+    at = row_of(head, stride * DIMS, RATIO, QUERIES, DIMS)
+    gl.store(part + (at[None, :] + coordinate[:, None]), mean, mask=(head < live)[None, :])
 
 
 # --- from words to operands

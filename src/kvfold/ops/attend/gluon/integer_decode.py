@@ -38,12 +38,16 @@ from kvfold.ops.attend.gluon.decode_tiles import (
     UNSEEN,
     faded,
     float_pair,
+    head_in,
     in_columns,
     joined,
     log2,
     logits_layout,
+    own_queries,
     own_tiles,
     release_by,
+    row_of,
+    seen_by_each,
     seen_tokens,
     softmax,
     store_weights,
@@ -95,11 +99,11 @@ def room(key: IntegerWords, value: IntegerWords, shared: int) -> int:
 
 
 @gluon.jit(
-    do_not_specialize=["sink", "recent", "q_stride", "table_stride", "table_pages"],
-    do_not_specialize_on_alignment=["table", "lengths"],
+    do_not_specialize=["sink", "recent", "q_stride", "table_stride", "table_pages", "tokens", "groups"],
+    do_not_specialize_on_alignment=["table", "lengths", "query_starts"],
 )
 def decode(
-    q,  # [sequences, q_heads, DIMS], sequences q_stride apart
+    q,  # [tokens, q_heads, DIMS], tokens q_stride apart
     outs,
     weights,
     pool,
@@ -111,13 +115,17 @@ def decode(
     q_stride,
     table_stride,
     table_pages,
+    query_starts,  # None: every sequence has one query
+    tokens,  # of q, None as well
+    groups,  # CTAs that share the queries of a sequence, None as well
     KEY: gl.constexpr,
     VALUE: gl.constexpr,
     DIMS: gl.constexpr,
     PAGE: gl.constexpr,
     PAGE_WORDS: gl.constexpr,
     RATIO: gl.constexpr,  # query heads per KV head
-    HEADS: gl.constexpr,  # RATIO, up to 4 or 8
+    QUERIES: gl.constexpr,  # of a CTA
+    HEADS: gl.constexpr,  # QUERIES · RATIO, up to 4, 8 or 16
     COLUMNS: gl.constexpr,  # of outputs: one or two per head
     ORDER: gl.constexpr,  # of the Hadamard matrices that rotate queries here; 1: none
     SHARED: gl.constexpr,  # bytes of an SM's shared memory
@@ -129,7 +137,16 @@ def decode(
     split, head, sequence = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     splits, kv_heads, sequences = gl.num_programs(0), gl.num_programs(1), gl.num_programs(2)
     table += sequence.to(gl.int64) * table_stride
-    begin, end, first, last, newest = own_tiles(split, splits, sink, recent, gl.load(lengths + sequence))
+    if query_starts is None:
+        token, tokens, live, length, latest = sequence, sequences, RATIO, gl.load(lengths + sequence), 2
+    else:
+        group, split, splits, latest = split % groups, split // groups, splits // groups, 2 * QUERIES * groups
+        token, count, shortest, length = own_queries(query_starts, lengths, sequence, group, QUERIES)
+        live = count * RATIO
+    begin, end, first, last, newest = own_tiles(split, splits, sink, recent, length, latest)
+    whole = end  # up to where all queries of the CTA read
+    if query_starts is not None:
+        whole = shortest - recent
     pool += head.to(gl.int64) * PAGE_WORDS
 
     KEYS: gl.constexpr = gl.SwizzledSharedLayout(KEY.per_token, 1, 8, [1, 0])
@@ -149,19 +166,20 @@ def decode(
 
     wait_by(OVERLAP, "start")
     release_by(OVERLAP, "start")
-    row = (sequence * kv_heads + head) * RATIO
-    place = (split.to(gl.int64) * sequences * kv_heads * RATIO) + row
+    row = (token * kv_heads + head) * RATIO
+    place = (split.to(gl.int64) * tokens * kv_heads * RATIO) + row
     highest = gl.full([HEADS], UNSEEN, gl.float32, HEAD)
     if (first > last) & (splits > 1):  # nothing to read: free the SM; `merge` ignores the outputs of such a part
         wait_by(OVERLAP, "end")
         release_by(OVERLAP, "end")
-        store_weights(weights + place, highest, gl.zeros_like(highest), RATIO, HEADS)
+        nothing = gl.zeros_like(highest)
+        store_weights(weights + place, highest, nothing, live, kv_heads * RATIO, RATIO, QUERIES, HEADS)
         return
-    q += sequence.to(gl.int64) * q_stride + head * (RATIO * DIMS)
-    query0, unit0, sum0 = _queries(q, 0, scale, KEY, DIMS, RATIO, HEADS, ORDER, MMA)
+    q += token.to(gl.int64) * q_stride + head * (RATIO * DIMS)
+    query0, unit0, sum0 = _queries(q, 0, scale, live, q_stride, KEY, DIMS, RATIO, QUERIES, HEADS, ORDER, MMA)
     query1, unit1, sum1 = query0, unit0, sum0
     if KEY.segments == 2:
-        query1, unit1, sum1 = _queries(q, 1, scale, KEY, DIMS, RATIO, HEADS, ORDER, MMA)
+        query1, unit1, sum1 = _queries(q, 1, scale, live, q_stride, KEY, DIMS, RATIO, QUERIES, HEADS, ORDER, MMA)
 
     total = gl.zeros([8, HEADS], gl.float32, gl.SliceLayout(0, LOGITS))
     shift0 = gl.zeros([8, HEADS], gl.float32, gl.SliceLayout(0, LOGITS))
@@ -176,9 +194,9 @@ def decode(
         k, k_meta = _read_keys(keys.index(stage), KEY), _read_meta(key_meta.index(stage), KEY)
         logits = _logits(k, k_meta, query0, unit0, sum0, query1, unit1, sum1, KEY, DIMS, HEADS, MMA)
         scale0, offset0, scale1, offset1 = _scales(_read_meta(value_meta.index(stage), VALUE), VALUE, LOGITS)
-        if (tile * 64 < begin) | (tile * 64 + 64 > end):
+        if (tile * 64 < begin) | (tile * 64 + 64 > whole):
             seen = seen_tokens(tile, begin, end, LOGITS)
-            logits = gl.where(seen, logits, UNSEEN)
+            logits = gl.where(seen_by_each(seen, tile, whole, LOGITS, RATIO, QUERIES, HEADS), logits, UNSEEN)
             scale0, offset0 = gl.where(seen, scale0, 0.0), gl.where(seen, offset0, 0.0)
             scale1, offset1 = gl.where(seen, scale1, 0.0), gl.where(seen, offset1, 0.0)
         weight, fade, highest, total = softmax(logits, highest, total)
@@ -192,8 +210,11 @@ def decode(
     wait_by(OVERLAP, "end")
     release_by(OVERLAP, "end")
     total, shift0, shift1 = gl.sum(total, 0), gl.sum(shift0, 0), gl.sum(shift1, 0)
-    _store_part(outs + place * DIMS, out, total, shift0, shift1, VALUE, DIMS, RATIO, HEADS, COLUMNS)
-    store_weights(weights + place, highest, total, RATIO, HEADS)
+    stride = kv_heads * RATIO
+    _store_part(
+        outs + place * DIMS, out, total, shift0, shift1, live, stride, VALUE, DIMS, RATIO, QUERIES, HEADS, COLUMNS
+    )
+    store_weights(weights + place, highest, total, live, stride, RATIO, QUERIES, HEADS)
 
 
 # --- the two products
@@ -226,8 +247,8 @@ def _segment(k, scale, offset, query, unit, total, KEY: gl.constexpr, DIMS: gl.c
 
 
 @gluon.jit
-def _queries(q, SEGMENT: gl.constexpr, scale, KEY: gl.constexpr, DIMS: gl.constexpr, RATIO: gl.constexpr,
-             HEADS: gl.constexpr, ORDER: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
+def _queries(q, SEGMENT: gl.constexpr, scale, live, stride, KEY: gl.constexpr, DIMS: gl.constexpr, RATIO: gl.constexpr,
+             QUERIES: gl.constexpr, HEADS: gl.constexpr, ORDER: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
     """The second operand of a segment's logits; and per head, the unit and the sum of its numbers, times `scale`."""
     PARTS: gl.constexpr = key_parts(KEY.per_token, KEY.segments)
     COUNT: gl.constexpr = DIMS // PARTS
@@ -242,10 +263,10 @@ def _queries(q, SEGMENT: gl.constexpr, scale, KEY: gl.constexpr, DIMS: gl.conste
     for bit in gl.static_range(log2(COUNT)):
         coordinate += (index >> bit & 1) * key_coordinate(bit, WORDS, CODES, BYTES)
     head = (column // 2)[None, :]
-    q += head * DIMS + coordinate[:, None]
-    x = gl.load(q + SEGMENT % PARTS * COUNT, mask=head < RATIO, other=0.0).to(gl.float32)
+    q += row_of(head, stride, RATIO, QUERIES, DIMS) + coordinate[:, None]
+    x = gl.load(q + SEGMENT % PARTS * COUNT, mask=head < live, other=0.0).to(gl.float32)
     if PARTS == 2 and ORDER == DIMS:
-        other = gl.load(q + (1 - SEGMENT) * COUNT, mask=head < RATIO, other=0.0).to(gl.float32)
+        other = gl.load(q + (1 - SEGMENT) * COUNT, mask=head < live, other=0.0).to(gl.float32)
         x = other + (x if SEGMENT == 0 else -x)
     for bit in gl.static_range(log2(COUNT)):
         if key_coordinate(bit, WORDS, CODES, BYTES) < ORDER:
@@ -288,9 +309,9 @@ def _fixed(x, place, low):
 
 
 @gluon.jit
-def _store_part(part, out, total, shift0, shift1, VALUE: gl.constexpr, DIMS: gl.constexpr, RATIO: gl.constexpr,
-                HEADS: gl.constexpr, COLUMNS: gl.constexpr):  # fmt: skip
-    """Store outputs [coordinate, column] as means over this CTA's tokens, float32[RATIO, DIMS]."""
+def _store_part(part, out, total, shift0, shift1, live, stride, VALUE: gl.constexpr, DIMS: gl.constexpr,
+                RATIO: gl.constexpr, QUERIES: gl.constexpr, HEADS: gl.constexpr, COLUMNS: gl.constexpr):  # fmt: skip
+    """Store outputs [coordinate, column] as means over this CTA's tokens, float32[RATIO, DIMS] per query."""
     out = codes_alone(out, VALUE, DIMS, COLUMNS)
     if COLUMNS == 2 * HEADS:
         first, second = gl.split(gl.reshape(out, [DIMS, HEADS, 2]))
@@ -303,7 +324,7 @@ def _store_part(part, out, total, shift0, shift1, VALUE: gl.constexpr, DIMS: gl.
     index = gl.arange(0, DIMS, gl.SliceLayout(1, LAYOUT))
     head = gl.arange(0, HEADS, gl.SliceLayout(0, LAYOUT))
     if COLUMNS == HEADS:
-        head = head // 2 + head % 2 * 4
+        head = head_in(head, HEADS)
     # the code that `value_operand` puts at this index; from the low bits up: half of a row, row, code of the byte, byte
     ROWS: gl.constexpr = VALUE.per_token // 4
     CODES: gl.constexpr = 8 // VALUE.bits
@@ -318,7 +339,8 @@ def _store_part(part, out, total, shift0, shift1, VALUE: gl.constexpr, DIMS: gl.
         shift1 = gl.convert_layout(shift1, gl.SliceLayout(0, LAYOUT), assert_trivial=True)
         mean = gl.where((segment == 0)[:, None], mean, second * back + shift1[None, :])
     mean = mean * gl.where(total > 0.0, 1.0 / total, 0.0)[None, :]
-    gl.store(part + head[None, :] * DIMS + coordinate[:, None], mean, mask=(head < RATIO)[None, :])
+    at = row_of(head, stride * DIMS, RATIO, QUERIES, DIMS)
+    gl.store(part + at[None, :] + coordinate[:, None], mean, mask=(head < live)[None, :])
 
 
 @gluon.jit

@@ -1,17 +1,19 @@
 """Stands in for SGLang's native kernels, of which there is no wheel for CPUs. All names are there. Those of linear
-attention work, the others do not."""
+attention and of speculative decoding work, the others do not."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from sgl_kernel import mamba
+from sgl_kernel import mamba, speculative
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
     if name.startswith("__"):
         raise AttributeError(name)
+    if hasattr(speculative, name):
+        return getattr(speculative, name)
 
     def missing(*_: Any, **__: Any) -> Any:
         raise NotImplementedError(f"there is no kernel sgl_kernel.{name} here")

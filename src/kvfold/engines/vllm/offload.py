@@ -1,0 +1,63 @@
+"""Pages that vLLM's OffloadingConnector keeps in CPU memory and in files."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
+
+from kvfold.artifact import digest_model
+from kvfold.engines.stored_pages import name_of_pages
+from kvfold.engines.vllm.configuration import asked_for
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+SPECS = ("CPUOffloadingSpec", "TieringOffloadingSpec")  # values of spec_name; the first is vLLM's default
+FILES = {"type": "CheckedFileTier", "module_path": "kvfold.engines.vllm.file_tier"}
+
+
+def refusals(transfer: KVTransferConfig | None) -> dict[str, bool]:
+    """Why a connector would give wrong answers, and whether it would."""
+    if transfer is None:
+        return {}
+    given = transfer.kv_connector_extra_config
+    spec, types = given.get("spec_name", SPECS[0]), {tier.get("type") for tier in tiers(transfer)}
+    return {
+        f"{transfer.kv_connector} is not supported: of KV connectors, use OffloadingConnector": (
+            transfer.kv_connector != "OffloadingConnector" or transfer.kv_connector_module_path is not None
+        ),
+        f"spec_name {spec} of OffloadingConnector is not tested: use {' or '.join(SPECS)}": (
+            spec not in SPECS or "spec_module_path" in given
+        ),
+        "canonical_layout would cut packed pages into tokens: leave it out": bool(given.get("canonical_layout")),
+        "secondary_tiers are tested with files alone: leave out all but those of type fs": (
+            not types <= {"fs", FILES["type"]}
+        ),
+    }
+
+
+def tiers(transfer: KVTransferConfig | None) -> list[dict[str, Any]]:
+    """What is below CPU memory."""
+    return [] if transfer is None else transfer.kv_connector_extra_config.get("secondary_tiers") or []
+
+
+def check_files(config: VllmConfig) -> None:
+    """Let files of pages be checked when they are read, in a folder whose name says what packed them."""
+    transfer, choice = config.kv_transfer_config, asked_for(config)
+    if transfer is None or choice is None:
+        return
+    parallel = config.parallel_config
+    ranks = f"tp{parallel.tensor_parallel_size}-pp{parallel.pipeline_parallel_size}"
+    for tier in tiers(transfer):
+        if tier["type"] == "fs":
+            name = name_of_pages(choice, digest_model(config.model_config.model))
+            tier.update(FILES, root_dir=f"{tier['root_dir']}/{name}-{ranks}")
+
+
+def loaded_blocks(step: "SchedulerOutput") -> Iterable[int]:
+    """The blocks that are loaded from elsewhere in a step or after it, before a request reads them."""
+    metadata = step.kv_connector_metadata
+    if isinstance(metadata, OffloadingConnectorMetadata):
+        for job in metadata.load_jobs.values():
+            yield from job.dst_spec.block_ids.tolist()
