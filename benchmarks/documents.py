@@ -376,6 +376,7 @@ NOT_RUN = {  # examples that the tests of the documents do not run: what they ne
     "bench kernels": "needs a GPU",
     "bench step": "needs a GPU",
     "bench serving": "needs a server",
+    "bench soak": "needs a server",
 }
 
 
