@@ -16,7 +16,13 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 CODE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
-ALWAYS = ("CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md")  # in the navigation
+ALWAYS = (
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "benchmarks/README.md",
+    "examples/README.md",
+)  # in the navigation
 
 
 def on_files(files: Files, config: Any) -> Files:

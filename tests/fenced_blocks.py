@@ -8,13 +8,14 @@ from itertools import dropwhile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SETTING = re.compile("[A-Z_]+=")
+SETTING = re.compile("[A-Z0-9_]+=")
 FENCE = re.compile(r"^```(\w*)(?: title=\"([^\"]*)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def documents() -> list[Path]:
     """All that the site has, and the README."""
-    return [*sorted(ROOT.glob("*.md")), ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    folders = ROOT, ROOT / "benchmarks", ROOT / "examples"
+    return [page for folder in folders for page in sorted(folder.glob("*.md"))] + sorted((ROOT / "docs").rglob("*.md"))
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ the rest. vLLM and SGLang are gigabytes of CUDA: their test environments lend th
 with what the extra asks for.
 """
 
+import email
 import os
 import subprocess
 import sys
@@ -148,4 +149,10 @@ def test_the_wheel_and_the_sdist_hold_all_of_the_package(built, wheel):
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {f"src/{path}" for path in files} <= names
-    assert {"LICENSE", "README.md", "pyproject.toml", "tests/test_package.py"} <= names
+    others = {"CHANGELOG.md", "CITATION.cff", "LICENSE", "README.md", "SECURITY.md", "pyproject.toml"}
+    assert {*others, "examples/own_method.py", "tests/test_package.py"} <= names
+    assert (sdist.name, wheel.name) == (f"kvfold-{__version__}.tar.gz", f"kvfold-{__version__}-py3-none-any.whl")
+    (about,) = [name for name in ZipFile(wheel).namelist() if name.endswith(".dist-info/METADATA")]
+    metadata = email.message_from_bytes(ZipFile(wheel).read(about))
+    assert (metadata["Name"], metadata["Version"]) == ("kvfold", __version__)
+    assert metadata.get_payload(decode=True).decode() == (ROOT / "README.md").read_text()

@@ -1,7 +1,11 @@
 """The named recipes."""
 
 import difflib
+import os
 import re
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 
 from kvfold.methods.block_gtq import BlockGtq
 from kvfold.methods.fold import Fold
@@ -20,6 +24,8 @@ from kvfold.recipe import Recipe
 TUNED = Fold(name="fold", summary="kvfold's own, with widths that `kvfold tune` chose per layer")
 CODEBOOKS = re.compile(r"(tq|gtq)-k(\d+)v(\d+)")  # any two bit widths; RECIPES lists a few
 WIDTHS = range(1, 9)
+METHODS = "KVFOLD_METHODS"  # an environment variable: files with methods of the user, separated as paths are
+NAME = re.compile(r"[a-z][a-z0-9._-]*")  # of a recipe: it becomes part of file names and of tensors' names
 
 
 def _codebooks(family: str, key_bits: int, value_bits: int) -> Recipe:
@@ -62,9 +68,42 @@ RECIPES: dict[str, Recipe] = {
     )
 }
 
+OURS = frozenset({*RECIPES, TUNED.name})
+
+
+def add(recipe: Recipe) -> None:
+    """Make a recipe known by its name, wherever recipes are named. A name of kvfold's own is refused. One that was
+    added before is replaced."""
+    if recipe.name in OURS or CODEBOOKS.fullmatch(recipe.name):
+        raise ValueError(f"kvfold has a recipe {recipe.name!r} itself: take another name")
+    if not NAME.fullmatch(recipe.name):
+        raise ValueError(f"{recipe.name!r} is no name of a recipe: take small letters, digits, dots and hyphens")
+    RECIPES[recipe.name] = recipe
+
+
+def load_methods() -> None:
+    """Run the files that KVFOLD_METHODS names, each once. They call `add`."""
+    for file in filter(None, os.environ.get(METHODS, "").split(os.pathsep)):
+        path = Path(file).expanduser().resolve()
+        name = f"kvfold_methods_{path.stem}"
+        if name in sys.modules:
+            continue
+        if path.suffix != ".py" or not path.is_file():
+            raise FileNotFoundError(f"{METHODS} names {file!r}, which is no Python file: correct it or unset it")
+        spec = spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = module_from_spec(spec)
+        try:
+            spec.loader.exec_module(sys.modules[name])
+        except BaseException:
+            del sys.modules[name]
+            raise
+
 
 def parse(text: str) -> Recipe:
     """A recipe from its name and options: `saw-int4:order=64,sink=4`."""
+    load_methods()
     name, _, options = text.partition(":")
     if codebooks := CODEBOOKS.fullmatch(name):
         key_bits, value_bits = int(codebooks[2]), int(codebooks[3])

@@ -1,3 +1,3 @@
 """The version. Modules that `kvfold/__init__.py` imports read it from here."""
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.3.0"

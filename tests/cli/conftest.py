@@ -1,5 +1,5 @@
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import huggingface_hub
@@ -10,12 +10,24 @@ from commands import FITTED, HEAD_DIM, KV_HEADS, LAYERS, plain, run
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvfold.cli import main
+from kvfold.recipes import RECIPES
 
 
 @pytest.fixture(autouse=True)
 def _narrow_terminal_without_a_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture
+def _own_method(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The recipe of examples/own_method.py is known, as far as the test names it."""
+    monkeypatch.setenv("KVFOLD_METHODS", str(Path(__file__).parents[2] / "examples" / "own_method.py"))
+    before = dict(RECIPES)
+    yield
+    RECIPES.clear()
+    RECIPES.update(before)
+    sys.modules.pop("kvfold_methods_own_method", None)
 
 
 @pytest.fixture(scope="session")

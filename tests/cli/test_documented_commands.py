@@ -23,7 +23,7 @@ BLOCKS = list(blocks("sh"))
 KVFOLD = typer.main.get_command(app)
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 TARGETS = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-SERVERS = {"curl", "docker", "kubectl", "vllm"}  # only in blocks that say what they need
+SERVERS = {"curl", "docker", "jupyter", "kubectl", "vllm"}  # only in blocks that say what they need
 LESS = {  # work for the tiny model, so that a command takes a second
     "calibrate": ("--tokens", "200", "--context", "64"),
     "eval": ("--tokens", "128", "--context", "64"),
@@ -67,6 +67,7 @@ def parsed_by_script(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
             runpy.run_path(str(ROOT / words[0]), run_name="__main__")
 
 
+@pytest.mark.usefixtures("_own_method")
 @pytest.mark.parametrize("needed", [False, True], ids=["run here", "with a title"])
 def test_every_command_is_one_that_there_is(needed: bool, monkeypatch: pytest.MonkeyPatch):
     seen = set()
@@ -120,18 +121,20 @@ def here(block: Block) -> list[list[str]]:
 PAGES = sorted({block.page for block in BLOCKS if here(block)})
 
 
+@pytest.mark.usefixtures("_own_method")
 @pytest.mark.parametrize("page", PAGES)
 def test_every_command_runs(page: str, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """In the order of the page, and in a folder of its own."""
-    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
+    for folder in ("benchmarks", "examples"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KVFOLD_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("kvfold.calibration.automatic.TOKENS", {"cpu": 256})
     for block in BLOCKS:
-        for program, *words in here(block) if block.page == page else []:
+        for program, *told in here(block) if block.page == page else []:
+            words = [str(small) if word == "embedded" else word for word in told]
             if program == "kvfold":
-                name, _, _ = find(words)
-                run(*(small if word == "embedded" else word for word in words), *LESS.get(name, ()))
+                run(*words, *LESS.get(find(words)[0], ()))
             else:
                 monkeypatch.setattr(sys, "argv", [os.fspath(ROOT / words[0]), *words[1:]])
                 runpy.run_path(str(ROOT / words[0]), run_name="__main__")

@@ -1,6 +1,7 @@
 """Calibration if the user gives no artifact. Every command and the Python API use the same text and token count."""
 
 import hashlib
+import inspect
 import json
 import platform
 from collections.abc import Callable, Sequence
@@ -54,14 +55,15 @@ def kept(
     """The folder of an artifact for one recipe, in the user's cache. If there is none, `load` loads the model and `run`
     calibrates it.
 
-    The folder's name has a hash of the model's weights and of the versions. With other versions, the artifact is made
-    anew.
+    The folder's name has a hash of the model's weights, of the versions and of the method's source. If one of them
+    changes, the artifact is made anew.
     """
     weights, loaded = digest_model(name), None
     if weights is None:  # the model is not on this machine yet, or not in safetensors files
         loaded = load(name)
         weights = digest_model(name) or Fingerprint.of(loaded[0]).weights
-    made_with = [weights, SCHEMA, versions(), platform.python_version(), tokens_on(default_device())]
+    source = Path(inspect.getfile(type(recipe))).read_text() if recipe.learns else ""
+    made_with = [weights, SCHEMA, versions(), platform.python_version(), tokens_on(default_device()), source]
     key = hashlib.sha256(json.dumps(made_with, sort_keys=True).encode()).hexdigest()[:16]
     folder = cache_folder() / "artifacts" / f"{key}-{recipe.fitted_as if recipe.learns else 'means'}"
     if not folder.is_dir():

@@ -64,8 +64,9 @@ def config_of(name: str) -> dict[str, Any]:
 def fitting_recipes(geometry: Geometry) -> tuple[dict[str, "Recipe"], list[str]]:
     """The named recipes that fit a model, and a line per other recipe that says why it does not fit."""
     from kvfold.fitted import Fitted
-    from kvfold.recipes import RECIPES
+    from kvfold.recipes import RECIPES, load_methods
 
+    load_methods()
     fitting, others = {}, []
     for name, recipe in RECIPES.items():
         try:

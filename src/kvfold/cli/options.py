@@ -10,8 +10,9 @@ DEFAULT = "fold4"  # the recipe, if the user names none
 
 def recipe_names() -> list[str]:
     """For completion in a shell."""
-    from kvfold.recipes import RECIPES, TUNED
+    from kvfold.recipes import RECIPES, TUNED, load_methods
 
+    load_methods()
     return [*RECIPES, TUNED.name]
 
 
