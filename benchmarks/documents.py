@@ -238,20 +238,22 @@ def kernels() -> str:
     return table(["decode", *KERNEL_CASES], rows)
 
 
-PROMPT_CASES = {  # op, sequences, tokens of a sequence, new ones of these
-    "first 8k": ("extend", "1", "8192", "8192"),
-    "next 8k": ("extend", "1", "16384", "8192"),
-    "512 after 32k": ("extend", "1", "33280", "512"),
-    "store 8k": ("store", "1", "8192", "8192"),
-    "store 32 × 1": ("store", "32", "1", "1"),
+PROMPT_CASES = {  # op, sequences, tokens of a sequence, new ones of these, and what it is compared with
+    "first 8k, cuDNN": ("extend", "1", "8192", "8192", "cuDNN"),
+    "first 8k, FA3": ("extend", "1", "8192", "8192", "FlashAttention 3"),
+    "next 8k, cuDNN": ("extend", "1", "16384", "8192", "cuDNN"),
+    "512 after 32k, cuDNN": ("extend", "1", "33280", "512", "cuDNN"),
+    "512 after 32k, FA3": ("extend", "1", "33280", "512", "FlashAttention 3"),
+    "store 8k": ("store", "1", "8192", "8192", "int4:centre=false"),
+    "store 32 × 1": ("store", "32", "1", "1", "int4:centre=false"),
 }
 
 
 def prompts() -> str:
     """Reading prompts, over 16-bit attention, and storing tokens, in µs; with the heads of Qwen3-8B."""
     shape = {"page": "64", "head_dim": "128", "q_heads": "32", "kv_heads": "8"}
-    names = ("op", "batch", "context", "new")
-    rows = last("kernels-h200.csv", lambda row: (row["recipe"], *(row[name] for name in names)), **shape)
+    names = ("recipe", "op", "batch", "context", "new", "baseline")
+    rows = last("kernels-h200.csv", lambda row: tuple(row[name] for name in names), **shape)
     lines = []
     for name, recipe in {**KERNEL_ROWS, "`oscar-int2`, group 128, with its windows": "oscar-int2:group=128"}.items():
         found = [rows.get((recipe, *case)) for case in PROMPT_CASES.values()]
@@ -320,6 +322,19 @@ def sglang_decode() -> str:
     order = [name for name in CACHES if name in cells]
     rows = [[name, *(cells[name].get(case, NOT_MEASURED) for case in cases.values())] for name in order]
     return table(["tokens per second", *cases], rows)
+
+
+def drafts() -> str:
+    """Speculative decoding in SGLang; each row beside the 16-bit cache with as many users."""
+    rows = read("sglang-drafts-h200.csv")
+    dense = {row["users"]: row for row in rows if row["recipe"] == "auto"}
+    lines = []
+    for row in rows:
+        speed = float(row["decode_tps"]) / float(dense[row["users"]]["decode_tps"])
+        share, per_step = f"{100 * float(row['acceptance']):.1f} %", f"{float(row['tokens_per_step']):.2f}"
+        cells = [row["users"], cache_of(row), f"{float(row['decode_tps']):,.0f} ({speed:.2f}×)", share, per_step]
+        lines.append(cells)
+    return table(["users", "cache", "tokens per second", "drafts accepted", "tokens per step"], lines)
 
 
 def steps() -> str:
@@ -478,6 +493,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "serving-vllm": lambda: serving("vllm"),
     "serving-sglang": lambda: serving("sglang"),
     "sglang-decode": sglang_decode,
+    "drafts": drafts,
     "steps": steps,
     "capacity": capacity,
     "recipes": recipes,
