@@ -7,13 +7,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import product
+from itertools import pairwise, product
 from typing import NamedTuple
 
 from kvfold.evaluate.report import LayerBits, spell_kl, wrap_name
 
 WIDTH, LINE, LETTER = 360, 13, 6.3  # pixels: of a drawing, of a line of text, and of a letter
 LEFT, RIGHT, TOP, BOTTOM = 42, 352, 12, 262  # the frame of the Pareto plot
+COLUMNS, SHAPES = (216, 284, RIGHT), ("mean", "most", "tail")  # of the tails
 BIT_TICKS = (1, 2, 3, 4, 6, 8, 12, 16)
 
 # Where a label may stand, as distances from its point; near ones first.
@@ -59,37 +60,42 @@ def frontier(points: Sequence[Point]) -> list[Point]:
     return kept
 
 
-def pareto(points: Sequence[Point], floor: tuple[str, float] | None, counted_at: str) -> str:
-    """KL against bits, both logarithmic. `floor` is the name and the KL of a dashed line, if there is one."""
+def pareto(points: Sequence[Point], line: tuple[str, float] | None, counted_at: str) -> str:
+    """KL against bits, both logarithmic. `line` is the name and the KL of a dashed line, if there is one."""
     measured = [point.kl for point in points if 0 < point.kl < math.inf]
     lowest = min(measured, default=1e-3)
-    foot = lowest / 10 if floor is None or floor[1] <= 0 else max(min(floor[1], lowest), lowest / 1000) / 3
-    y = _log_scale(foot, 2 * max(measured, default=0.1), BOTTOM, TOP)
-    x = _log_scale(min(point.bits for point in points) / 1.25, max(point.bits for point in points) * 1.2, LEFT, RIGHT)
+    if line and line[1] < lowest / 1000:
+        line = None  # it would squeeze the points together
+    numbers = [*measured, line[1]] if line else measured or [lowest]
+    y = _Scale(min(numbers) / (3 if line else 10), 2 * max(numbers), BOTTOM, TOP)
+    x = _Scale(min(point.bits for point in points) / 1.25, max(point.bits for point in points) * 1.2, LEFT, RIGHT)
     at = [
         (x(point.bits), TOP if not math.isfinite(point.kl) else y(point.kl) if point.kl > 0 else BOTTOM)
         for point in points
     ]
     parts = [f'<path class="grid" d="M{LEFT} {y(tick):.1f}H{RIGHT}"/>' for tick in y.ticks]
-    parts += [_text(LEFT - 6, y(tick) + 4, f"{tick:g}", "end") for tick in y.ticks]
+    parts += [_text(LEFT - 6, y(tick) + 4, _tick(tick), "end") for tick in y.ticks]
     shown = [tick for tick in BIT_TICKS if LEFT <= x(tick) <= RIGHT]
     parts += [f'<path class="grid" d="M{x(tick):.1f} {TOP}V{BOTTOM}"/>' for tick in shown]
     parts += [_text(x(tick), BOTTOM + 16, str(tick), "middle") for tick in shown]
     parts.append(_text((LEFT + RIGHT) / 2, BOTTOM + 33, f"bits per number at {counted_at} tokens", "middle"))
-    taken = [Box(px - 6, py - 6, px + 6, py + 6) for px, py in at]
-    if floor and y(floor[1]) <= BOTTOM:
-        name, height = floor[0], y(floor[1])
-        parts.append(f'<path class="floor" d="M{LEFT} {height:.1f}H{RIGHT}"/>')
-        parts.append(_text(LEFT + 4, height - 5, name))
-        taken.append(Box(LEFT, height - 16, LEFT + 4 + LETTER * len(name), height + 1))
     parts.append(
         f'<rect id="frame" class="frame" x="{LEFT}" y="{TOP}" width="{RIGHT - LEFT}" height="{BOTTOM - TOP}"/>'
     )
+    taken = [Box(px - 6, py - 6, px + 6, py + 6) for px, py in at]
+    if line:
+        name, height = line[0], y(line[1])
+        parts.append(f'<path class="line" d="M{LEFT} {height:.1f}H{RIGHT}"/>')
+        # below all points there is room at the left, above them at the right
+        side, anchor = (LEFT + 4, "start") if line[1] < lowest else (RIGHT - 4, "end")
+        parts.append(_text(side, height - 5, name, anchor))
+        left = side if anchor == "start" else side - LETTER * len(name)
+        taken += [Box(left, height - 16, left + LETTER * len(name), height), Box(LEFT, height, RIGHT, height + 1)]
     best = frontier(points)
     steps = [at[points.index(point)] for point in best]
-    if steps:
-        path = f"M{steps[0][0]:.1f} {steps[0][1]:.1f}" + "".join(f"H{px:.1f}V{py:.1f}" for px, py in steps[1:])
-        parts.append(f'<path class="frontier" d="{path}"/>')
+    for (left, top), (right, bottom) in pairwise(steps):
+        parts.append(f'<path class="frontier" d="M{left:.1f} {top:.1f}H{right:.1f}V{bottom:.1f}"/>')
+        taken += [Box(left, top - 1, right, top + 1), Box(right - 1, top, right + 1, bottom)]
     for i, (point, place) in enumerate(zip(points, at, strict=True)):
         parts.append(_marker(i, point, place, point in best))
         label = point.name if math.isfinite(point.kl) else f"{point.name} ({point.kl})"
@@ -99,29 +105,26 @@ def pareto(points: Sequence[Point], floor: tuple[str, float] | None, counted_at:
 
 
 def tails(recipes: Sequence[tuple[str, tuple[float, float, float]]]) -> str:
-    """Per recipe a line from the mean KL over the 99th to the 99.9th percentile."""
+    """Per recipe a line from the mean KL over the 99th to the 99.9th percentile. KL that is not finite stands right."""
     numbers = [number for _, three in recipes for number in three if 0 < number < math.inf]
-    x = _log_scale(min(numbers, default=1e-3) / 1.5, max(numbers, default=1.0) * 1.5, 8, RIGHT)
-    names = [wrap_name(name).splitlines() for name, _ in recipes]
-    height = 30.0
-    rows = []
-    for i, ((_, three), lines) in enumerate(zip(recipes, names, strict=True)):
-        for number, line in enumerate(lines):
-            rows.append(_text(8, height + LINE * number, line, colour="ink"))
-        rows.append(_text(RIGHT, height, " · ".join(map(spell_kl, three)), "end"))
+    x = _Scale(min(numbers, default=1e-3) / 1.5, max(numbers, default=1.0) * 1.5, 8, RIGHT)
+    height, rows = 36.0, []
+    for column, shape, name in zip(COLUMNS, SHAPES, ("mean", "99 %", "99.9 %"), strict=True):
+        rows += [_shape(shape, column - 7 * len(name) - 12, 6), _text(column, 10, name, "end")]
+    for i, (name, three) in enumerate(recipes):
+        lines = wrap_name(name).splitlines()
+        rows += [_text(8, height + LINE * n, line, colour="ink") for n, line in enumerate(lines)]
+        rows += [_text(column, height, spell_kl(kl), "end", "ink") for column, kl in zip(COLUMNS, three, strict=True)]
         height += LINE * (len(lines) - 1) + 14
-        mean, most, tail = (x(number) if 0 < number < math.inf else 8.0 if number <= 0 else RIGHT for number in three)
-        rows.append(f'<g id="tail-{i}"><path class="span" d="M{mean:.1f} {height}H{tail:.1f}"/>')
-        rows += [_shape(shape, place, height) for shape, place in zip(SHAPES, (mean, most, tail), strict=True)]
-        rows.append("</g>")
-        height += 27
-    height -= 8
-    legend = []
-    for shape, place, name in zip(SHAPES, (12, 74, 176), ("mean", "99 % of tokens", "99.9 %"), strict=True):
-        legend += [_shape(shape, place, 6), _text(place + 10, 10, name)]
-    grid = [f'<path class="grid" d="M{x(tick):.1f} 18V{height}"/>' for tick in x.ticks]
-    grid += [_text(x(tick), height + 14, f"{tick:g}", "middle") for tick in x.ticks]
-    return _svg("tails", "Mean KL, and its 99th and 99.9th percentile", height + 20, [*grid, *legend, *rows])
+        places = [x(kl) if 0 < kl < math.inf else x.begin if kl <= 0 else x.end for kl in three]
+        span = f'<path class="span" d="M{places[0]:.1f} {height}H{places[-1]:.1f}"/>'
+        marks = "".join(_shape(shape, place, height) for shape, place in zip(SHAPES, places, strict=True))
+        rows.append(f'<g id="tail-{i}">{span}{marks}</g>')
+        height += 28
+    height -= 10
+    grid = [f'<path class="grid" d="M{x(tick):.1f} 20V{height}"/>' for tick in x.ticks]
+    grid += [_text(x(tick), height + 14, _tick(tick), "middle") for tick in x.ticks if 24 < x(tick) < RIGHT - 16]
+    return _svg("tails", "Mean KL, and its 99th and 99.9th percentile", height + 20, [*grid, *rows])
 
 
 def layer_bits(layers: Sequence[LayerBits], most: float) -> str:
@@ -138,7 +141,7 @@ def layer_bits(layers: Sequence[LayerBits], most: float) -> str:
             f'<rect class="keys" {place} y="{middle - 1 - up:.2f}" height="{up:.2f}"/>'
             f'<rect class="values" {place} y="{middle + 1:.2f}" height="{down:.2f}"/></g>'
         )
-    ends = [_text(left - 5, middle + sign * high + 4, f"{most:.0f}", "end") for sign in (-1, 1)]
+    ends = [_text(left - 5, middle + sign * high + 4, f"{most:.3g}", "end") for sign in (-1, 1)]
     ends += [
         _text(left + width / 2, 104, str(layers[0].layer), "middle"),
         _text(RIGHT - width / 2, 104, str(layers[-1].layer), "middle") if len(layers) > 1 else "",
@@ -146,9 +149,6 @@ def layer_bits(layers: Sequence[LayerBits], most: float) -> str:
         f'<path class="grid" d="M{left} {middle - high}H{RIGHT}M{left} {middle + high}H{RIGHT}"/>',
     ]
     return _svg(None, "Bits of keys and of values per layer", 108, [*ends, *bars])
-
-
-SHAPES = ("mean", "most", "tail")
 
 
 class _Scale(NamedTuple):
@@ -172,8 +172,8 @@ class _Scale(NamedTuple):
         return [tick for tick in ticks if self.low <= tick <= self.high]
 
 
-def _log_scale(low: float, high: float, begin: float, end: float) -> _Scale:
-    return _Scale(low, max(high, 2 * low), begin, end)
+def _tick(number: float) -> str:
+    return f"{number:g}" if number >= 0.001 else f"{number:.0e}".replace("e-0", "e-")
 
 
 def _marker(i: int, point: Point, place: tuple[float, float], best: bool) -> str:

@@ -46,8 +46,8 @@ def write_html(report: Report, path: Path, artifact: str | None = None, check: "
     digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()
     sections = (
         _verdict(report, check),
-        _headlines(report),
-        _plots(report),
+        "" if check else _headlines(report),
+        _plots(report, check),
         _serve(report, artifact, check),
         _results(report),
         _found(report),
@@ -81,13 +81,14 @@ def _section(heading: str, explained: str, *parts: str) -> str:
 def _verdict(report: Report, check: "CheckResult | None") -> str:
     if check is None:
         return ""
-    recipe = escape(report.ordered[-1].recipe)
+    row = report.ordered[-1]
     said = (
-        f"<strong>{recipe} passed.</strong> It loses no more than is allowed."
+        f"<strong>{escape(row.recipe)} passed.</strong> Its cache is {16 / report.bits(row):.1f} times smaller, and it "
+        "loses no more than is allowed."
         if check.passed
-        else f"<strong>{recipe} failed.</strong> {escape(check.faults)}."
+        else f"<strong>{escape(row.recipe)} failed.</strong> {escape(check.faults)}."
     )
-    columns = ["measure", "16 bits", "packed", "loss", "95 %", "allowed", ""]
+    columns = ["measure", "", "loss", "allowed", "95 %", "16 bits", "packed"]
     rows = [(measure.name, _cells(_measured(measure))) for measure in check.measures]
     blind = [measure.name for measure in check.measures if measure.blind]
     few = [measure.name for measure in check.measures if measure.undecided and not measure.blind]
@@ -109,8 +110,9 @@ def _measured(measure: "Measure") -> list[str]:
     points: Callable[[float], str] = spell if measure.unit == "nats" else lambda share: f"{100 * share:.1f}"
     low, high = measure.low, measure.high
     span = NOT_MEASURED if low is None or high is None else f"{points(low)} to {points(high)}"
-    numbers = [spell(measure.reference), spell(measure.value), points(measure.loss), span, points(measure.allowed)]
-    return [*numbers, "passed" if measure.passed else "FAILED"]
+    verdict = "passed" if measure.passed else "FAILED"
+    found = [spell(measure.reference), spell(measure.value)]
+    return [verdict, points(measure.loss), points(measure.allowed), _minus(span), *found]
 
 
 def _headlines(report: Report) -> str:
@@ -123,19 +125,24 @@ def _headlines(report: Report) -> str:
     return f'<div class="tiles">\n{"".join(tiles)}\n</div>' if tiles else ""
 
 
-def _plots(report: Report) -> str:
+def _plots(report: Report, check: "CheckResult | None") -> str:
     rows = report.ordered
     if len(rows) == 1:
         return ""
     points = [Point(row.recipe, report.bits(row), row.kl, row is rows[0]) for row in rows]
-    floor = None if report.noise_floor is None else (f"noise floor {spell_kl(report.noise_floor)}", report.noise_floor)
-    noise = "The dashed line is what the plain model differs by: below it, differences mean nothing." if floor else ""
+    line, dashed = None, ""
+    if check is not None:
+        allowed = check.measures[0].allowed
+        line, dashed = (f"allowed {allowed:g}", allowed), "The dashed line is what is allowed."
+    elif report.noise_floor:
+        line = f"noise floor {spell_kl(report.noise_floor)}", report.noise_floor
+        dashed = "The dashed line is what the plain model differs by: below it, differences mean nothing."
     tail = tails([(row.recipe, (row.kl, row.kl_99, row.kl_tail)) for row in rows[1:]])
     return f"""<section class="plots">
 <figure><h2>Quality against memory</h2>
-{pareto(points, floor, report.counted_at)}
+{pareto(points, line, report.counted_at)}
 <figcaption>KL divergence from the 16-bit cache against bits. Lower and further left is better. No recipe beats a full
-point in both: the line joins them. The diamond is the 16-bit cache. {noise}</figcaption></figure>
+point in both: the line joins them. The diamond is the 16-bit cache. {dashed}</figcaption></figure>
 <figure><h2>Tails</h2>
 {tail}
 <figcaption>Most tokens lose little, and a few lose much. 1 token in 100 has a higher KL than the full diamond, 1 in
@@ -192,13 +199,13 @@ def _found(report: Report) -> str:
         rows = [(recipe, [*map(_heat, (one.found for one in some)), _against(some[0])]) for recipe, some in chosen]
         count = chosen[0][1][0].found.haystacks
         title = f"{measure.capitalize()} after {length:,} tokens, {count} haystacks"
-        tables.append(f'<h3>{title}</h3>\n<div class="heat">{_table(columns, rows)}</div>')
+        tables.append(_heat_map(title, columns, rows))
     explained = (
         "<em>Needles</em>: the share of hidden facts that was found. <em>Valid calls</em>: tool calls in JSON that "
         "could be run. <em>Exact calls</em>: those with every argument right. Small numbers are 95 % intervals over "
         "haystacks. If the interval of a difference holds 0, the two caches are not told apart."
     )
-    return _section("Long contexts", explained, *tables) if tables else ""
+    return _section("Long contexts", explained, '<div class="maps heat">', *tables, "</div>") if tables else ""
 
 
 def _against(summary: Summary) -> str:
@@ -206,7 +213,7 @@ def _against(summary: Summary) -> str:
     if found is None:
         return f"<td>{NOT_MEASURED}</td>"
     mean, low, high = (100 * number for number in (found.mean, found.low, found.high))
-    return f"<td>{mean:+.1f}<small>{low:+.0f} to {high:+.0f}</small></td>"
+    return _minus(f"<td>{mean:+.1f}<small>{low:+.0f} to {high:+.0f}</small></td>")
 
 
 def _needles(report: Report) -> str:
@@ -231,11 +238,11 @@ def _needles(report: Report) -> str:
         "several all over the text (<em>m-query</em>)."
     )
     explained = (
-        "Facts are hidden in a text and asked for at its end. Cells say how many were found, the darker the more. "
+        "Facts are hidden in a text and asked for at its end. The stronger the colour, the more were found. "
         "Columns say how deep a fact was hidden." + (f"{tasks} Small numbers are 95 % intervals." if suites else "")
     )
-    tables = [f'<h3>{title}</h3>\n<div class="heat">{_table(columns, rows)}</div>' for title, columns, rows in maps]
-    return _section("Needles", explained, *tables) if tables else ""
+    tables = [_heat_map(*one) for one in maps]
+    return _section("Needles", explained, '<div class="maps heat">', *tables, "</div>") if tables else ""
 
 
 def _map(
@@ -265,7 +272,7 @@ def _layers(report: Report) -> str:
             f"<i class='values'></i>values {values:.2f}</p>{layer_bits(layers, most)}</figure>"
         )
     explained = "Bits of each number, metadata included, windows of 16-bit tokens not. Keys upwards, values downwards."
-    return _section("Bits per layer", explained, f'<div class="maps">{"".join(figures)}</div>')
+    return _section("Bits per layer", explained, f'<div class="maps small">{"".join(figures)}</div>')
 
 
 def _answers(report: Report) -> str:
@@ -282,7 +289,7 @@ def _answers(report: Report) -> str:
         f"Every cache read the beginning of the text and was asked: <em>{escape(report.question)}</em> "
         "Words are marked from the first one on that the 16-bit cache does not give."
     )
-    return _section("Answers", explained, f'<div class="maps">{"".join(cards)}</div>')
+    return _section("Answers", explained, f'<div class="maps small">{"".join(cards)}</div>')
 
 
 def _departed(answer: str, expected: str) -> str:
@@ -312,13 +319,21 @@ def _facts(report: Report) -> str:
 # Tables.
 
 
+def _heat_map(title: str, columns: Sequence[str], rows: Sequence[tuple[str, list[str]]]) -> str:
+    return f'<figure style="--columns:{len(columns) - 1}"><h3>{title}</h3>{_table(columns, rows)}</figure>'
+
+
 def _heat(found: Interval | float) -> str:
     """A cell that is the darker, the more was found."""
     if isinstance(found, Interval):
-        share, small = found.mean, f"<small>{100 * found.low:.0f} to {100 * found.high:.0f}</small>"
+        share, small = found.mean, f"<small>{100 * found.low:.0f}–{100 * found.high:.0f}</small>"
     else:
         share, small = found, ""
     return f'<td style="--found:{share:.0%}">{spell_share(share)}{small}</td>'
+
+
+def _minus(numbers: str) -> str:
+    return numbers.replace("-", "−")
 
 
 def _cells(texts: Iterable[str]) -> list[str]:

@@ -199,6 +199,7 @@ def rows(report: Report) -> list[dict[str, Any]]:
         "context": report.context,
         "noise_floor": report.noise_floor,
         "plain_perplexity": report.plain_perplexity,
+        "question": report.question,
         **report.versions,
     }
     return [
