@@ -68,7 +68,7 @@ def measured(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_losses_are_those_against_the_16_bit_cache(measured):
-    result, report, asked, done = measured(Limits(kl=0.012, tail=0.3, share=0.1))
+    result, _, asked, done = measured(Limits(kl=0.012, tail=0.3, share=0.1))
     kl, tail, needles, valid, exact = result.measures
     assert kl.value == pytest.approx((995 * 0.01 + 5 * 0.4) / 1000)
     assert tail.value == pytest.approx(0.4)

@@ -165,9 +165,10 @@ class _Scale(NamedTuple):
 
     @property
     def ticks(self) -> list[float]:
-        """Powers of ten, and three times these on short scales."""
-        powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
-        steps = (1, 3) if len(powers) <= 5 else (1,)
+        """Powers of ten: three times these as well on short scales, and only some of them on long ones."""
+        low, high = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
+        powers = range(low, high + 1, 1 + (high - low) // 9)
+        steps = (1, 3) if high - low < 5 else (1,)
         ticks = [float(f"{step}e{power}") for power in powers for step in steps]
         return [tick for tick in ticks if self.low <= tick <= self.high]
 
