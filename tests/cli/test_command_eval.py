@@ -141,7 +141,9 @@ def test_generate_streams_sensible_text(embedded_means: Path):
     assert packed == round((page * (32 + 4) + page * 64 * 2) / 1024)  # a packed page, and its shadow for the sink
 
 
-def test_eval_compares_recipes(embedded_means: Path, tmp_path: Path):
+def test_eval_compares_recipes(embedded_means: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("kvfold.evaluate.answers.READ", 16)
+    monkeypatch.setattr("kvfold.evaluate.answers.SAID", 4)
     names = ["bf16", "saw-int4:sink=4"]
     sizes = ("--tokens", 512, "--context", 256)
     files = ("--json", tmp_path / "report.json", "--html", tmp_path / "report.html")

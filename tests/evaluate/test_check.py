@@ -93,8 +93,8 @@ def test_a_report_has_what_was_measured_of_both_caches(measured):
     assert (row.kl, row.kl_99, row.kl_tail) == pytest.approx((0.01195, 0.01, 0.4))  # 5 of 1,000 have 0.4
     assert [[cell.score for cell in each.suite] for each in report.ordered] == [list(NEEDLES[n]) for n in NEEDLES]
     assert [[call.exact for call in each.tool_calls] for each in report.ordered] == [list(EXACT[n]) for n in EXACT]
-    # 4 bits and two 16-bit numbers per 64: head dimension 64
-    assert {(bits.keys, bits.values) for bits in row.layer_bits} == {(4.5, 4.5)}
+    bits = {(4 + 32 / 32,) * 2}  # codes of 4 bits, and a scale and an offset of 16 bits for 32 of them
+    assert {(layer.keys, layer.values) for layer in row.layer_bits} == bits
     assert (report.text, report.context, report.tokens) == ("a, b", 8000, 16000)
     assert (report.question, row.answer, report.noise_floor) == (None, None, None)
 

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvfold.evaluate.retrieval import Make
 
 QUESTION = "What is the text above about? Answer in one sentence."
-READ, SAID = 512, 48  # tokens: of the text that is asked about, and of an answer, at most
+READ, SAID = 512, 40  # tokens: of the text that is asked about, and of an answer, at most
 
 
 def answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, make: Make, text: Tensor) -> str:
