@@ -127,7 +127,7 @@ def tails(recipes: Sequence[tuple[str, tuple[float, float, float]]]) -> str:
     return _svg("tails", "Mean KL, and its 99th and 99.9th percentile", height + 20, [*grid, *rows])
 
 
-def layer_bits(layers: Sequence[LayerBits], most: float) -> str:
+def layer_bits(layers: Sequence[LayerBits], most: int) -> str:
     """A bar per layer: bits of keys upwards, of values downwards. `most` bits fill the height."""
     middle, high, left = 46.0, 40.0, 24.0
     width = (RIGHT - left) / len(layers)
@@ -141,7 +141,7 @@ def layer_bits(layers: Sequence[LayerBits], most: float) -> str:
             f'<rect class="keys" {place} y="{middle - 1 - up:.2f}" height="{up:.2f}"/>'
             f'<rect class="values" {place} y="{middle + 1:.2f}" height="{down:.2f}"/></g>'
         )
-    ends = [_text(left - 5, middle + sign * high + 4, f"{most:.3g}", "end") for sign in (-1, 1)]
+    ends = [_text(left - 5, middle + sign * high + 4, str(most), "end") for sign in (-1, 1)]
     ends += [
         _text(left + width / 2, 104, str(layers[0].layer), "middle"),
         _text(RIGHT - width / 2, 104, str(layers[-1].layer), "middle") if len(layers) > 1 else "",

@@ -4,6 +4,7 @@ A section is there if what it shows was measured.
 """
 
 import hashlib
+import math
 import re
 import shlex
 from base64 import b64encode
@@ -261,7 +262,7 @@ def _layers(report: Report) -> str:
     packed = [(row, row.layer_bits) for row in report.ordered[1:] if row.layer_bits]
     if not packed:
         return ""
-    most = max(max(layer.keys, layer.values) for _, layers in packed for layer in layers)
+    most = math.ceil(max(max(layer.keys, layer.values) for _, layers in packed for layer in layers))
     figures = []
     for row, layers in packed:
         keys, values = (
