@@ -60,12 +60,15 @@ def frontier(points: Sequence[Point]) -> list[Point]:
     return kept
 
 
+def fits_in(points: Sequence[Point], kl: float) -> bool:
+    """Whether a line at this KL would not squeeze the points together."""
+    return kl > min((point.kl for point in points if point.kl > 0), default=0.0) / 1000
+
+
 def pareto(points: Sequence[Point], line: tuple[str, float] | None, counted_at: str) -> str:
     """KL against bits, both logarithmic. `line` is the name and the KL of a dashed line, if there is one."""
     measured = [point.kl for point in points if 0 < point.kl < math.inf]
     lowest = min(measured, default=1e-3)
-    if line and line[1] < lowest / 1000:
-        line = None  # it would squeeze the points together
     numbers = [*measured, line[1]] if line else measured or [lowest]
     y = _Scale(min(numbers) / (3 if line else 10), 2 * max(numbers), BOTTOM, TOP)
     x = _Scale(min(point.bits for point in points) / 1.25, max(point.bits for point in points) * 1.2, LEFT, RIGHT)

@@ -16,7 +16,7 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING
 
-from kvfold.evaluate.drawings import Point, layer_bits, pareto, tails
+from kvfold.evaluate.drawings import Point, fits_in, layer_bits, pareto, tails
 from kvfold.evaluate.intervals import Interval, by_haystack, interval
 from kvfold.evaluate.report import (
     COLUMNS,
@@ -131,19 +131,20 @@ def _plots(report: Report, check: "CheckResult | None") -> str:
     if len(rows) == 1:
         return ""
     points = [Point(row.recipe, report.bits(row), row.kl, row is rows[0]) for row in rows]
-    line, dashed = None, ""
     if check is not None:
-        allowed = check.measures[0].allowed
-        line, dashed = (f"allowed {allowed:g}", allowed), "The dashed line is what is allowed."
-    elif report.noise_floor:
-        line = f"noise floor {spell_kl(report.noise_floor)}", report.noise_floor
+        kl = check.measures[0].allowed
+        name, dashed = f"allowed {kl:g}", "The dashed line is what is allowed."
+    else:
+        kl = report.noise_floor or 0.0
+        name = f"noise floor {spell_kl(kl)}"
         dashed = "The dashed line is what the plain model differs by: below it, differences mean nothing."
+    line = (name, kl) if fits_in(points, kl) else None
     tail = tails([(row.recipe, (row.kl, row.kl_99, row.kl_tail)) for row in rows[1:]])
     return f"""<section class="plots">
 <figure><h2>Quality against memory</h2>
 {pareto(points, line, report.counted_at)}
 <figcaption>KL divergence from the 16-bit cache against bits. Lower and further left is better. No recipe beats a full
-point in both: the line joins them. The diamond is the 16-bit cache. {dashed}</figcaption></figure>
+point in both: the line joins them. The diamond is the 16-bit cache. {dashed if line else ""}</figcaption></figure>
 <figure><h2>Tails</h2>
 {tail}
 <figcaption>Most tokens lose little, and a few lose much. 1 token in 100 has a higher KL than the full diamond, 1 in
