@@ -84,8 +84,8 @@ def _verdict(report: Report, check: "CheckResult | None") -> str:
         return ""
     row = report.ordered[-1]
     said = (
-        f"<strong>{escape(row.recipe)} passed.</strong> Its cache is {16 / report.bits(row):.1f} times smaller, and it "
-        "loses no more than is allowed."
+        f"<strong>{escape(row.recipe)} passed.</strong> Its cache is {16 / report.bits(row):.1f} times smaller at "
+        f"{report.counted_at} tokens, and it loses no more than is allowed."
         if check.passed
         else f"<strong>{escape(row.recipe)} failed.</strong> {escape(check.faults)}."
     )
@@ -119,8 +119,9 @@ def _measured(measure: "Measure") -> list[str]:
 def _headlines(report: Report) -> str:
     """Per recipe what is gained and what is lost."""
     tiles = [
-        f"<div><h3>{_breakable(row.recipe)}</h3><p><b>{16 / report.bits(row):.1f}×</b> smaller</p>"
-        f"<p>KL {spell_kl(row.kl)}<br>top-1 {100 * row.top1:.1f} %</p></div>"
+        f"<div><h3>{_breakable(row.recipe)}</h3><p><b>{16 / row.bits_per_element_128k:.1f}×</b> smaller</p>"
+        f"<p>at 128k tokens<br>{16 / row.bits_per_element_2k:.1f}× at 2k<br>"
+        f"KL {spell_kl(row.kl)}<br>top-1 {100 * row.top1:.1f} %</p></div>"
         for row in report.ordered[1:]
     ]
     return f'<div class="tiles">\n{"".join(tiles)}\n</div>' if tiles else ""
