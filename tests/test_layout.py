@@ -224,6 +224,14 @@ def test_bytes_of_a_page_of_other_rules(key, value, page_size, page_bytes):
     assert PageLayout(key, value, page_size).page_bytes == page_bytes
 
 
+def test_bits_of_keys_and_of_values():
+    """4-bit keys with 32 bits of metadata per token; 2-bit values with 32 bits per page of 16 tokens and coordinate."""
+    layout = PageLayout(affine_slot(64, 4), channel_slot(32, 2), 16)
+    assert layout.side_bits == (4 + 32 / 64, 2 + 32 / 16)
+    # a page of 3 tokens is padded to arrays of 16 bytes: 96 and 16 for keys, 192 for values
+    assert PageLayout(affine_slot(64, 4), raw_slot(32), 3).side_bits == (8 * 112 / 192, 16)
+
+
 def test_windows_of_a_layer():
     windows = Windows(4, 8)
     affine, channel, raw = affine_slot(16, 4), channel_slot(16, 4), raw_slot(16)

@@ -45,7 +45,9 @@ def checked(words: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
         patch.setattr("kvfold.evaluate.check.SCORED", CONTEXT)
         options = "--context", str(CONTEXT), "--haystack", str(words)
         results = {
-            recipe: CliRunner().invoke(app, ["check", str(model), "-r", recipe, *options])
+            recipe: CliRunner().invoke(
+                app, ["check", str(model), "-r", recipe, *options, "--html", str(model / f"{recipe}.html")]
+            )
             for recipe in ("int8", "int2")
         }
     return model, results
@@ -109,6 +111,15 @@ def test_the_result_is_kept_in_the_artifact(checked, words: Path):
         assert mean.value == pytest.approx(float(kl.mean()), rel=0.01, abs=1e-6)
         assert tail.value == pytest.approx(float(kl.quantile(0.999)), rel=0.01, abs=1e-6)
         assert [(share.value, share.reference, share.low, share.high) for share in shares] == [(0, 0, 0, 0)] * 3
+
+
+def test_it_writes_a_page(checked):
+    model, _ = checked
+    for recipe, verdict in (("int8", "passed"), ("int2", "failed")):
+        page = (model / f"{recipe}.html").read_text()
+        assert f"<strong>{recipe} {verdict}.</strong>" in page
+        assert page.count("<blockquote>") == 2
+        assert (f"kvfold serve {model} -r {recipe} --require-check" in page) == (verdict == "passed")
 
 
 def test_inspect_shows_it(checked):

@@ -141,7 +141,9 @@ def test_generate_streams_sensible_text(embedded_means: Path):
     assert packed == round((page * (32 + 4) + page * 64 * 2) / 1024)  # a packed page, and its shadow for the sink
 
 
-def test_eval_compares_recipes(embedded_means: Path, tmp_path: Path):
+def test_eval_compares_recipes(embedded_means: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("kvfold.evaluate.answers.READ", 16)
+    monkeypatch.setattr("kvfold.evaluate.answers.SAID", 4)
     names = ["bf16", "saw-int4:sink=4"]
     sizes = ("--tokens", 512, "--context", 256)
     files = ("--json", tmp_path / "report.json", "--html", tmp_path / "report.html")
@@ -165,6 +167,10 @@ def test_eval_compares_recipes(embedded_means: Path, tmp_path: Path):
     shown, page = plain(result.stdout), (tmp_path / "report.html").read_text()
     assert max(map(len, shown.splitlines())) <= 80
     assert "<svg" in page
+    assert f"kvfold serve embedded -r {names[1]} --artifact {embedded_means}" in page
+    assert page.count("<blockquote>") == 2
+    assert all(row["answer"] and row["kl_99"] <= row["kl_tail"] for row in rows)
+    assert packed["layer_bits"] == [{"layer": layer, "keys": 4.5, "values": 4.5} for layer in range(30)]
     assert all(name.split(":")[0] in text for name in names for text in (shown, page))
 
 

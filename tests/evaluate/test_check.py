@@ -12,6 +12,7 @@ from kvfold.evaluate.check import check, default_context
 from kvfold.evaluate.limits import Limits
 from kvfold.evaluate.logits import Scores
 from kvfold.evaluate.needle import NeedleRow
+from kvfold.evaluate.report import Report
 from kvfold.evaluate.tool_calls import ToolCallRow
 from kvfold.geometry import Geometry
 from kvfold.recipes import parse
@@ -35,7 +36,8 @@ def measured(monkeypatch: pytest.MonkeyPatch):
         advance(1.0)
         kls = torch.full((1000,), 0.01, dtype=torch.float64)
         kls[::200] = 0.4
-        return Scores(), {name: Scores(kls=kls.numpy()) for name in caches}
+        numbers = {"positions": kls.numpy(), "nll": kls.numpy(), "agreed": kls.numpy()}
+        return Scores(**numbers, kls=0 * kls.numpy()), {name: Scores(**numbers, kls=kls.numpy()) for name in caches}
 
     def needle_suite(model, tokenizer, make, texts, lengths, trials, advance):
         asked.append(("needles", *lengths, trials))
@@ -57,17 +59,17 @@ def measured(monkeypatch: pytest.MonkeyPatch):
     artifact = calibrate(model, torch.arange(64), 64)
     texts = {name: torch.randint(0, 200, (9000,)) for name in ("a", "b")}
 
-    def run(limits: Limits, trials: int = 1) -> tuple[CheckResult, list[tuple], float]:
+    def run(limits: Limits, trials: int = 1) -> tuple[CheckResult, Report, list[tuple], float]:
         asked.clear()
         shares: list[float] = []
-        result = check(model, tokenizer, parse("int4"), artifact, 8000, texts, limits, trials, shares.append)
-        return result, asked, sum(shares)
+        result, report = check(model, tokenizer, parse("int4"), artifact, 8000, texts, limits, trials, shares.append)
+        return result, report, asked, sum(shares)
 
     return run
 
 
 def test_losses_are_those_against_the_16_bit_cache(measured):
-    result, asked, done = measured(Limits(kl=0.012, tail=0.3, share=0.1))
+    result, _, asked, done = measured(Limits(kl=0.012, tail=0.3, share=0.1))
     kl, tail, needles, valid, exact = result.measures
     assert kl.value == pytest.approx((995 * 0.01 + 5 * 0.4) / 1000)
     assert tail.value == pytest.approx(0.4)
@@ -85,8 +87,21 @@ def test_losses_are_those_against_the_16_bit_cache(measured):
     assert asked == [("KL", 16000, 8000, "bf16"), *[("needles", 8000 - 192, 1)] * 2, *[("calls", 8000 - 192, 3)] * 2]
 
 
+def test_a_report_has_what_was_measured_of_both_caches(measured):
+    _, report, _, _ = measured(Limits())
+    reference, row = report.ordered
+    assert (reference.recipe, reference.kl, row.recipe) == ("bf16", 0, "int4")
+    assert (row.kl, row.kl_99, row.kl_tail) == pytest.approx((0.01195, 0.01, 0.4))  # 5 of 1,000 have 0.4
+    assert [[cell.score for cell in each.suite] for each in report.ordered] == [list(NEEDLES[n]) for n in NEEDLES]
+    assert [[call.exact for call in each.tool_calls] for each in report.ordered] == [list(EXACT[n]) for n in EXACT]
+    bits = {(4 + 32 / 32,) * 2}  # codes of 4 bits, and a scale and an offset of 16 bits for 32 of them
+    assert {(layer.keys, layer.values) for layer in row.layer_bits} == bits
+    assert (report.text, report.context, report.tokens) == ("a, b", 8000, 16000)
+    assert (report.question, row.answer, report.noise_floor) == (None, None, None)
+
+
 def test_more_trials_and_what_is_allowed(measured):
-    result, asked, _ = measured(Limits(kl=0.02, tail=0.5, share=0.17), trials=4)
+    result, _, asked, _ = measured(Limits(kl=0.02, tail=0.5, share=0.17), trials=4)
     assert result.passed
     assert result.faults == ""
     assert str(result).endswith(

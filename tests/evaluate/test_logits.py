@@ -55,6 +55,7 @@ def test_compare_sums_what_it_says(model):
     assert own.perplexity == pytest.approx(math.exp(nll[0] / count), rel=1e-4)
     assert scores["int2"].perplexity == pytest.approx(math.exp(nll[1] / count), rel=1e-3)
     assert scores["int2"].kl == pytest.approx(np.mean(kls), rel=1e-2)
+    assert scores["int2"].kl_99 == pytest.approx(np.percentile(kls, 99), rel=1e-2)
     assert scores["int2"].kl_tail == pytest.approx(np.percentile(kls, 99.9), rel=1e-2)
     beyond = scores["int2"].beyond(600)
     assert beyond.tokens == sum(far) == 2 * 99

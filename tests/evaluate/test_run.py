@@ -71,6 +71,18 @@ def test_only_what_is_asked_for_is_measured(small):
     assert (row.suite, row.tool_calls, row.gsm8k, row.tasks) == (None, None, None, None)
 
 
+def test_every_cache_is_asked_about_the_text(small):
+    """The model ends its answer after a token, which is the likeliest without any cache."""
+    model, tokenizer, tokens = small
+    report = evaluate(model, tokenizer, [parse("int8:centre=false")], tokens[:64], 64, answers=True)
+    message = [{"role": "user", "content": f"{tokenizer.decode(tokens[:64])}\n\n{report.question}"}]
+    prompt = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    with torch.no_grad():
+        likeliest = model(prompt["input_ids"], use_cache=False).logits[0, -1].argmax()
+    assert [row.answer for row in report.rows] == [tokenizer.decode(likeliest, skip_special_tokens=True).strip()] * 2
+    assert evaluate(model, tokenizer, [], tokens[:64], 64).rows[0].answer is None
+
+
 def test_positions_far_back_are_reported_apart(small, monkeypatch):
     monkeypatch.setattr("kvfold.evaluate.run.LONG", 40)
     model, tokenizer, tokens = small

@@ -48,6 +48,7 @@ def check(
         ),
     ] = None,
     json_file: JsonFile = None,
+    html: Annotated[Path | None, typer.Option(help="Write a self-contained HTML page to this file.")] = None,
 ) -> None:
     """Check in minutes whether a recipe may be served: KL, needles and tool calls against the 16-bit cache.
 
@@ -59,10 +60,11 @@ def check(
     """
     from kvfold.evaluate.check import check as run
     from kvfold.evaluate.check import default_context
+    from kvfold.evaluate.page import write_html
     from kvfold.recipes import parse
 
     parsed, words = parse(recipe), haystack_texts(haystack or ())
-    check_files(json_file)
+    check_files(json_file, html)
     there = artifact or carried_folder(model, [recipe])
     if there is None:  # otherwise the layouts of a recipe may be in the artifact
         check_fits(model, [parsed])
@@ -85,8 +87,22 @@ def check(
     with claimed(folder):
         fits = kvfold.Artifact.load(folder)
         with progress(f"Checking {parsed}") as advance:
-            result = run(network, tokenizer, parsed, fits, context, long, limits, trials, advance)
+            result, report = run(
+                network,
+                tokenizer,
+                parsed,
+                fits,
+                context,
+                long,
+                limits,
+                trials,
+                advance,
+                model,
+                answers=html is not None,
+            )
         fits.with_check(parsed, result).save(folder)
+    if html:
+        write_html(report, html, artifact, result)
     if not write_json(json_file, list(result.rows(str(parsed)))):
         out.print(check_table(f"{model}: {parsed}", result))
         for name in texts.keys() - long.keys():

@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from kvfold.cli.command_generate import stream_answer
 from kvfold.cli.inputs import calibrate_now, check, load
 from kvfold.cli.output import out, progress
 from kvfold.text import DOCUMENTATION, read_text, tokenize
@@ -22,7 +21,8 @@ def demo(
 
     Example: `kvfold demo --html report.html`
     """
-    from kvfold.evaluate.report import table, write_html
+    from kvfold.evaluate.page import write_html
+    from kvfold.evaluate.report import table
     from kvfold.recipes import parse
 
     panel, words = [parse(name) for name in DEMO_RECIPES], read_text(None, "evaluation")
@@ -40,13 +40,12 @@ def demo(
             1024,
             artifact=means,
             names=("embedded", DOCUMENTATION),
+            answers=True,
             advance=advance,
         )
     out.print(table(report))
     write_html(report, html)
     out.print(f"\nThe same with plots: {escape(str(html))}", highlight=False)
-    prompt = f"{words[:2000]}\n\nWhat is the text above about? Answer in one sentence."
-    out.print("\nEach cache reads a page of Python's documentation and says what it is about:")
-    for recipe in (parse("bf16"), *panel):
-        out.print(f"\n[bold]{recipe}[/]", highlight=False)
-        stream_answer(network, tokenizer, recipe, prompt, max_tokens=32, raw=False, artifact=means)
+    out.print(f"\nEach cache reads a page of Python's documentation. {report.question}")
+    for row in report.ordered:
+        out.print(f"\n[bold]{escape(row.recipe)}[/]\n{escape(row.answer or '')}", highlight=False)

@@ -63,7 +63,8 @@ def eval_(
     `kvfold eval Qwen/Qwen3-8B -r saw-int4 --tool-calls 16384 --haystack novel.txt --haystack code.txt --trials 10`
     """
     from kvfold.evaluate.gsm8k import read_problems
-    from kvfold.evaluate.report import rows, table, write_html
+    from kvfold.evaluate.page import write_html
+    from kvfold.evaluate.report import rows, table
     from kvfold.evaluate.run import Haystacks, evaluate
 
     asked = None if gsm8k is None else read_problems(gsm8k, problems)
@@ -88,10 +89,11 @@ def eval_(
             problems=asked,
             tasks=tasks or (),
             layers=layers,
+            answers=html is not None,
             advance=advance,
         )
     if html:
-        write_html(report, html)
+        write_html(report, html, artifact)
     write_csv(csv_file, rows(report))
     if not write_json(json_file, rows(report)):
         out.print(table(report))

@@ -50,17 +50,12 @@ def stream_answer(
     """Stream the answer to the terminal. Tokens, bytes and seconds go to the error stream."""
     from transformers import TextStreamer
 
+    from kvfold.evaluate.answers import prompt_inputs
     from kvfold.fitted import Fitted
     from kvfold.recipes import parse
 
     packed = kvfold.cache(network, recipe, artifact)
-    if raw or not tokenizer.chat_template:
-        inputs = tokenizer(prompt, return_tensors="pt")
-    else:
-        message = [{"role": "user", "content": prompt}]
-        inputs = tokenizer.apply_chat_template(
-            message, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+    inputs = prompt_inputs(tokenizer, prompt, raw)
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     start = time.perf_counter()
     network.generate(

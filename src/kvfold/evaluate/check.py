@@ -5,6 +5,7 @@ does not change the verdict: it tells the reader whether the few haystacks decid
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Literal
 
@@ -16,12 +17,14 @@ from kvfold.artifact import TEXT, Artifact, CheckResult, Measure
 from kvfold.calibration.fit import versions
 from kvfold.calibration.text_overlap import check_disjoint
 from kvfold.engines.transformers import cache
+from kvfold.evaluate.answers import QUESTION, answer
 from kvfold.evaluate.intervals import Haystack, by_haystack, difference
 from kvfold.evaluate.limits import Limits
 from kvfold.evaluate.logits import compare
 from kvfold.evaluate.needle import DEPTHS, hide, needle_suite
-from kvfold.evaluate.report import REFERENCE
+from kvfold.evaluate.report import REFERENCE, Report
 from kvfold.evaluate.retrieval import Make
+from kvfold.evaluate.run import row_of
 from kvfold.evaluate.tool_calls import hide_records, tool_calls
 from kvfold.geometry import Geometry
 from kvfold.recipe import Recipe
@@ -53,7 +56,9 @@ def check(
     limits: Limits = Limits(),  # noqa: B008
     trials: int = 1,
     advance: Advance = lambda share: None,
-) -> CheckResult:
+    name: str = "",  # of the model
+    answers: bool = False,  # whether to ask both caches about the first text
+) -> tuple[CheckResult, Report]:
     """Measure a recipe in contexts of `context` tokens out of each text (1-D). `advance` gets shares of 1."""
     length = context - ANSWER
     for text in texts.values():  # what cannot be measured fails here, before the long work
@@ -63,7 +68,8 @@ def check(
             hide_records(tokenizer, text, length, trial=0)
         except ValueError as error:
             raise ValueError(f"contexts of {context:,} tokens cannot be checked: {error}") from None
-    caches: list[Make] = [cache(model, each, artifact).empty for each in (parse(REFERENCE), recipe)]
+    pair = parse(REFERENCE), recipe
+    caches: list[Make] = [cache(model, each, artifact).empty for each in pair]
     passages = context * max(1, SCORED // context)
     scored = torch.cat([with_openings(text[:passages], context, tokenizer) for text in texts.values()])
     work = {"kl": passages, "needles": len(DEPTHS) * trials * length, "calls": CALL_TRIALS * trials * length}
@@ -72,7 +78,7 @@ def check(
         """Advances by shares of one part of the work, for one of so many caches."""
         return lambda share: advance(share * work[name] / sum(work.values()) / caches)
 
-    _, scores = compare(model, scored, context, caches[0], {str(recipe): caches[1]}, part("kl", 1))
+    own, scores = compare(model, scored, context, caches[0], {str(recipe): caches[1]}, part("kl", 1))
     suites = [
         needle_suite(model, tokenizer, make, texts, [length], trials=trials, advance=part("needles", 2))
         for make in caches
@@ -81,7 +87,7 @@ def check(
         tool_calls(model, tokenizer, make, texts, [length], CALL_TRIALS * trials, part("calls", 2)) for make in caches
     ]
     found = scores[str(recipe)]
-    return CheckResult(
+    result = CheckResult(
         context=context,
         date=datetime.now(UTC).date(),
         versions=versions(),
@@ -94,6 +100,19 @@ def check(
             _share("exact calls", [[(row.haystack, row.exact) for row in rows] for rows in calls], limits.share),
         ),
     )
+    geometry = Geometry.from_config(model.config.to_dict())
+    rows = [
+        replace(
+            row_of(each, geometry, artifact, measured),
+            suite=suite,
+            tool_calls=called,
+            answer=answer(model, tokenizer, make, next(iter(texts.values()))) if answers else None,
+        )
+        for each, measured, suite, called, make in zip(pair, (own, found), suites, calls, caches, strict=True)
+    ]
+    words = ", ".join(texts)
+    asked = QUESTION if answers else None
+    return result, Report(name, words, context, len(scored), None, None, dict(result.versions), rows, asked)
 
 
 def _divergence(name: Literal["KL", "KL tail"], value: float, allowed: float) -> Measure:

@@ -56,6 +56,11 @@ class Scores:
         return max(0.0, float(self.kls.mean()))  # sums of nearly equal float32 numbers may fall just below zero
 
     @property
+    def kl_99(self) -> float:
+        """The KL that one token in a hundred exceeds."""
+        return max(0.0, float(np.percentile(self.kls, 99)))
+
+    @property
     def kl_tail(self) -> float:
         """The KL that one token in a thousand exceeds."""
         return max(0.0, float(np.percentile(self.kls, TAIL)))

@@ -14,12 +14,13 @@ import kvfold
 from kvfold.artifact import TEXT, Artifact
 from kvfold.calibration.text_overlap import check_disjoint
 from kvfold.engines.transformers import cache
+from kvfold.evaluate.answers import QUESTION, answer
 from kvfold.evaluate.gsm8k import Problems, gsm8k
 from kvfold.evaluate.layer_attention import diagnose
 from kvfold.evaluate.logits import LONG, Scores, compare
 from kvfold.evaluate.needle import TRIALS as NEEDLE_TRIALS
 from kvfold.evaluate.needle import hide, needle_suite
-from kvfold.evaluate.report import REFERENCE, Report, Row
+from kvfold.evaluate.report import REFERENCE, LayerBits, Report, Row
 from kvfold.evaluate.retrieval import Make, copy_accuracy, needle_accuracy
 from kvfold.evaluate.tasks import check_tasks, lm_eval_tasks
 from kvfold.evaluate.tool_calls import TRIALS as TOOL_TRIALS
@@ -69,6 +70,7 @@ def evaluate(
     problems: Problems | None = None,  # of GSM8K
     tasks: Sequence[str] = (),  # of lm-eval
     layers: bool = False,  # whether to diagnose the attention of every layer
+    answers: bool = False,  # whether to ask every cache about the text
     advance: Callable[[float], None] = lambda share: None,
 ) -> Report:
     """Evaluate `recipes` and the 16-bit cache on `tokens` (1-D). `advance` gets shares of 1."""
@@ -95,7 +97,10 @@ def evaluate(
     for name, recipe in panel.items():
         copied = copy_accuracy(model, tokenizer, makes[name], tokens)
         needles = needle_accuracy(model, tokenizer, makes[name], tokens)
-        row = _row(recipe, geometry, artifact, own if name == REFERENCE else scores[name], copied, needles)
+        row = row_of(recipe, geometry, artifact, own if name == REFERENCE else scores[name])
+        row = replace(row, copy=copied, needle=sum(needles.values()) / len(needles), needle_by_depth=needles)
+        if answers:
+            row = replace(row, answer=answer(model, tokenizer, makes[name], tokens))
         advance(part)
         asked_for = _asked_for(
             model, tokenizer, makes[name], haystacks, problems, tasks, lambda share: advance(part * share)
@@ -111,6 +116,7 @@ def evaluate(
         plain_perplexity=scores[PLAIN].perplexity,
         versions=versions,
         rows=rows,
+        question=QUESTION if answers else None,
     )
 
 
@@ -144,17 +150,12 @@ def _asked_for(
     return found
 
 
-def _row(
-    recipe: Recipe,
-    geometry: Geometry,
-    artifact: Artifact | None,
-    scores: Scores,
-    copied: float,
-    needles: dict[str, float],
-) -> Row:
+def row_of(recipe: Recipe, geometry: Geometry, artifact: Artifact | None, scores: Scores) -> Row:
+    """Sizes and scores of one recipe."""
     # without an artifact, `cache` calibrates by itself, and its layouts are not known here
     fitted = Fitted.of(recipe, geometry, artifact if recipe.learns else None)
-    layout = fitted.page_layouts()[geometry.packed[0]]
+    layouts = fitted.page_layouts()
+    layout = layouts[geometry.packed[0]]
     beyond = scores.beyond(LONG)
     return Row(
         recipe=str(recipe),
@@ -163,13 +164,16 @@ def _row(
         slot_bytes=layout.key.slot_bytes + layout.value.slot_bytes,
         perplexity=scores.perplexity,
         kl=scores.kl,
+        kl_99=scores.kl_99,
         kl_tail=scores.kl_tail,
         top1=scores.top1,
         tokens=scores.tokens,
-        copy=copied,
-        needle=sum(needles.values()) / len(needles),
-        needle_by_depth=needles,
+        copy=None,
+        needle=None,
+        needle_by_depth=None,
         perplexity_beyond_16k=beyond.perplexity if beyond else None,
         kl_beyond_16k=beyond.kl if beyond else None,
         kl_tail_beyond_16k=beyond.kl_tail if beyond else None,
+        layer_bits=[LayerBits(layer, *layouts[layer].side_bits) for layer in geometry.packed],
+        for_evaluation=fitted.for_evaluation,
     )

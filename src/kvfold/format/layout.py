@@ -325,6 +325,13 @@ class PageLayout:
         return self.offsets[-1]
 
     @property
+    def side_bits(self) -> tuple[float, float]:
+        """Bits that a page takes for each number of keys, and of values."""
+        codes, value_codes, meta, value_meta, end = self.offsets
+        key_bytes, value_bytes = value_codes - codes + value_meta - meta, meta - value_codes + end - value_meta
+        return 8 * key_bytes / (self.page_size * self.key.dims), 8 * value_bytes / (self.page_size * self.value.dims)
+
+    @property
     def per_page(self) -> bool:
         """Whether keys or values have metadata for whole pages."""
         return self.key.per_page or self.value.per_page

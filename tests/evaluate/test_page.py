@@ -1,0 +1,385 @@
+"""The HTML page of a report, as a browser shows it."""
+
+import datetime
+import math
+import os
+import shlex
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sample_reports import BROKEN, HOSTILE, MEASURED, ORDINARY, REFERENCE_ALONE
+
+from kvfold.artifact import CheckResult, Measure
+from kvfold.evaluate.needle import TASKS, NeedleRow
+from kvfold.evaluate.page import write_html
+from kvfold.evaluate.report import Report
+
+CHECKED = replace(
+    MEASURED, rows=[MEASURED.rows[0], MEASURED.reference], noise_floor=None, plain_perplexity=None, context=32768
+)
+
+
+def check(needles: float, low: float, high: float) -> CheckResult:
+    """KL of 0.0751, and a loss of needles."""
+    kl = Measure(name="KL", unit="nats", value=0.0751, reference=0, loss=0.0751, allowed=0.1)
+    loss = {"value": 0.9 - needles, "reference": 0.9, "loss": needles, "low": low, "high": high}
+    measures = (kl, Measure(name="needles", unit="share", allowed=0.03, **loss))
+    date = datetime.date(2026, 3, 4)
+    return CheckResult(context=32768, date=date, versions={}, fit_sha256="0" * 64, measures=measures)
+
+
+def test_a_missing_folder_is_named(tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match=r"no folder .*absent"):
+        write_html(ORDINARY, tmp_path / "absent" / "report")
+
+
+def test_the_same_report_gives_the_same_page(tmp_path: Path):
+    for name in ("one", "two"):
+        write_html(MEASURED, tmp_path / name)
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+
+
+def test_names_are_escaped_everywhere(tmp_path: Path):
+    cell = NeedleRow(HOSTILE, 4096, 0.5, 3, HOSTILE, 1.0)
+    more = {"suite": [cell, replace(cell, text="other")], "layer_bits": MEASURED.rows[0].layer_bits, "answer": HOSTILE}
+    more["tasks"] = {HOSTILE: 1.0}
+    rows = [replace(row, for_evaluation=HOSTILE, **more) for row in BROKEN.rows[:-1]]
+    bf16 = replace(BROKEN.reference, needle_by_depth={HOSTILE: 1.0}, **more)
+    rows[0] = replace(rows[0], for_evaluation=None)
+    hostile = Report(HOSTILE, HOSTILE, 2048, 8192, 1e-4, 12.0, {HOSTILE: HOSTILE}, [*rows, bf16], HOSTILE)
+    write_html(hostile, tmp_path / "report.html", artifact=HOSTILE)
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<script") == 1, "the page's own"
+    assert page.count("&lt;script&gt;") > 20
+
+
+# In a browser.
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    executable = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if executable is None:
+        reason = "no Chromium found, with which the HTML report would be opened"
+        if os.environ.get("CI"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    from playwright.sync_api import sync_playwright
+
+    quiet = ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run"]
+    with sync_playwright() as playwright:
+        # Without its sandbox Chromium also starts for root, as in a container; the page it opens is ours.
+        browser = playwright.chromium.launch(
+            executable_path=executable, chromium_sandbox=False, args=["--disable-gpu", *quiet]
+        )
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(browser: Any, tmp_path: Path) -> Iterator[Any]:
+    """Opens a report's page; in the end the console must be clean, and nothing but the page have been asked for."""
+    complaints: list[str] = []
+    requests: list[str] = []
+    uris: list[str] = []
+    context = browser.new_context()
+
+    def open_page(report: Report, width: int = 1200, scheme: str = "light", **options: Any) -> Any:
+        path = tmp_path / f"report-{len(uris)}.html"
+        write_html(report, path, **options)
+        page = context.new_page()
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda request: requests.append(request.url))
+        page.set_viewport_size({"width": width, "height": 800})
+        page.emulate_media(color_scheme=scheme)
+        page.goto(path.as_uri())
+        uris.append(path.as_uri())
+        return page
+
+    yield open_page
+    context.close()
+    assert not complaints
+    assert requests == uris
+
+
+def middle(box: dict[str, float]) -> tuple[float, float]:
+    return box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+
+
+def overlap(a: dict[str, float], b: dict[str, float]) -> bool:
+    """By more than the space around letters."""
+    sides = (("x", "width"), ("y", "height"))
+    return all(min(a[at] + a[size], b[at] + b[size]) - max(a[at], b[at]) > 4 for at, size in sides)
+
+
+@pytest.mark.parametrize("shown", [ORDINARY, BROKEN], ids=["ordinary", "broken"])
+def test_the_pareto_plot_has_a_named_point_for_each_recipe_inside_the_frame(open_page, shown: Report):
+    page = open_page(shown)
+    frame = page.locator("#frame").bounding_box()
+    assert min(frame["width"], frame["height"]) > 300
+    points = page.locator("#pareto [id^=point-]").all()
+    assert len(points) == len(shown.rows)
+    for i, row in enumerate(shown.ordered):
+        box = points[i].bounding_box()
+        x, y = middle(box)
+        assert 8 < box["width"] < 30
+        assert frame["x"] <= x <= frame["x"] + frame["width"]
+        assert frame["y"] - 4 <= y <= frame["y"] + frame["height"] + 1  # a triangle's middle is off its point
+        label = page.locator(f"#label-{i}")
+        assert "".join(label.locator("text").all_text_contents()).startswith(row.recipe)
+        assert page.locator("#pareto").bounding_box()["x"] <= label.bounding_box()["x"]
+
+
+def test_points_stand_where_logarithms_put_them_and_full_ones_are_not_beaten(open_page):
+    page = open_page(ORDINARY)
+    rows = ORDINARY.ordered
+    at = [middle(page.locator(f"#point-{i}").bounding_box()) for i in range(len(rows))]
+    one, other = 1, 4  # int4 and int2
+    for number, axis in ((lambda row: row.bits_per_element_2k, 0), (lambda row: row.kl, 1)):
+        logs = [math.log(number(row)) if number(row) else None for row in rows]
+        pixels = (at[other][axis] - at[one][axis]) / (logs[other] - logs[one])
+        for place, log in zip(at, logs, strict=True):
+            if log is not None:
+                assert place[axis] == pytest.approx(at[one][axis] + pixels * (log - logs[one]), abs=0.5)
+    assert at[other][0] < at[one][0]
+    assert at[other][1] < at[one][1]
+    for i, row in enumerate(rows[1:], start=1):
+        beaten = any(o is not row and o.bits_per_element_2k <= row.bits_per_element_2k and o.kl <= row.kl for o in rows)
+        assert page.locator(f"#point-{i}").get_attribute("class") == ("ring" if beaten else "full")
+
+
+def test_labels_cover_no_other_label_and_no_point(open_page):
+    page = open_page(ORDINARY)
+    labels = [label.bounding_box() for label in page.locator("[id^=label-]").all()]
+    points = [middle(point.bounding_box()) for point in page.locator("[id^=point-]").all()]
+    inside = [{"x": x - 5, "y": y - 5, "width": 10, "height": 10} for x, y in points]
+    for i, label in enumerate(labels):
+        assert not any(overlap(label, other) for other in (*labels[:i], *inside))
+
+
+def test_tails_stand_where_logarithms_put_them(open_page):
+    page = open_page(ORDINARY)
+    found = []
+    for i, row in enumerate(ORDINARY.ordered[1:]):
+        marks = page.locator(f"#tail-{i} > :not(.span)").all()
+        places = [middle(mark.bounding_box())[0] for mark in marks]
+        assert len(places) == 3
+        found += zip(places, map(math.log, (row.kl, row.kl_99, row.kl_tail)), strict=True)
+    (left, low), (right, high) = min(found), max(found)
+    assert right - left > 300
+    for place, log in found:
+        assert place == pytest.approx(left + (right - left) * (log - low) / (high - low), abs=1)
+    assert "0.0123\n0.0492\n0.1230" in "\n".join(page.locator("#tails text").all_text_contents())
+
+
+def test_every_recipe_is_in_the_table_of_results(open_page):
+    page = open_page(ORDINARY)
+    results, needle = page.locator("table").all()
+    names = results.locator("th[scope=row]").all_inner_texts()
+    assert names == ["bf16 (reference)", *(row.recipe for row in ORDINARY.ordered[1:])]
+    assert needle.locator("tr").all_inner_texts() == ["recipe\t10 %\t90 %", "bf16\t100 %\t100 %", "int4\t100 %\t0 %"]
+    tile = page.locator(".tiles > div", has_text="saw-int4:sink=4").inner_text()
+    said = list(filter(None, tile.split("\n")))
+    assert said[:4] == ["saw-int4:sink=4", "3.5× smaller", "at 128k tokens", "3.5× at 2k"]  # 16 / 4.62
+    assert said[4:] == ["KL 0.0123", "top-1 97.1 %"]
+
+
+def test_what_was_not_measured_is_left_out(open_page):
+    ends = ["How this was measured", "Words"]
+    bare = replace(ORDINARY, rows=[replace(row, needle_by_depth=None, copy=None) for row in ORDINARY.rows])
+    bare = replace(bare, rows=[replace(row, needle=None) for row in bare.rows])
+    page = open_page(bare)
+    assert page.locator("h2").all_inner_texts() == [
+        "Quality against memory", "Tails", "Serve it", "Results", *ends
+    ]  # fmt: skip
+    columns = page.locator("th[scope=col]").all_inner_texts()
+    assert not {"copy", "needle"} & set(columns)
+    assert open_page(REFERENCE_ALONE).locator("h2").all_inner_texts() == ["Results", "Needles", *ends]
+
+
+def test_haystacks_are_heat_maps_with_intervals(open_page):
+    """Of two haystacks, a mean is that of one of them in a quarter of all draws, so the interval is from one to the
+    other: 50 % and 45 % at depth 0."""
+    page = open_page(MEASURED)
+    maps = {figure.locator("h3").inner_text(): figure for figure in page.locator(".heat figure").all()}
+    assert list(maps) == [
+        "Needles after 4,096 tokens, 4 haystacks",
+        "Needles after 32,768 tokens, 4 haystacks",
+        "Valid calls after 4,096 tokens, 4 haystacks",
+        "Exact calls after 4,096 tokens, 4 haystacks",
+        "In short haystacks, by depth",
+        "In 4,096 tokens, by depth",
+        "In 32,768 tokens, by depth",
+        "By task",
+    ]
+
+    def rows(name: str) -> list[list[str]]:
+        return [
+            [" ".join(cell.split()) for cell in row.locator("th, td").all_inner_texts()]
+            for row in maps[name].locator("tr").all()
+        ]
+
+    assert rows("Exact calls after 4,096 tokens, 4 haystacks")[:3] == [
+        ["recipe", "all texts", "novel", "code", "against bf16, points"],
+        ["bf16", "90 % 90–90", "90 % 90–90", "90 % 90–90", "–"],
+        ["int4", "40 % 40–40", "40 % 40–40", "40 % 40–40", "−50.0 −50 to −50"],
+    ]
+    assert rows("In 4,096 tokens, by depth")[:3] == [
+        ["recipe", "0%", "100%"],
+        ["bf16", "95 % 90–100", "48 % 45–50"],
+        ["int4", "48 % 45–50", "24 % 22–25"],  # (1 + 5 · 0.4) / 6, and a tenth less in one of two texts
+    ]
+    assert rows("By task")[0] == ["recipe", *TASKS]
+    assert [row[0] for row in rows("By task")[1:]] == [row.recipe for row in MEASURED.ordered]
+    shades = (
+        maps["In 4,096 tokens, by depth"]
+        .locator("td")
+        .evaluate_all("cells => cells.map(cell => +getComputedStyle(cell).backgroundColor.match(/[\\d.]+/)[0])")
+    )
+    found = [0.95, 0.475, 0.475, 0.2375]  # bf16 and int4: the more, the less red
+    assert sorted(shades[:4], reverse=True) == [shade for _, shade in sorted(zip(found, shades[:4], strict=True))]
+    assert shades[0] < shades[1] == shades[2] < shades[3]
+
+
+def test_bars_are_as_high_as_layers_have_bits(open_page):
+    page = open_page(MEASURED)
+    figure = page.locator("figure", has=page.locator(".legend")).first
+    assert figure.locator(".legend").inner_text().split() == ["keys", "5.50", "values", "2.25"]
+    keys, values = ([bar.bounding_box() for bar in figure.locator(f"rect.{side}").all()] for side in ("keys", "values"))
+    heights = [bar["height"] for bar in (*keys, *values)]
+    assert heights == pytest.approx([bits / 4.5 * heights[0] for bits in (4.5, 5.5, 6.5, 2.25, 2.25, 2.25)], rel=0.01)
+    bottom = keys[0]["y"] + keys[0]["height"]
+    assert all(bar["y"] + bar["height"] == pytest.approx(bottom, abs=0.1) for bar in keys)
+    assert all(bar["y"] >= bottom for bar in values)
+    assert [bar["x"] for bar in keys] == [bar["x"] for bar in values] == sorted(bar["x"] for bar in keys)
+
+
+def test_answers_are_marked_from_the_first_other_word_on(open_page):
+    said = {"bf16": "It is about asserts.", "int4": "It is about asserts.", "int2": "It was about 2.", "int8": "It is"}
+    rows = [replace(row, answer=said.get(row.recipe, "")) for row in MEASURED.rows]
+    page = open_page(replace(MEASURED, rows=rows))
+    assert "What is it about?" in page.locator("section", has=page.locator("blockquote")).locator("p").inner_text()
+    cards = {figure.locator("h3").inner_text(): figure for figure in page.locator("figure:has(blockquote)").all()}
+    assert list(cards) == ["bf16 (reference)", *(row.recipe for row in MEASURED.ordered[1:])]
+    shown = {name: (card.locator("blockquote").inner_text(), card.locator("mark").all_inner_texts())
+             for name, card in cards.items()}  # fmt: skip
+    assert shown["int4"] == ("It is about asserts.", [])
+    assert shown["int2"] == ("It was about 2.", ["was about 2."])
+    assert shown["int8"] == ("It is (ends here)", ["(ends here)"])
+
+
+def test_a_line_that_serves_is_copied(open_page):
+    rows = [replace(row, for_evaluation="no kernel" if row.recipe == "int2" else None) for row in ORDINARY.rows]
+    page = open_page(replace(ORDINARY, rows=rows, model="my model"), artifact="it's/fits")
+    lines = [shlex.split(line) for line in page.locator(".command code").all_inner_texts()]
+    assert lines == [
+        ["kvfold", "serve", "my model", "-r", row.recipe, "--artifact", "it's/fits"]
+        for row in ORDINARY.ordered[1:]
+        if row.recipe != "int2"
+    ]
+    assert page.get_by_text("int2 is for evaluation: no kernel.").is_visible()
+    button = page.locator(".command button").nth(2)
+    assert button.inner_text() == "Copy"
+    button.click()
+    assert button.inner_text() == "Copied"
+    page.evaluate("document.body.append(document.createElement('textarea'))")
+    page.locator("textarea").focus()
+    page.keyboard.press("Control+V")
+    assert shlex.split(page.locator("textarea").input_value()) == lines[2]
+
+
+def test_a_check_says_what_is_lost_and_how_to_serve(open_page):
+    page = open_page(CHECKED, check=check(0.01, -0.01, 0.05))
+    verdict = page.locator("#verdict")
+    assert verdict.locator("p").first.inner_text() == (
+        "int4 passed. Its cache is 3.6 times smaller at 128k tokens, and it loses no more than is allowed. Checked on "
+        "2026-03-04 at 32,768 tokens."
+    )
+    assert verdict.locator("tr").all_inner_texts() == [
+        "measure\t\tloss\tallowed\t95 %\t16 bits\tpacked",
+        "KL\tpassed\t0.0751\t0.1000\t–\t0.0000\t0.0751",
+        "needles\tpassed\t1.0\t3.0\t−1.0 to 5.0\t90.0 %\t89.0 %",
+    ]
+    assert (
+        verdict.locator(".note").inner_text() == "needles: the interval holds what is allowed. More trials narrow it."
+    )
+    assert page.locator("#pareto").get_by_text("allowed 0.1").is_visible()
+    line = page.locator(".command code").inner_text()
+    assert line == "kvfold serve some/model -r int4 --require-check"
+    assert "Noise floor" not in page.locator("body").inner_text()
+    failed = open_page(CHECKED, check=check(0.2, 0.1, 0.3))
+    said = failed.locator("#verdict p").first.inner_text()
+    assert said.startswith("int4 failed. needles lose 20.0 points, and 3 are allowed.")
+    assert not failed.locator(".command").count()
+
+
+# The contrast, as WCAG defines it, of every text and point against what is painted behind it.
+CONTRASTS = """() => {
+  const canvas = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
+  const luminance = (...layers) => {
+    for (const colour of layers) { canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1); }
+    const [r, g, b] = [...canvas.getImageData(0, 0, 1, 1).data.slice(0, 3)].map(
+      (c) => (c /= 255) <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const behind = (element) =>
+    element ? [...behind(element.parentElement), getComputedStyle(element).backgroundColor] : ["white"];
+  const contrast = (element, property) => {
+    const layers = behind(element);
+    const colour = getComputedStyle(element)[property];
+    const [dark, light] = [luminance(...layers), luminance(...layers, colour)].sort((a, b) => a - b);
+    return (light + 0.05) / (dark + 0.05);
+  };
+  const all = (selector, property) => [...document.querySelectorAll(selector)].map((e) => contrast(e, property));
+  const texts = "h1, h2, h3, p, th, td, small, dt, dd, figcaption, code, button, blockquote, mark, b";
+  return {
+    paper: luminance(...behind(document.body)),
+    text: [...all(texts, "color"), ...all("svg text", "fill")],
+    drawn: [...all("svg .full, rect.keys, rect.values", "fill"), ...all("svg .ring", "stroke")],
+  };
+}"""
+# How far content is wider than the box that shows it.
+TOO_WIDE = "(all) => Math.max(0, ...all.map((box) => box.scrollWidth - box.clientWidth))"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_and_drawings_stand_out_in_light_and_dark(open_page, scheme: str):
+    contrasts = open_page(MEASURED, scheme=scheme).evaluate(CONTRASTS)
+    assert (contrasts["paper"] > 0.5) == (scheme == "light")
+    assert len(contrasts["drawn"]) > len(ORDINARY.rows) * (1 + 2 + 2 * 3)
+    assert min(contrasts["text"]) >= 4.5
+    assert min(contrasts["drawn"]) >= 3
+
+
+@pytest.mark.parametrize("shown", [MEASURED, BROKEN, CHECKED], ids=["measured", "broken", "checked"])
+def test_the_page_fits_every_width(open_page, shown: Report):
+    page = open_page(
+        replace(shown, text="t" * 300),
+        width=360,
+        artifact="a" * 200,
+        check=check(0, 0, 0) if shown is CHECKED else None,
+    )
+    for svg in page.locator("svg").all():
+        box = svg.bounding_box()
+        assert box["x"] >= 0
+        assert 300 < box["width"] <= 360
+    assert page.locator(".heat .scroll").evaluate_all(TOO_WIDE) == 0, "heat maps need no scrolling of their own"
+    for width in (360, 768, 1200):
+        page.set_viewport_size({"width": width, "height": 800})
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+
+
+def test_paper_is_white_and_cuts_nothing_off(open_page):
+    page = open_page(MEASURED, width=700, scheme="dark")
+    page.emulate_media(media="print", color_scheme="dark")
+    contrasts = page.evaluate(CONTRASTS)
+    assert contrasts["paper"] == pytest.approx(1)
+    assert min(contrasts["text"]) >= 4.5
+    assert not any(button.is_visible() for button in page.locator("button").all())
+    edges = "(all) => Math.max(...all.map((one) => one.getBoundingClientRect().right))"
+    assert page.locator("table, svg, p, code, dd").evaluate_all(edges) <= 700
