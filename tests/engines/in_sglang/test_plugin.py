@@ -484,13 +484,15 @@ def test_prefill_graphs_are_captured_without_pages():
 
 
 @pytest.mark.parametrize(("kind", "refused"), [("breakable", False), ("disabled", False), ("full", True)])
-def test_prefill_graphs_that_hold_attention_are_refused(kind, refused):
-    arguments = SimpleNamespace(cuda_graph_config=SimpleNamespace(prefill=SimpleNamespace(backend=kind)))
+def test_prefill_graphs_that_hold_attention_are_refused(kind, refused, monkeypatch):
+    chosen = SimpleNamespace(prefill=SimpleNamespace(backend=kind))
+    execution = SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=chosen), cuda_graph_config=chosen)
+    monkeypatch.setattr("sglang.srt.model_executor.cuda_graph_config.get_exec", lambda: execution)
     if refused:
         with pytest.raises(SystemExit, match="of the kind full hold attention: add --disable-prefill-cuda-graph"):
-            hooks.refuse_prefill_graphs(arguments)
+            hooks.refuse_prefill_graphs()
     else:
-        hooks.refuse_prefill_graphs(arguments)
+        hooks.refuse_prefill_graphs()
 
 
 def test_values_may_have_another_size_than_keys():

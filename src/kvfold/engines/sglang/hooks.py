@@ -132,8 +132,7 @@ def resolve(original: Callable[["ServerArgs"], None], arguments: "ServerArgs") -
     """Prepare the arguments, then let SGLang resolve them."""
     config = Config.read()
     if config is None or getattr(arguments, "_resolution_finished", False):  # SGLang calls again
-        original(arguments)
-        return
+        return original(arguments)
     geometry = prepare(config, arguments)
     try:
         original(arguments)
@@ -141,14 +140,6 @@ def resolve(original: Callable[["ServerArgs"], None], arguments: "ServerArgs") -
         if "_buffer" not in str(error):
             raise
         refuse_prefixes(geometry, arguments, error)
-    refuse_prefill_graphs(arguments)
-
-
-@aborting
-def refuse_prefill_graphs(arguments: "ServerArgs") -> None:
-    """SGLang chooses another kind for some models by itself."""
-    if (kind := arguments.cuda_graph_config.prefill.backend) not in PREFILL_GRAPHS:
-        raise ValueError(f"prefill graphs of the kind {kind} hold attention: add --disable-prefill-cuda-graph")
 
 
 @aborting
@@ -307,10 +298,21 @@ def build_backend(
 
     if model_runner.is_draft_worker:
         return build(model_runner=model_runner, **options)
+    refuse_prefill_graphs()
     packed = packed_backend(model_runner)
     if not beside(packed.served.plan.geometry):
         return packed
     return MixedBackend(packed, build(model_runner=model_runner, **options))
+
+
+@aborting
+def refuse_prefill_graphs() -> None:
+    """For some models, SGLang chooses another kind by itself."""
+    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
+
+    for kind in (Backend.FULL, Backend.TC_PIECEWISE):
+        if check_cuda_graph_backend(Phase.PREFILL, kind):
+            raise ValueError(f"prefill graphs of the kind {kind} hold attention: add --disable-prefill-cuda-graph")
 
 
 @cache
