@@ -57,7 +57,7 @@ TRANSPOSES = {"permute", "t", "transpose"}  # which a weight goes through before
 COMPARES = {
     *("_local_scalar_dense", "all", "amax", "amin", "any", "argmax", "argmin", "bucketize", "clamp", "clamp_max"),
     *("clamp_min", "eq", "equal", "ge", "gt", "isfinite", "isnan", "kthvalue", "le", "lt", "max", "maximum", "min"),
-    *("minimum", "ne", "sort", "topk", "where"),
+    *("minimum", "ne", "sign", "sort", "topk", "where"),
     "_C::greedy_argmax",  # of vLLM
 }
 IEEE = {"abs", "add", "ceil", "div", "floor", "mul", "neg", "round", "sqrt", "sub"}
