@@ -54,7 +54,7 @@ class Ops(NamedTuple):
         return (choice.read or choice.run)(pages, q, new, logits, out)
 
     def _attention(self, pages: LayerPages) -> Choice:
-        return self.decode if pages.step.max_queries <= self.decode.queries else self.extend
+        return self.decode if 1 <= pages.step.max_queries <= self.decode.queries else self.extend
 
 
 @lru_cache
