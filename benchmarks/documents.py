@@ -219,7 +219,7 @@ KERNEL_ROWS = {
     **{f"`{name}`, no windows": f"{name}:sink=0,recent=0" for name in OURS},
     "`saw-int4`": "saw-int4",
     "`oscar-int2`, group 128, no windows": "oscar-int2:sink=0,recent=0,group=128",
-    "`gtq-k3v3`": "gtq-k3v3:sink=0",
+    "`gtq-k3v3`, no windows": "gtq-k3v3:sink=0",
 }
 KERNEL_CASES = {
     "32 × 8k": ("32", "8192"),

@@ -15,7 +15,7 @@ FOLDS = "fold4", "fold3", "fold2"
 RECIPES = {  # as the table of kernels calls them
     "`saw-int4`": "saw-int4",
     "`oscar-int2`, group 128, no windows": f"oscar-int2:{NO_WINDOWS},group=128",
-    "`gtq-k3v3`": "gtq-k3v3:sink=0",
+    "`gtq-k3v3`, no windows": "gtq-k3v3:sink=0",
     **{f"`{name}`, no windows": f"{name}:{NO_WINDOWS}" for name in FOLDS},
     **{f"`{name}` with its windows": name for name in FOLDS},
 }

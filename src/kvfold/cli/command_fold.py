@@ -17,7 +17,7 @@ from kvfold.models import load_config, save_model
 
 def fold(
     model: Model,
-    recipe: Annotated[str, recipe_option("A recipe that learns a rotation: `oscar-int2`.")],
+    recipe: Annotated[str, recipe_option("A recipe that rotates values: `oscar-int2`, or `fold2` to `fold4`.")],
     folder: Annotated[Path, typer.Option("--out", help="The folder to write: a new or an empty one.")],
     artifact: ArtifactFolder = None,
 ) -> None:
