@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from byte_tokenizer import byte_tokenizer
 from fenced_blocks import ROOT
+from own_methods import forget_methods
 from random_layers import FIRST, random_layer
 from tiny_models import tiny
 from transformers import GenerationMixin
@@ -30,7 +31,7 @@ def _no_more_recipes_than_before() -> Iterator[None]:
     yield
     RECIPES.clear()
     RECIPES.update(before)
-    sys.modules.pop("kvfold_methods_own_method", None)
+    forget_methods()
 
 
 def test_the_notebook_is_one_that_jupyter_opens_and_has_no_outputs():
@@ -107,7 +108,12 @@ def test_files_with_methods_are_run_once_and_a_missing_one_is_named(tmp_path, mo
     assert [recipe.strong for recipe in parsed] == [8, 24]
     assert [str(recipe) for recipe in parsed] == ["principal-int2:strong=8", "principal-int2:strong=24"]
     assert times_run == 1  # noqa: F821 - see above
-    del sys.modules["kvfold_methods_counted"]
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "counted.py").write_text(other.read_text())
+    monkeypatch.setenv("KVFOLD_METHODS", os.pathsep.join((str(other), str(tmp_path / "more" / "counted.py"))))
+    parse("int4")
+    assert times_run == 2, "of two files with one name"  # noqa: F821
+    forget_methods()
     monkeypatch.setenv("KVFOLD_METHODS", "nowhere.py")
     with pytest.raises(FileNotFoundError, match=r"^KVFOLD_METHODS names 'nowhere.py', which is no Python file"):
         parse("int4")
@@ -134,7 +140,7 @@ def test_what_a_method_learned_is_not_kept_if_its_file_changes(tmp_path, monkeyp
 
     def folder(source: str) -> Path:
         file.write_text(source)
-        sys.modules.pop("kvfold_methods_own_method", None)
+        forget_methods()
         return kept(str(tmp_path / "model"), parse("principal-int2"), lambda name: None, lambda *_: made)
 
     source = OWN_METHOD.read_text()

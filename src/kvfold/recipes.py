@@ -1,6 +1,8 @@
 """The named recipes."""
 
 import difflib
+import hashlib
+import inspect
 import os
 import re
 import sys
@@ -85,7 +87,7 @@ def load_methods() -> None:
     """Run the files that KVFOLD_METHODS names, each once. They call `add`."""
     for file in filter(None, os.environ.get(METHODS, "").split(os.pathsep)):
         path = Path(file).expanduser().resolve()
-        name = f"kvfold_methods_{path.stem}"
+        name = f"kvfold_methods_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
         if name in sys.modules:
             continue
         if path.suffix != ".py" or not path.is_file():
@@ -99,6 +101,11 @@ def load_methods() -> None:
         except BaseException:
             del sys.modules[name]
             raise
+
+
+def method_source(recipe: Recipe) -> str:
+    """The file of a recipe's method. If it changes, what was fitted or packed before may not fit."""
+    return Path(inspect.getfile(type(recipe))).read_text()
 
 
 def parse(text: str) -> Recipe:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from byte_tokenizer import byte_tokenizer
 from commands import FITTED, HEAD_DIM, KV_HEADS, LAYERS, plain, run
+from own_methods import forget_methods
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvfold.cli import main
@@ -27,7 +28,7 @@ def _own_method(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     RECIPES.clear()
     RECIPES.update(before)
-    sys.modules.pop("kvfold_methods_own_method", None)
+    forget_methods()
 
 
 @pytest.fixture(scope="session")

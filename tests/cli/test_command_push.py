@@ -15,7 +15,7 @@ from huggingface_hub import constants
 
 import kvfold
 from kvfold import hub
-from kvfold.artifact import CheckResult, Measure
+from kvfold.artifact import Artifact, CheckResult, Measure
 from kvfold.recipes import parse
 
 FILES = ["README.md", "kvfold.json", "tensors.safetensors"]
@@ -81,6 +81,16 @@ def test_the_card_says_what_it_is_and_how_to_serve_it(checked: Path, small: Path
     assert "200 tokens in passages of 64" in body
 
 
+def test_a_folder_that_looks_like_a_hub_id_is_none(checked: Path, small: Path, tmp_path: Path, monkeypatch):
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "mine").symlink_to(small)
+    monkeypatch.chdir(tmp_path)
+    run("push", checked, tmp_path / "place", "--model", "models/mine")
+    card = (tmp_path / "place" / "README.md").read_text()
+    assert "models/mine" not in card
+    assert "kvfold serve mine " in card
+
+
 def test_means_alone_have_a_card(means: Path, tmp_path: Path):
     run("push", means, tmp_path / "place")
     card = (tmp_path / "place" / "README.md").read_text()
@@ -98,6 +108,12 @@ def test_to_a_folder_and_back(error_of, checked: Path, means: Path, tmp_path: Pa
     assert f"Wrote {back}: means, oscar-int2, gtq-k3v3" in shown
     assert contents(back) == contents(place)
     assert {**contents(checked), "README.md": b""} == {**contents(back), "README.md": b""}
+    again = Artifact.load(checked)
+    Artifact(again.metadata.model_copy(update={"checks": {}}), again.tensors).save(tmp_path / "unchecked")
+    run("push", tmp_path / "unchecked", place)
+    assert (place / "kvfold.json").read_bytes() == (tmp_path / "unchecked" / "kvfold.json").read_bytes()
+    assert "holds another artifact" in error_of("pull", place, "--out", back), "a check made there would be lost"
+    run("push", checked, place)
     for command in (("push", means, place), ("pull", means, "--out", back)):
         assert "holds another artifact: name a new folder" in error_of(*command)
     assert contents(back) == contents(place)

@@ -1,7 +1,6 @@
 """Calibration if the user gives no artifact. Every command and the Python API use the same text and token count."""
 
 import hashlib
-import inspect
 import json
 import platform
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from kvfold.calibration.fit import calibrate, versions
 from kvfold.geometry import Geometry
 from kvfold.models import cache_folder, default_device
 from kvfold.recipe import Recipe
+from kvfold.recipes import method_source
 from kvfold.text import default_text, tokenize, with_openings
 
 # One passage. Slow RoPE blocks of a key hardly turn in 2,048 tokens. Fitted on so few, `fold2` finds 77 % of needles in
@@ -62,7 +62,7 @@ def kept(
     if weights is None:  # the model is not on this machine yet, or not in safetensors files
         loaded = load(name)
         weights = digest_model(name) or Fingerprint.of(loaded[0]).weights
-    source = Path(inspect.getfile(type(recipe))).read_text() if recipe.learns else ""
+    source = method_source(recipe) if recipe.learns else ""
     made_with = [weights, SCHEMA, versions(), platform.python_version(), tokens_on(default_device()), source]
     key = hashlib.sha256(json.dumps(made_with, sort_keys=True).encode()).hexdigest()[:16]
     folder = cache_folder() / "artifacts" / f"{key}-{recipe.fitted_as if recipe.learns else 'means'}"

@@ -106,7 +106,7 @@ def check(
     if not write_json(json_file, list(result.rows(str(parsed)))):
         out.print(check_table(f"{model}: {parsed}", result))
         for name in texts.keys() - long.keys():
-            out.print(f"{name} has fewer than {context:,} tokens, and was left out", highlight=False)
+            out.print(f"{escape(name)} has fewer than {context:,} tokens, and was left out", highlight=False)
         for measure in result.measures:
             if measure.blind:
                 out.print(f"{measure.name}: 16 bits find too little here to tell what is lost", highlight=False)

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from kvfold.cli.output import out
 
@@ -22,4 +23,4 @@ def push(
     """
     from kvfold.publish.transfer import push as publish
 
-    out.print(publish(folder, where, model, private), highlight=False, soft_wrap=True)
+    out.print(escape(publish(folder, where, model, private)), highlight=False, soft_wrap=True)

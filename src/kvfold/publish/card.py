@@ -14,7 +14,7 @@ MEANS_ALONE = "Means alone. They serve every recipe that learns nothing else, as
 
 def card(artifact: Artifact, where: str, model: str | None) -> str:
     """In Markdown. `where` it is published, and `model`, its Hub id or its folder here, of which the name is shown."""
-    on_hub = model is not None and HUB_ID.fullmatch(model)
+    on_hub = model is not None and not Path(model).expanduser().exists() and HUB_ID.fullmatch(model)
     model = model if on_hub or model is None else Path(model).name
     shape, made = artifact.metadata.model, artifact.metadata.calibration
     checks = {name: found for name in artifact.metadata.checks if (found := artifact.check_result(parse(name)))}

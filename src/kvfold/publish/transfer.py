@@ -19,7 +19,7 @@ def push(folder: Path, where: str, model: str | None = None, private: bool = Fal
     """
     files = _published(folder, where, model)
     if where.startswith(PATHS) or Path(where).is_dir():
-        _write(Path(where).expanduser(), files)
+        _write(Path(where).expanduser(), files, same=TENSORS)  # a later check may be published
         return where
     from huggingface_hub import CommitOperationAdd, HfApi
 
@@ -42,7 +42,7 @@ def pull(where: str, folder: Path) -> Artifact:
     source = find(where)
     artifact = Artifact.load(source)
     names = (TENSORS, METADATA, *([CARD] if (source / CARD).is_file() else []))
-    _write(folder, {name: (source / name).read_bytes() for name in names})
+    _write(folder, {name: (source / name).read_bytes() for name in names}, same=METADATA)  # keeps checks made there
     return artifact
 
 
@@ -55,10 +55,10 @@ def _published(folder: Path, where: str, model: str | None) -> dict[str, bytes]:
     return {**files, CARD: card(artifact, where, model).encode()}
 
 
-def _write(folder: Path, files: dict[str, bytes]) -> None:
-    """Refuses a folder with another artifact: fits of one model would replace those of another."""
+def _write(folder: Path, files: dict[str, bytes], same: str) -> None:
+    """Refuses a folder with another artifact: one whose file `same` differs."""
     with claimed(folder):
-        there = folder / METADATA
-        if there.exists() and there.read_bytes() != files[METADATA]:
+        there = folder / same
+        if there.exists() and there.read_bytes() != files[same]:
             raise FileExistsError(f"{folder} holds another artifact: name a new folder")
         write_whole(folder, files)

@@ -1,5 +1,6 @@
 """Packed pages that leave the device: to host memory, to files, and for good with a memory saver."""
 
+import errno
 import hashlib
 import time
 from array import array
@@ -269,6 +270,21 @@ def test_a_stored_page_that_has_changed_is_refused_and_can_be_stored_again(chang
     assert not path.exists()
     assert files.store("a", page)
     assert torch.equal(files.fetch("a", target), page)
+
+
+def test_a_file_that_cannot_be_opened_stays(files, monkeypatch):
+    """As when too many are open."""
+    assert files.store("a", PAGES[0])
+    before, (path,) = refused(), files.folder.glob("*.bin")
+
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    target = torch.zeros_like(PAGES[0])
+    assert hierarchical_cache.fetch(fails, files, "a", target) is None
+    assert not target.any()
+    assert refused() == before
+    assert path.exists()
 
 
 # A server

@@ -26,7 +26,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention.backend import AttentionBackend
 
 from kvfold.engines.start import RECIPE
-from kvfold.engines.vllm import backend, engine, plan, plugin
+from kvfold.engines.vllm import backend, engine, offload, plan, plugin
 from kvfold.models import embedded_folder
 
 
@@ -114,6 +114,19 @@ def test_offloading_is_allowed_however_it_is_asked_for(config, artifact, tmp_pat
     given = {"kvfold": {"recipe": "saw-int4", "artifact": artifact}}
     arguments = EngineArgs(str(embedded_folder()), dtype="float32", additional_config=given, kv_offloading_size=1)
     assert arguments.create_engine_config().kv_transfer_config.kv_connector == "OffloadingConnector"
+
+
+def test_files_of_pages_belong_to_one_recipe_and_to_weights(config, tmp_path, monkeypatch):
+    files = [{"type": "fs", "root_dir": str(tmp_path)}]
+    first, second = copy.copy(config), copy.copy(config)
+    first.kv_transfer_config = second.kv_transfer_config = connector("OffloadingConnector", secondary_tiers=files)
+    offload.check_files(first)
+    second.additional_config = {"kvfold": {"recipe": "int4:centre=false"}}
+    with pytest.raises(ValueError, match="used with another recipe or model: give each engine its own"):
+        offload.check_files(second)
+    monkeypatch.setattr(offload, "digest_model", lambda _: None)  # as before they are downloaded
+    with pytest.raises(ValueError, match=r"named after the weights, .* run `hf download "):
+        offload.check_files(first)
 
 
 def test_files_of_pages_that_outlive_weights_are_refused(config, tmp_path):

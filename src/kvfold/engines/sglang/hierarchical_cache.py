@@ -78,7 +78,12 @@ def _name() -> str:
 
     config = Config.read()
     assert config is not None
-    return name_of_pages(config, digest_model(get_server_args().model_path))
+    arguments = get_server_args()
+    if (weights := digest_model(arguments.model_path)) is None:
+        raise ValueError(f"files of pages are named after the weights: {arguments.model_path} has no safetensors files")
+    return name_of_pages(
+        config, weights, arguments.revision, arguments.quantization, arguments.json_model_override_args
+    )
 
 
 def store(
@@ -98,8 +103,10 @@ def fetch(
     try:
         if original(files, key, stored) is None:  # there is none
             return None
-    except OSError:  # it is too short
-        stored.zero_()
+    except OSError as error:
+        if error.errno is not None:  # the file system's own, as too many open files
+            return None
+        stored.zero_()  # it is too short
     page, added = stored.split([target.nbytes, CHECKSUM_BYTES])
     if added.numpy().tobytes() != _checksum(files, key, page):
         refuse(files, key)

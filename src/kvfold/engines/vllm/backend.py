@@ -129,7 +129,7 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
             others = slice(decodes, step.num_reqs)
             locations = step.slot_mapping[first : step.num_actual_tokens]
             lengths = self.starts[others], step.seq_lens[others]
-            after = step.seq_lens_cpu_upper_bound.tolist()  # exact: with ngram, vLLM schedules no step ahead
+            after = step.seq_lens_cpu_upper_bound.tolist()  # exact: with drafts, none is scheduled ahead
             before = [length - count for length, count in zip(after, counts, strict=True)]
             rest = served.steps(HostLengths(before[others], after[others]), locations, *lengths, table[others])
             for tokens, part in rest:

@@ -1,6 +1,7 @@
 """Pages that vLLM's OffloadingConnector keeps in CPU memory and in files."""
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import KVTransferConfig, VllmConfig
@@ -47,12 +48,20 @@ def check_files(config: VllmConfig) -> None:
     transfer, choice = config.kv_transfer_config, asked_for(config)
     if transfer is None or choice is None:
         return
-    parallel = config.parallel_config
+    parallel, model = config.parallel_config, config.model_config
     ranks = f"tp{parallel.tensor_parallel_size}-pp{parallel.pipeline_parallel_size}"
     for tier in tiers(transfer):
+        if (weights := digest_model(model.model)) is None:
+            raise ValueError(
+                f"files of pages are named after the weights, and this machine has no safetensors files of "
+                f"{model.model}: run `hf download {model.model}`"
+            )
+        others = model.revision, model.quantization, model.hf_config.to_json_string()
+        name = f"{name_of_pages(choice, weights, *others)}-{ranks}"
         if tier["type"] == "fs":
-            name = name_of_pages(choice, digest_model(config.model_config.model))
-            tier.update(FILES, root_dir=f"{tier['root_dir']}/{name}-{ranks}")
+            tier.update(FILES, root_dir=f"{tier['root_dir']}/{name}")
+        elif Path(tier["root_dir"]).name != name:  # vLLM makes its configuration twice, of the same dictionary
+            raise ValueError("this kv_transfer_config was used with another recipe or model: give each engine its own")
 
 
 def loaded_blocks(step: "SchedulerOutput") -> Iterable[int]:
