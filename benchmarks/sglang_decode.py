@@ -103,11 +103,8 @@ def run(model, changes, recipe, cases, output, extra, scratch):
         if (batch, tokens) == (1, 64):
             continue
         yield Row(
-            engine="SGLang",
-            version=sglang.__version__,
+            **served_by(engine, recipe, arguments),
             model=folder.name + (f" {json.dumps(changes)}" if changes else ""),
-            recipe=recipe or arguments.get("kv_cache_dtype", "auto"),
-            attention="kvfold" if recipe else engine.server_args.attention_backend,
             batch=batch,
             input=tokens,
             output=output,
@@ -115,11 +112,23 @@ def run(model, changes, recipe, cases, output, extra, scratch):
             decode_tps=round(decoded / seconds, 1),
             step_ms=round(1000 * seconds * batch / decoded, 3),
             kv_tokens=info["max_total_num_tokens"],
-            gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-            torch=torch.__version__,
-            date=datetime.now(UTC).date().isoformat(),
         )
     engine.shutdown()
+
+
+def served_by(engine, recipe: str | None, arguments: dict[str, Any]) -> dict[str, str]:
+    """The columns of a row that say who served, and where."""
+    import sglang
+
+    return {
+        "engine": "SGLang",
+        "version": sglang.__version__,
+        "recipe": recipe or arguments.get("kv_cache_dtype", "auto"),
+        "attention": "kvfold" if recipe else engine.server_args.attention_backend,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "torch": torch.__version__,
+        "date": datetime.now(UTC).date().isoformat(),
+    }
 
 
 async def answer(engine, prompts: list[list[int]], output: int) -> tuple[float, float, int]:

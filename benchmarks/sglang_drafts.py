@@ -18,13 +18,11 @@ import json
 import os
 import time
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
-from sglang_decode import so_far
+from sglang_decode import served_by, so_far
 from transformers import AutoTokenizer
 
 from kvfold.files import append_rows
@@ -111,11 +109,8 @@ def run(options, users: list[int], scratch: Path):
         decoded = sum(options.output - so_far(count, begin) for count in counts)
         steps, written = sum(checks), sum(map(len, tokens)) - count  # prompts give the first tokens
         yield Row(
-            engine="SGLang",
-            version=sglang.__version__,
+            **served_by(engine, options.recipe, arguments),
             model=Path(options.model).name,
-            recipe=options.recipe or arguments.get("kv_cache_dtype", "auto"),
-            attention="kvfold" if options.recipe else engine.server_args.attention_backend,
             drafts=options.drafts,
             users=count,
             input=options.input,
@@ -125,9 +120,6 @@ def run(options, users: list[int], scratch: Path):
             acceptance=round((written - steps) / (steps * options.drafts), 4) if options.drafts else 0.0,
             repeated=round(sum(map(repeated, tokens, asked)) / sum(map(len, tokens)), 3),
             kv_tokens=info["max_total_num_tokens"],
-            gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-            torch=torch.__version__,
-            date=datetime.now(UTC).date().isoformat(),
         )
     engine.shutdown()
 

@@ -18,13 +18,13 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
+from sglang_decode import served_by
 from sweep import model_folder
 from transformers import AutoConfig
 
@@ -117,11 +117,8 @@ def run(options: argparse.Namespace, scratch: Path) -> Row:
         if found := [answer.cached for answer in answers if answer.cached != cached]:
             raise ValueError(f"SGLang had {found[0]} tokens in its caches, not {cached}: try a larger hicache_ratio")
     row = Row(
-        engine="SGLang",
-        version=sglang.__version__,
+        **served_by(engine, options.recipe, arguments),
         model=folder.name,
-        recipe=options.recipe or arguments.get("kv_cache_dtype", "auto"),
-        attention="kvfold" if options.recipe else engine.server_args.attention_backend,
         input=options.tokens,
         new=options.new,
         read_ms=milliseconds(read),
@@ -131,9 +128,6 @@ def run(options: argparse.Namespace, scratch: Path) -> Row:
         host_bytes=round(host_bytes, 1),
         host_tokens_per_gb=int(1e9 / host_bytes),
         conversations=options.conversations,
-        gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-        torch=torch.__version__,
-        date=datetime.now(UTC).date().isoformat(),
     )
     engine.shutdown()
     return row

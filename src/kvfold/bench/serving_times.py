@@ -148,16 +148,8 @@ def row(
     server: Server, load: Load, answers: list[Answer], seconds: float, kv_tokens: int | None, recipe: str, gpu: str
 ) -> Row:
     ttft, e2e = (np.array([getattr(answer, name) for answer in answers]) for name in ("ttft", "e2e"))
-    percentiles = {
-        f"{name}_p{p}": round(float(np.percentile(times, p)), 4)
-        for name, times in (("ttft", ttft), ("e2e", e2e))
-        for p in (50, 90, 99)
-    }
     return Row(
-        engine=server.engine,
-        version=server.version,
-        model=server.model,
-        recipe=recipe,
+        **served_by(server, recipe, gpu),
         input=load.input,
         output=load.output,
         concurrency=load.concurrency,
@@ -165,11 +157,22 @@ def row(
         requests=load.requests,
         system_tps=round(load.requests * load.output / seconds, 2),
         request_tps=round(float(np.median((load.output - 1) / (e2e - ttft))), 2),
-        **percentiles,
+        **percentiles("ttft", ttft, 50, 90, 99),
+        **percentiles("e2e", e2e, 50, 90, 99),
         kv_tokens=kv_tokens,
-        gpu=gpu,
-        date=datetime.now(UTC).date().isoformat(),
     )
+
+
+def served_by(server: Server, recipe: str, gpu: str) -> dict[str, Any]:
+    """The columns of a row that say who answered, and where."""
+    date = datetime.now(UTC).date().isoformat()
+    who = {"engine": server.engine, "version": server.version, "model": server.model}
+    return {**who, "recipe": recipe, "gpu": gpu, "date": date}
+
+
+def percentiles(name: str, times: "np.ndarray[Any, Any]", *shares: float) -> dict[str, Any]:
+    """As columns: of 99.9 percent, the name ends in `p999`."""
+    return {f"{name}_p{share:g}".replace(".", ""): round(float(np.percentile(times, share)), 4) for share in shares}
 
 
 async def drive(server: Server, load: Load, answered: Callable[[], None]) -> tuple[list[Answer], float, int | None]:

@@ -11,13 +11,21 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 
 import aiohttp
 import numpy as np
 import torch
 
-from kvfold.bench.serving_times import TOKENS, Answer, Server, ServerError, client_session, request
+from kvfold.bench.serving_times import (
+    TOKENS,
+    Answer,
+    Server,
+    ServerError,
+    client_session,
+    percentiles,
+    request,
+    served_by,
+)
 
 SHARED_TEXTS = 8
 SHORTEST = 8  # tokens of a prompt
@@ -92,10 +100,7 @@ def run(
     begin = next((size for at, size in seen.memory if at >= SETTLED * seconds), None)
     end = seen.memory[-1][1] if seen.memory else None
     row = Row(
-        engine=server.engine,
-        version=server.version,
-        model=server.model,
-        recipe=recipe,
+        **served_by(server, recipe, gpu),
         users=soak.users,
         longest=soak.longest,
         output=soak.output,
@@ -105,13 +110,11 @@ def run(
         left=seen.left,
         lost=len(seen.lost),
         system_tps=round(sum(answer.tokens for answer in seen.answers) / seconds, 1),
-        **{f"ttft_p{p}": round(float(np.percentile(ttft, p)), 4) for p in (50, 99)},
-        **{f"gap_p{f'{p:g}'.replace('.', '')}": round(float(np.percentile(gaps, p)), 4) for p in (50, 99, 99.9)},
+        **percentiles("ttft", ttft, 50, 99),
+        **percentiles("gap", gaps, 50, 99, 99.9),
         kv_tokens_left=_freed(server),
         memory_begin_mib=None if begin is None else begin >> 20,
         memory_end_mib=None if end is None else end >> 20,
-        gpu=gpu,
-        date=datetime.now(UTC).date().isoformat(),
     )
     return row, seen.lost
 

@@ -20,6 +20,7 @@ from kvfold.evaluate.drawings import Point, fits_in, layer_bits, pareto, tails
 from kvfold.evaluate.intervals import Interval, by_haystack, interval
 from kvfold.evaluate.report import (
     COLUMNS,
+    NOT_MEASURED,
     REFERENCE,
     Report,
     Summary,
@@ -35,8 +36,6 @@ from kvfold.evaluate.report import (
 if TYPE_CHECKING:
     from kvfold.artifact import CheckResult, Measure
     from kvfold.evaluate.needle import NeedleRow
-
-NOT_MEASURED = "–"
 
 
 def write_html(report: Report, path: Path, artifact: str | None = None, check: "CheckResult | None" = None) -> None:

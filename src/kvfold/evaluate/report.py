@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 REFERENCE = "bf16"
 ALL_TEXTS = "all texts"
+NOT_MEASURED = "–"
 
 
 @dataclass(frozen=True)
@@ -202,7 +203,7 @@ def cells_of(row: Row, report: Report) -> list[str]:
         f"{row.bits_per_element_2k:.2f}",
         f"{row.bits_per_element_128k:.2f}",
         spell_perplexity(row.perplexity),
-        "–" if row is report.reference else _increase(report.increase(row)),
+        NOT_MEASURED if row is report.reference else _increase(report.increase(row)),
         spell_kl(row.kl),
         spell_kl(row.kl_tail),
         f"{100 * row.top1:.1f} %",
@@ -240,7 +241,7 @@ def more_cells(row: Row) -> list[str]:
 
 def _summary_cells(summary: Summary) -> list[str]:
     found, against = summary.found, summary.difference
-    points = "–"
+    points = NOT_MEASURED
     if against is not None:
         points = f"{100 * against.mean:+.1f} ({100 * against.low:+.1f} to {100 * against.high:+.1f})"
     share, low, high = (100 * number for number in (found.mean, found.low, found.high))
@@ -256,18 +257,18 @@ def _decimals(number: float) -> int:
 
 
 def spell_perplexity(number: float | None) -> str:
-    return "–" if number is None else f"{number:,.{_decimals(number)}f}"
+    return NOT_MEASURED if number is None else f"{number:,.{_decimals(number)}f}"
 
 
 def _increase(percent: float) -> str:
-    return f"{percent:+,.{_decimals(percent)}f} %" if math.isfinite(percent) else "–"
+    return f"{percent:+,.{_decimals(percent)}f} %" if math.isfinite(percent) else NOT_MEASURED
 
 
 def spell_kl(number: float | None) -> str:
     if number is None:
-        return "–"
+        return NOT_MEASURED
     return f"{number:.2g}" if abs(number) < 0.001 else f"{number:.4f}"
 
 
 def spell_share(number: float | None) -> str:
-    return "–" if number is None else f"{100 * number:.0f} %"
+    return NOT_MEASURED if number is None else f"{100 * number:.0f} %"

@@ -5,13 +5,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
-import transformers
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-import kvfold
 from kvfold.artifact import TEXT, Artifact
+from kvfold.calibration.fit import versions
 from kvfold.calibration.text_overlap import check_disjoint
 from kvfold.engines.transformers import cache
 from kvfold.evaluate.answers import QUESTION, answer
@@ -106,7 +104,6 @@ def evaluate(
             model, tokenizer, makes[name], haystacks, problems, tasks, lambda share: advance(part * share)
         )
         rows.append(replace(row, layers=by_layer.get(name), **asked_for))
-    versions = {module.__name__: module.__version__ for module in (kvfold, torch, transformers)}
     return Report(
         model=names[0],
         text=names[1],
@@ -114,7 +111,7 @@ def evaluate(
         tokens=len(tokens),
         noise_floor=scores[PLAIN].kl,
         plain_perplexity=scores[PLAIN].perplexity,
-        versions=versions,
+        versions=versions(),
         rows=rows,
         question=QUESTION if answers else None,
     )

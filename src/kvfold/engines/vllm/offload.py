@@ -45,19 +45,19 @@ def tiers(transfer: KVTransferConfig | None) -> list[dict[str, Any]]:
 
 def check_files(config: VllmConfig) -> None:
     """Let files of pages be checked when they are read, in a folder whose name says what packed them."""
-    transfer, choice = config.kv_transfer_config, asked_for(config)
-    if transfer is None or choice is None:
+    below, choice = tiers(config.kv_transfer_config), asked_for(config)
+    if not below or choice is None:
         return
     parallel, model = config.parallel_config, config.model_config
+    if (weights := digest_model(model.model)) is None:
+        raise ValueError(
+            f"files of pages are named after the weights, and this machine has no safetensors files of "
+            f"{model.model}: run `hf download {model.model}`"
+        )
+    others = model.revision, model.quantization, model.hf_config.to_json_string()
     ranks = f"tp{parallel.tensor_parallel_size}-pp{parallel.pipeline_parallel_size}"
-    for tier in tiers(transfer):
-        if (weights := digest_model(model.model)) is None:
-            raise ValueError(
-                f"files of pages are named after the weights, and this machine has no safetensors files of "
-                f"{model.model}: run `hf download {model.model}`"
-            )
-        others = model.revision, model.quantization, model.hf_config.to_json_string()
-        name = f"{name_of_pages(choice, weights, *others)}-{ranks}"
+    name = f"{name_of_pages(choice, weights, *others)}-{ranks}"
+    for tier in below:
         if tier["type"] == "fs":
             tier.update(FILES, root_dir=f"{tier['root_dir']}/{name}")
         elif Path(tier["root_dir"]).name != name:  # vLLM makes its configuration twice, of the same dictionary
