@@ -15,17 +15,28 @@ UNSEEN = gl.constexpr(-1e30)
 
 
 @gluon.jit
-def own_queries(query_starts, lengths, sequence, group, QUERIES: gl.constexpr):
-    """The queries of a CTA, if sequences may have several. Returns
+def own_queries(query_starts, lengths, tokens, groups, RATIO: gl.constexpr, QUERIES: gl.constexpr):
+    """The share of a CTA. Returns
 
-    - the row of the first one in q, and their number, which may be 0 or less;
-    - the length of the sequence up to the first one, and with the last one.
+    - its split of the tokens, and how many splits there are;
+    - the row of its first query in q, the number of rows, and how many heads of the CTA are live, 0 or less if none;
+    - the length of the sequence up to its first query, and with the last one;
+    - `latest`, see `own_tiles`.
+
+    Without `query_starts`, every sequence has one query. With them, `groups` CTAs share the queries of a sequence.
     """
-    begin, end = gl.load(query_starts + sequence), gl.load(query_starts + sequence + 1)
-    before = group * QUERIES
-    first = gl.load(lengths + sequence) - (end - begin) + before + 1
-    count = gl.minimum(end - begin - before, QUERIES)
-    return begin + before, count, first, gl.where(count > 0, first + count - 1, 0)
+    split, splits, sequence = gl.program_id(0), gl.num_programs(0), gl.program_id(2)
+    if query_starts is None:
+        length = gl.load(lengths + sequence)
+        return split, splits, sequence, gl.num_programs(2), RATIO, length, length, 2
+    else:
+        begin, end = gl.load(query_starts + sequence), gl.load(query_starts + sequence + 1)
+        before = split % groups * QUERIES
+        first = gl.load(lengths + sequence) - (end - begin) + before + 1
+        count = gl.minimum(end - begin - before, QUERIES)
+        length = gl.where(count > 0, first + count - 1, 0)
+        latest = 2 * QUERIES * groups
+        return split // groups, splits // groups, begin + before, tokens, count * RATIO, first, length, latest
 
 
 @gluon.jit

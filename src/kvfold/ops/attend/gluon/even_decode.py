@@ -109,20 +109,14 @@ def decode(
     LOGITS: gl.constexpr = logits_layout(HEADS)
     HEAD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, LOGITS))
     ROWS: gl.constexpr = scale_rows(KEY.segments + VALUE.segments)
-    split, head, sequence = gl.program_id(0), gl.program_id(1), gl.program_id(2)
-    splits, kv_heads, sequences = gl.num_programs(0), gl.num_programs(1), gl.num_programs(2)
-    table += sequence.to(gl.int64) * table_stride
-    if query_starts is None:
-        token, tokens, live, length, latest = sequence, sequences, RATIO, gl.load(lengths + sequence), 2
-    else:
-        group, split, splits, latest = split % groups, split // groups, splits // groups, 2 * QUERIES * groups
-        token, count, shortest, length = own_queries(query_starts, lengths, sequence, group, QUERIES)
-        live = count * RATIO
+    head, kv_heads = gl.program_id(1), gl.num_programs(1)
+    table += gl.program_id(2).to(gl.int64) * table_stride
+    split, splits, token, tokens, live, shortest, length, latest = own_queries(
+        query_starts, lengths, tokens, groups, RATIO, QUERIES
+    )
     begin, end, first, last, newest = own_tiles(split, splits, sink, recent, length, latest)
     end = gl.minimum(end, last * 64 + 64)  # the loop may go past the last tile
-    whole = end  # up to where all queries of the CTA read
-    if query_starts is not None:
-        whole = gl.minimum(shortest - recent, end)
+    whole = gl.minimum(shortest - recent, end)  # up to where all queries of the CTA read
     pool += head.to(gl.int64) * PAGE_WORDS
 
     WORDS: gl.constexpr = KEY.words + VALUE.words + ROWS // 4

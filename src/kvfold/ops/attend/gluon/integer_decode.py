@@ -134,19 +134,13 @@ def decode(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
     LOGITS: gl.constexpr = logits_layout(HEADS)
     HEAD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, LOGITS))
-    split, head, sequence = gl.program_id(0), gl.program_id(1), gl.program_id(2)
-    splits, kv_heads, sequences = gl.num_programs(0), gl.num_programs(1), gl.num_programs(2)
-    table += sequence.to(gl.int64) * table_stride
-    if query_starts is None:
-        token, tokens, live, length, latest = sequence, sequences, RATIO, gl.load(lengths + sequence), 2
-    else:
-        group, split, splits, latest = split % groups, split // groups, splits // groups, 2 * QUERIES * groups
-        token, count, shortest, length = own_queries(query_starts, lengths, sequence, group, QUERIES)
-        live = count * RATIO
+    head, kv_heads = gl.program_id(1), gl.num_programs(1)
+    table += gl.program_id(2).to(gl.int64) * table_stride
+    split, splits, token, tokens, live, shortest, length, latest = own_queries(
+        query_starts, lengths, tokens, groups, RATIO, QUERIES
+    )
     begin, end, first, last, newest = own_tiles(split, splits, sink, recent, length, latest)
-    whole = end  # up to where all queries of the CTA read
-    if query_starts is not None:
-        whole = shortest - recent
+    whole = shortest - recent  # up to where all queries of the CTA read
     pool += head.to(gl.int64) * PAGE_WORDS
 
     KEYS: gl.constexpr = gl.SwizzledSharedLayout(KEY.per_token, 1, 8, [1, 0])
