@@ -649,8 +649,9 @@ def add_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
             }.items()
         },
         {"vision.encoder.layers.0.self_attn.k_proj.weight": torch.ones(3, 3)},
+        {f"{front}.self_attn.k_proj.weight": torch.ones(3, 3) for front in ("model.layers.3", "mtp.layers.0")},
     ],
-    ids=["inv_freq", "lm_head", "AWQ", "a vision tower"],
+    ids=["inv_freq", "lm_head", "AWQ", "a vision tower", "layers that draft"],
 )
 def test_a_model_with_more_tensors_in_its_files_is_the_same_model(saved, model, tmp_path, extra):
     folder = tmp_path / "model"

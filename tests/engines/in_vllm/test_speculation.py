@@ -4,32 +4,41 @@ from itertools import pairwise
 from unittest.mock import patch
 
 import pytest
+import torch
 from defined_attention import defined_attention
 from eagle_model import save_eagle
+from mtp_model import save_mimo
 from vllm_engine import Engine
 
 TOKENS = 36  # of an answer: it fills two blocks or three
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 1}
 EAGLE = {"method": "eagle", "num_speculative_tokens": 3}
+MTP = {"method": "mtp", "num_speculative_tokens": 3}  # by one layer, which runs three times
 FEW = 6  # tokens of a step at most: some requests sit it out, and some drafts are cut off
 
 
-CASES = (("ngram", 0), ("ngram", 3), ("ngram", 20), ("ngram", 256), ("eagle", 20))
+CASES = (("ngram", 0), ("ngram", 3), ("ngram", 20), ("ngram", 256), ("eagle", 20), ("mtp", 20))
 
 
 @pytest.fixture(scope="module", params=CASES, ids="{0[0]}-recent={0[1]}".format)
-def engine(request, small, tmp_path_factory):
+def engine(request, small, words, tmp_path_factory):
     method, recent = request.param
-    if drafted := method == "eagle":
-        save_eagle(small, folder := tmp_path_factory.mktemp("eagle"), "EagleLlamaForCausalLM")
+    model, drafts, folder = small, NGRAM, tmp_path_factory.mktemp(method)
+    if method == "eagle":
+        save_eagle(small, folder, "EagleLlamaForCausalLM")
+        drafts = EAGLE | {"model": str(folder)}
+    elif method == "mtp":
+        save_mimo(folder, small, words[:4096])
+        model, drafts = folder, MTP
     engine = Engine(
-        *(small, f"int4:sink=4,recent={recent},centre=false"),
-        block_size=32 if drafted else 16,  # vLLM's own attention takes multiples of 32
+        *(model, f"int4:sink=4,recent={recent},centre=false"),
+        block_size=16 if method == "ngram" else 32,  # vLLM's own attention takes multiples of 32
         max_model_len=320,
         max_num_seqs=4,
         max_num_batched_tokens=128,
         kv_cache_memory_bytes=2**23,
-        speculative_config=EAGLE | {"model": str(folder)} if drafted else NGRAM,
+        tokenizer=str(small),
+        speculative_config=drafts,
         disable_log_stats=False,
     )
     yield engine
@@ -70,6 +79,13 @@ class Steps:
             for spans in self.spans.values()
             for (_, length), (next_start, _) in pairwise(spans)
         )
+
+
+def test_layers_that_draft_stay_in_16_bits(engine):
+    """vLLM numbers them after the model's own."""
+    drafted = engine.llm.llm_engine.vllm_config.speculative_config.method != "ngram"
+    packed = [layer.kv_cache.dtype == torch.uint8 for layer in engine.layers]
+    assert packed == [True, True] + [False] * drafted
 
 
 @pytest.mark.usefixtures("_batch_invariant")

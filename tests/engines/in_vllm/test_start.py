@@ -50,8 +50,9 @@ def config(artifact):
 def test_nothing_is_refused_that_works(config):
     assert plan.make_plan(config).token_bytes == (32 + 4) * 2 * 3 * 30
     speculating = copy.copy(config)
-    speculating.speculative_config = drafts("ngram", 127)
-    plan.refuse(speculating)
+    for method in ("ngram", "suffix"):
+        speculating.speculative_config = drafts(method, 127)
+        plan.refuse(speculating)
 
 
 def test_what_is_made_for_layers_does_not_depend_on_the_default_device(config, monkeypatch):
@@ -88,7 +89,7 @@ def test_memory_as_measured_with_another_recipe_is_refused(config, monkeypatch):
                 ("OffloadingConnector", {"secondary_tiers": [{"type": "p2p"}]}, "tested with files alone: leave out"),
             )
         ),
-        (None, "speculative_config", drafts("mtp", 3), "by mtp is not tested yet: use ngram, eagle, eagle3"),
+        (None, "speculative_config", drafts("ngram_gpu", 3), "by ngram_gpu is not tested yet: use ngram, suffix, eagle"),
         (None, "speculative_config", drafts("ngram", 128), "num_speculative_tokens has to be below --block-size 128"),
     ],
 )
@@ -157,13 +158,14 @@ def test_drafts_in_a_pipeline_are_refused(config):
         plan.make_plan(changed)
 
 
-def test_drafts_of_a_model_need_steps_that_are_not_ahead(config):
+@pytest.mark.parametrize("method", ["eagle", "mtp"])
+def test_drafts_of_a_model_need_steps_that_are_not_ahead(config, method):
     changed, scheduler = copy.copy(config), copy.copy(config.scheduler_config)
     scheduler.async_scheduling = True
     changed.scheduler_config, changed.speculative_config = scheduler, drafts("ngram", 3)
     plan.refuse(changed)
-    changed.speculative_config = drafts("eagle", 3)
-    with pytest.raises(ValueError, match="speculative decoding by eagle needs --no-async-scheduling"):
+    changed.speculative_config = drafts(method, 3)
+    with pytest.raises(ValueError, match=f"speculative decoding by {method} needs --no-async-scheduling"):
         plan.refuse(changed)
 
 

@@ -1,4 +1,5 @@
-"""Draft models of speculative decoding: their layers stay in 16 bits, beside packed ones in one block table."""
+"""Draft models of speculative decoding, and layers of a model that draft (MTP). They stay in 16 bits, beside packed
+layers in one block table."""
 
 from collections.abc import Callable
 from functools import wraps

@@ -97,7 +97,7 @@ class Engine:
 
     @property
     def drafted(self) -> bool:
-        """Whether there are layers of a draft model too. They stay in 16 bits, and all layers have full attention."""
+        """Whether there are layers that draft too. They stay in 16 bits, and all layers have full attention."""
         speculation = self.config.speculative_config
         return speculation is not None and speculation.method in DRAFT_MODELS
 

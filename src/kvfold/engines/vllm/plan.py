@@ -18,7 +18,8 @@ from kvfold.format.layout import ALIGNMENT
 from kvfold.geometry import Geometry
 
 TESTED = "0.32"  # the version of vLLM that kvfold is tested with
-DRAFT_MODELS = ("eagle", "eagle3", "draft_model")  # methods of speculative decoding by a model of its own
+# methods of speculative decoding: drafts are looked up in earlier tokens, or made by layers that have a cache too
+LOOKUPS, DRAFT_MODELS = ("ngram", "suffix"), ("eagle", "eagle3", "mtp", "draft_model")
 HOOKS = {  # names of vLLM that kvfold overrides or reads
     AttentionBackend: (
         *("get_impl_cls", "get_builder_cls", "get_supported_kernel_block_sizes", "supported_kv_cache_layouts"),
@@ -101,8 +102,8 @@ def _drafts(config: VllmConfig, kinds: Set[str]) -> dict[str, bool]:
         return {}
     drafted = speculation.method in DRAFT_MODELS
     return {
-        f"speculative decoding by {speculation.method} is not tested yet: use {', '.join(('ngram', *DRAFT_MODELS))}": (
-            not drafted and speculation.method != "ngram"
+        f"speculative decoding by {speculation.method} is not tested yet: use {', '.join(LOOKUPS + DRAFT_MODELS)}": (
+            speculation.method not in LOOKUPS + DRAFT_MODELS
         ),
         f"num_speculative_tokens has to be below --block-size {block}, so that a step taken back loses no "
         "shadow page": config.num_speculative_tokens >= block,
