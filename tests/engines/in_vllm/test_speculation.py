@@ -28,7 +28,7 @@ def engine(request, small, words, tmp_path_factory):
         save_eagle(small, folder, "EagleLlamaForCausalLM")
         drafts = EAGLE | {"model": str(folder)}
     elif method == "mtp":
-        save_mimo(folder, small, words[:4096])
+        save_mimo(small, folder, words[:2048])
         model, drafts = folder, MTP
     engine = Engine(
         *(model, f"int4:sink=4,recent={recent},centre=false"),

@@ -89,7 +89,7 @@ def test_memory_as_measured_with_another_recipe_is_refused(config, monkeypatch):
                 ("OffloadingConnector", {"secondary_tiers": [{"type": "p2p"}]}, "tested with files alone: leave out"),
             )
         ),
-        (None, "speculative_config", drafts("ngram_gpu", 3), "by ngram_gpu is not tested yet: use ngram, suffix, eagle"),
+        (None, "speculative_config", drafts("ngram_gpu", 3), "by ngram_gpu is not tested yet: use ngram, suffix, ea"),
         (None, "speculative_config", drafts("ngram", 128), "num_speculative_tokens has to be below --block-size 128"),
     ],
 )
