@@ -19,6 +19,7 @@ import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import stdev
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -44,6 +45,7 @@ class Row:
     decode_tps: float  # tokens of all answers per second, from when all have one until all are done
     tokens_per_step: float  # of a user: 1 without drafts
     acceptance: float  # accepted drafts, of all that were checked
+    acceptance_error: float | None  # its standard error, over users; None: of one user
     repeated: float  # tokens of answers that are those of the passage, from its start on
     kv_tokens: int  # that fit
     gpu: str
@@ -108,6 +110,7 @@ def run(options, users: list[int], scratch: Path):
         begin, end = (max(count[place][0] for count in counts) for place in (0, -1))
         decoded = sum(options.output - so_far(count, begin) for count in counts)
         steps, written = sum(checks), sum(map(len, tokens)) - count  # prompts give the first tokens
+        own = [accepted(len(some) - 1, few, options.drafts) for some, few in zip(tokens, checks, strict=True)]
         yield Row(
             **served_by(engine, options.recipe, arguments),
             model=Path(options.model).name,
@@ -117,7 +120,8 @@ def run(options, users: list[int], scratch: Path):
             output=options.output,
             decode_tps=round(decoded / (end - begin), 1),
             tokens_per_step=round(written / steps, 3) if options.drafts else 1.0,
-            acceptance=round((written - steps) / (steps * options.drafts), 4) if options.drafts else 0.0,
+            acceptance=round(accepted(written, steps, options.drafts), 4),
+            acceptance_error=round(stdev(own) / count**0.5, 4) if count > 1 else None,
             repeated=round(sum(map(repeated, tokens, asked)) / sum(map(len, tokens)), 3),
             kv_tokens=info["max_total_num_tokens"],
         )
@@ -139,6 +143,11 @@ async def answer(engine, tokenizer, passage: list[int], output: int):
         counts.append((time.perf_counter(), chunk["meta_info"]["completion_tokens"]))
         last = chunk
     return counts, last["output_ids"], last["meta_info"].get("spec_verify_ct", 0)
+
+
+def accepted(written: int, steps: int, drafts: int) -> float:
+    """The share of accepted drafts, if `steps` steps wrote so many tokens. Each writes one that is no draft."""
+    return (written - steps) / (steps * drafts) if drafts else 0.0
 
 
 def repeated(answer: list[int], passage: list[int]) -> int:
