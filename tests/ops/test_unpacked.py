@@ -2,8 +2,10 @@
 wrote. Without a GPU kernels run in Triton's interpreter, and attention is that of torch for CPUs, in float32."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
+import fake_flash_attention_3 as fakes
 import pytest
 import torch
 from test_attend import DEVICE, LAYER, World, codecs, compare
@@ -25,7 +27,8 @@ from kvfold.format.layout import (
 from kvfold.format.windows import Windows
 from kvfold.ops import naive
 from kvfold.ops.attend import unpacked_prefill as unpacked
-from kvfold.ops.attend.diagonal_kernel import Diagonal, Part, Target, unseen_part
+from kvfold.ops.attend.diagonal_kernel import Diagonal, Part, unseen_part
+from kvfold.ops.attend.flash_attention_3 import SGLANG, Library
 from kvfold.ops.dequantize_gpu import dequantize
 from kvfold.ops.dispatch import New, choose
 from kvfold.ops.naive import store
@@ -89,8 +92,10 @@ def step(world: World, *counts: int) -> None:
     check(pages, world.queries(), new, world.logits)
 
 
-def check(pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, logits: Logits) -> None:
-    out = unpacked.attend(pages, q, new, logits)
+def check(
+    pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, logits: Logits, library: Library | None = None
+) -> None:
+    out = unpacked.attend(pages, q, new, logits, library=library)
     assert out.dtype == torch.float32
     assert out.shape == q.shape
     assert out.isfinite().all()
@@ -152,8 +157,8 @@ def test_unpacked_tokens_of_any_page(page_size, raw_dtype):
 
 @pytest.mark.parametrize("recipes", ["saw-int4:values=true,order=16", "oscar-int2:per_head=true", "fold3", "int4"])
 @pytest.mark.parametrize("raw_from", [None, 50])
-def test_unpacked_tokens_are_rotated_back(recipes, raw_from):
-    """Also raw ones: of the sink, and from `raw_from` on, in shadows and in the step."""
+def test_unpacked_tokens_are_transformed_back(recipes, raw_from):
+    """Also raw ones: of the sink, and from `raw_from` on, in shadows and in the step. Keys stay centred."""
     world = World(codecs(recipes, 64, 2), 2, sink=3, recent=12)
     world.fill(20, 55)
     pages, new = world.fill(1, 14)
@@ -171,7 +176,8 @@ def test_unpacked_tokens_are_rotated_back(recipes, raw_from):
             expected = torch.stack([states[side][token] for token, states in zip(tokens, read, strict=True)])
             if back[side]:
                 expected = transform.inverse(expected)
-                expected = expected if transform.mean is None else expected - transform.mean
+                if side == 0 and transform.mean is not None:
+                    expected = expected - transform.mean
             assert_near(found[side][0].transpose(0, 1), expected)
 
 
@@ -291,6 +297,43 @@ def test_outputs_go_where_they_are_wanted(recipes, recent, counts):
     assert around[[0, -1]].isnan().all()
 
 
+@pytest.mark.parametrize(
+    ("recipes", "windows", "before", "library"),
+    [
+        ("saw-int4", {}, 0, 0),  # a first chunk
+        ("saw-int4:values=true,order=16", {}, 9, 1),  # the next
+        ("int4", {}, 36, 2),  # a long context
+        ("fold3", {"sink": 3, "recent": 4}, 0, 1),
+        ("oscar-int2", {"sink": 3, "recent": 4}, 36, 2),
+        ("int4", {"sinks": True, "recent": 2}, 9, 0),
+    ],
+)
+def test_flash_attention_3(recipes, windows, before, library, monkeypatch):
+    """Of all packages, it reads chunks of several sequences instead of torch."""
+    world = World(codecs(recipes, 16, 2), 2, **windows)
+    world.fill(before, 5)
+    pages, new = world.fill(11, 4)
+    monkeypatch.setattr(unpacked, "_flash", lambda *_: pytest.fail("torch reads chunks"))
+    check(pages, world.queries(), new, world.logits, fakes.LIBRARIES[library])
+
+
+@pytest.mark.parametrize(("before", "recent", "direct"), [(0, 0, [True]), (20, 0, [False] * 4), (0, 4, [False])])
+def test_flash_attention_3_writes_a_single_part_where_it_is_wanted(before, recent, direct):
+    """Its outputs are not copied. Causal chunks may have more tokens than queries, and there are few chunks."""
+    world = World(codecs("int4", 32, 2), recent=recent)
+    world.fill(before)
+    pages, new = world.fill(8 if not before else 10)
+    places: list[bool] = []
+
+    def recorded(*args: Tensor, **options: Any) -> Any:
+        places.append(options["out"] is not None)
+        return fakes.sglang_kvcache(*args, **options)
+
+    library = Library(SGLANG, SimpleNamespace(flash_attn_with_kvcache=recorded))
+    check(pages, world.queries(), new, world.logits, library)
+    assert places == direct
+
+
 # --- what is unpacked
 
 
@@ -397,14 +440,13 @@ def test_equal_logits_far_below_zero():
 def test_merged_parts(count, wanted):
     generator = torch.Generator().manual_seed(0)
     parts, logs = torch.randn(count, 9, 2, 80, generator=generator), 9 * torch.randn(count, 9, 2, generator=generator)
-    mean = torch.randn(1, 80, generator=generator)
-    to = Target(torch.full((9, 2, 80), torch.nan, device=DEVICE), None, mean.to(DEVICE)) if wanted else None
+    to = Part(torch.full((9, 2, 80), torch.nan, device=DEVICE), None) if wanted else None
     merged = None
     for i, (part, log) in enumerate(zip(parts.to(DEVICE), logs.to(DEVICE), strict=True)):
         by_head = Part(*(x.transpose(0, 1).contiguous().transpose(0, 1) if i % 2 else x for x in (part, log)))
         merged = unpacked._merged(merged, by_head, to if i == count - 1 else None)
     expected = (torch.softmax(logs.double(), dim=0).unsqueeze(-1) * parts).sum(dim=0)
-    torch.testing.assert_close(merged.outs.cpu().double(), expected + wanted * mean, rtol=0, atol=2**-18)
+    torch.testing.assert_close(merged.outs.cpu().double(), expected, rtol=0, atol=2**-18)
     assert to is None or merged.outs is to.outs
     if not wanted:
         torch.testing.assert_close(merged.logs.cpu().double(), logs.double().logsumexp(dim=0), rtol=0, atol=2**-18)

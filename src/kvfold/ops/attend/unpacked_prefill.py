@@ -1,19 +1,21 @@
 """`attend` for many queries per sequence, over unpacked chunks of the context.
 
-Tokens are unpacked in chunks of bounded size, in the dtype of the queries. The fastest attention that torch has runs on
-each chunk, and parts are merged by log-sum-exp. Unpacked keys and values are transformed back, and so need queries as
-the model gives them. Only if queries are few, these are transformed instead, and their outputs back.
+Tokens are unpacked in chunks of bounded size, in the dtype of the queries. Flash attention runs on each chunk, and parts
+are merged by log-sum-exp. Unpacked keys and values are transformed back, and so need queries as the model gives them.
+Only if queries are few, these are transformed instead, and their outputs back.
 
 Queries are taken in runs (`_query_runs`). Before its recent window, each query of a run reads one token more than the
 query before it. Raw tokens of the sink are unpacked as they are.
-- A chunk that all queries of a run read needs no mask: cuDNN computes it if it can.
-- In the last chunk, cuDNN's causal mask serves some numbers of queries. `diagonal_kernel` reads what is left, then the
-  recent windows.
+- FlashAttention 3 reads all chunks where it is installed (flash_attention_3.py).
+- Otherwise torch's attention does. A chunk that all queries of a run read needs no mask: cuDNN computes it if it can.
+  In the last chunk, cuDNN's causal mask serves some numbers of queries, and `diagonal_kernel` reads what is left.
+- `diagonal_kernel` reads the recent windows.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
 from enum import Enum
+from functools import partial
 from itertools import product
 
 import torch
@@ -27,7 +29,8 @@ from kvfold.format.layout import PageLayout
 from kvfold.format.windows import Windows
 from kvfold.ops import tiles
 from kvfold.ops.attend import attend_gpu as portable
-from kvfold.ops.attend.diagonal_kernel import Diagonal, Part, Target, empty_target, unseen_part
+from kvfold.ops.attend.diagonal_kernel import Diagonal, Part, empty_part, unseen_part
+from kvfold.ops.attend.flash_attention_3 import Library
 from kvfold.ops.attend.parts import LOG2_E, learned_sinks, merge
 from kvfold.ops.dequantize_gpu import dequantize
 from kvfold.ops.pages import LayerPages, Logits, Step
@@ -62,22 +65,29 @@ def unsupported(layout: PageLayout) -> str | None:
 
 
 def attend(
-    pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, logits: Logits, out: Tensor | None = None
+    pages: LayerPages,
+    q: Tensor,
+    new: tuple[Tensor, Tensor] | None,
+    logits: Logits,
+    out: Tensor | None = None,
+    library: Library | None = None,
 ) -> Tensor:
     """Queries [tokens, q_heads, d] -> outputs of the same shape, float32 or in `out`.
 
-    `new` is what `store` returned for the same step. Neighbouring sequences of one kind are taken together. If only the
-    device knows their lengths, they are requests that decode with drafts, which have few queries.
+    `new` is what `store` returned for the same step. `library` reads chunks instead of torch's attention. Neighbouring
+    sequences of one kind are taken together. If only the device knows their lengths, they are requests that decode with
+    drafts, which have few queries.
     """
+    long = partial(_attend, library)
     if pages.step.host is None:
         return portable.attend(pages, q, new, logits, out)
     kinds = pages.step.once(_kinds, pages.windows)
     if len(set(kinds)) < 2:
-        return (_attend if Kind.LONG in kinds else portable.attend)(pages, q, new, logits, out)
+        return (long if Kind.LONG in kinds else portable.attend)(pages, q, new, logits, out)
     out = torch.empty(q.shape, device=q.device) if out is None else out
     for kind, tokens, part in pages.step.once(_runs, pages.windows):
         own = None if new is None else (new[0][tokens], new[1][tokens])
-        run = _attend if kind == Kind.LONG else portable.attend
+        run = long if kind == Kind.LONG else portable.attend
         run(replace(pages, step=part), q[tokens], own, logits, out[tokens])
     return out
 
@@ -111,32 +121,41 @@ def _runs(step: Step, windows: Windows) -> list[tuple[Kind, slice, Step]]:
     return step.split(step.once(_kinds, windows))
 
 
-def build_graphs(pages: LayerPages, ratio: int) -> None:
+def build_graphs(pages: LayerPages, ratio: int, library: Library | None = None) -> None:
     """Let cuDNN build its graphs for layers like this one, with `ratio` query heads per KV head.
 
-    Also compile what merges parts, for all types of parts.
+    Also compile what merges parts, for all types of parts. A `library` builds no graphs, and is called once.
     """
-    recent, kv_heads, dims = pages.windows.recent, pages.pool.shape[1], pages.layout.key.dims
+    kv_heads, dims = pages.pool.shape[1], pages.layout.key.dims
     room, workspace = _workspace(pages, pages.pool.device, pages.key.raw_dtype)
-    shapes = [(n, n, True) for n in range(1, room // 2 + 1) if _masked(n, recent)]
-    n = FEWEST_QUERIES
-    while n <= room // 2:
-        shapes += [(n, size, False) for size in _sizes(room, recent)]
-        n *= 2
-    for queries, tokens, causal in shapes:
+    read = partial(_flash, usual=True) if library is None else partial(library.attend, out=None)
+    for queries, tokens, causal in _graphs(room, pages.windows.recent) if library is None else [(1, 1, True)]:
         q = torch.zeros(queries, kv_heads * ratio, dims, dtype=workspace.dtype, device=workspace.device)
         k, v = workspace[: tokens * _numbers(pages)].view(2, 1, kv_heads, tokens, dims)
-        part = _flash(q, k, v, dims**-0.5, causal, usual=True)
+        part = Part(*read(q, k, v, dims**-0.5, causal))
     q, other = q[:1], Part(part.outs[:1], None if part.logs is None else part.logs[:1])
-    final = Target(torch.empty_like(q), None, pages.value.transform.mean)
-    for one, to in product((other, unseen_part(q)), (empty_target(q), final)):
+    for one, to in product((other, unseen_part(q)), (empty_part(q), Part(torch.empty_like(q), None))):
         _merged(None, other, to)
         _merged(one, other, to)
         Diagonal(0, 0, 0, 1).attend(q, k, v, 1.0, one, to)
 
 
+def _graphs(room: int, recent: int) -> Iterator[tuple[int, int, bool]]:
+    """The shapes that cuDNN is given: queries, tokens, and whether there is a causal mask."""
+    yield from ((n, n, True) for n in range(1, room // 2 + 1) if _masked(n, recent))
+    n = FEWEST_QUERIES
+    while n <= room // 2:
+        yield from ((n, size, False) for size in _sizes(room, recent))
+        n *= 2
+
+
 def _attend(
-    pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, logits: Logits, out: Tensor | None = None
+    library: Library | None,
+    pages: LayerPages,
+    q: Tensor,
+    new: tuple[Tensor, Tensor] | None,
+    logits: Logits,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`attend` for a step of LONG sequences."""
     windows, known, value = pages.windows, pages.step.known, pages.value.transform
@@ -145,16 +164,22 @@ def _attend(
     back = _back(pages, q, logits)
     q_here = (q if back[0] else dual(pages.key.transform, q, workspace.dtype)).to(workspace.dtype).contiguous()
     final = torch.empty(q.shape, device=q.device) if out is None else out
-    outs, logs, mean = Target(final, None, value.mean) if back[1] else empty_target(q)
-    for row, before, position, n in _query_runs(pages.step, windows, room // 2):
+    outs, logs = Part(final, None) if back[1] else empty_part(q)
+    for row, before, position, n in _query_runs(pages.step, windows, room // 2, library):
         first, part = known.query_starts[row] + position - known.starts[row], None
         run, whole = slice(first, first + n), slice(first - before, first + n)
-        to = Target(outs[whole], None if logs is None else logs[whole], mean)
-        masked, shared = _masked(n, windows.recent), windows.raw_from(position) - 1
-        for tokens, causal in _chunks(shared, shared + n, sizes, masked):
+        to = Part(outs[whole], None if logs is None else logs[whole])
+        square, shared = _masked(n, windows.recent), windows.raw_from(position) - 1
+        few = _few_chunks(shared, shared + n, room)
+        for tokens, causal in few if library else _chunks(shared, shared + n, sizes, square):
             k, v = dequantize(pages, row, tokens, workspace, new, back=back)
             here = to if causal and not windows.recent else None
-            if causal and not masked:
+            if library is not None:
+                alone = here if part is None and here and here.logs is None else None
+                place = alone.outs if alone and alone.outs.dtype == q_here.dtype else None
+                read = Part(*library.attend(q_here[run], k, v, logits.scale, causal, place))
+                part = _merged(part, read, here)
+            elif causal and not square:
                 near = Diagonal(position, tokens.start, windows.recent, tokens.stop)
                 part = near.attend(q_here[run], k, v, logits.scale, part or unseen_part(q_here[run]), here)
             else:
@@ -186,8 +211,10 @@ def _back(pages: LayerPages, q: Tensor, logits: Logits) -> tuple[bool, bool]:
     return many, many or pages.value.transform.rotation is None
 
 
-def _query_runs(step: Step, windows: Windows, most: int) -> Iterator[tuple[int, int, int, int]]:
-    """Runs of up to `most` queries that read unpacked chunks.
+def _query_runs(
+    step: Step, windows: Windows, most: int, library: Library | None
+) -> Iterator[tuple[int, int, int, int]]:
+    """Runs of up to `most` queries that read unpacked chunks, of as many queries as `library` or cuDNN may take.
 
     Each is: sequence, number of queries before the run that read none, position of the first query, number of queries.
     """
@@ -196,7 +223,8 @@ def _query_runs(step: Step, windows: Windows, most: int) -> Iterator[tuple[int, 
         before = position - start
         while position < length:
             n = min(most, length - position)
-            n = next((fewer for fewer in range(n, 0, -1) if _masked(fewer, windows.recent)), n)
+            if library is None:
+                n = next((fewer for fewer in range(n, 0, -1) if _masked(fewer, windows.recent)), n)
             yield row, before, position, n
             position, before = position + n, 0
 
@@ -228,19 +256,29 @@ def _numbers(pages: LayerPages) -> int:
     return 2 * pages.pool.shape[1] * pages.layout.key.dims
 
 
-def _chunks(shared: int, end: int, sizes: list[int], masked: bool) -> Iterator[tuple[range, bool]]:
+def _chunks(shared: int, end: int, sizes: list[int], square: bool) -> Iterator[tuple[range, bool]]:
     """Chunks of the tokens before `end`, and whether a chunk needs the causal mask. Only the last one does.
 
-    All queries read the tokens before `shared`. `masked`: whether the last chunk must have no others.
+    All queries read the tokens before `shared`. `square`: whether the last chunk must have no others.
     """
     start = 0
     for size in sizes:
         while shared - start >= size:
             yield range(start, start + size), False
             start += size
-    if start < shared and masked:
+    if start < shared and square:
         yield range(start, shared), False
         start = shared
+    yield range(start, end), True
+
+
+def _few_chunks(shared: int, end: int, room: int) -> Iterator[tuple[range, bool]]:
+    """`_chunks` for a library that takes any shape: as few as fit into the workspace. There are at most room / 2 queries."""
+    start = 0
+    while end - start > room:
+        stop = min(start + room, shared)
+        yield range(start, stop), False
+        start = stop
     yield range(start, end), True
 
 
@@ -252,7 +290,7 @@ def _sizes(room: int, recent: int) -> list[int]:
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, usual: bool) -> Part:
-    """Attention of q [n, q_heads, d] over k, v [1, kv_heads, tokens, d].
+    """torch's attention of q [n, q_heads, d] over k, v [1, kv_heads, tokens, d].
 
     - `causal`: the last query reads all tokens, every other query one token less than the next.
     - `usual`: cuDNN may build a graph for this shape. Without a mask, queries are padded to few numbers.
@@ -281,12 +319,12 @@ def _cudnn_can(parameters: SDPAParams) -> bool:
         enable_cudnn_sdp(allowed)
 
 
-def _merged(one: Part | None, other: Part, to: Target | None) -> Part:
-    """Two parts merged: float32, or in `to`."""
-    if one is None and to is None:
+def _merged(one: Part | None, other: Part, to: Part | None) -> Part:
+    """Two parts merged: float32, or in `to`, where `other` may lie already if it is the only one."""
+    if one is None and (to is None or to.outs.data_ptr() == other.outs.data_ptr()):
         return other
     n, q_heads, dims = other.outs.shape
-    to, rows = to or empty_target(other.outs), 16
+    to, rows = to or empty_part(other.outs), 16
     strides = [x.stride()[:2] for part in (one, other) if part for x in (part.outs, part.logs) if x is not None]
     _merge_rows[(ceil_div(n * q_heads, rows),)](
         *(one or (None, None)),
@@ -295,19 +333,18 @@ def _merged(one: Part | None, other: Part, to: Target | None) -> Part:
         n * q_heads,
         *(stride for pair in [(0, 0)] * (4 - len(strides)) + strides for stride in pair),
         Q_HEADS=q_heads,
-        RATIO=1 if to.mean is None else q_heads // len(to.mean),
         DIMS=dims,
         WIDTH=power_of_two(dims),
         ROWS=rows,
     )
-    return Part(to.outs, to.logs)
+    return to
 
 
 @triton.jit(do_not_specialize=["rows", "one_log", "one_log_head", "other_log", "other_log_head"])
 def _merge_rows(
-    one, one_logs, other, other_logs, out, logs, mean, rows, one_query, one_head, one_log, one_log_head, other_query,
+    one, one_logs, other, other_logs, out, logs, rows, one_query, one_head, one_log, one_log_head, other_query,
     other_head, other_log, other_log_head,
-    Q_HEADS: tl.constexpr, RATIO: tl.constexpr, DIMS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    Q_HEADS: tl.constexpr, DIMS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row, coordinate = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)[None, :]
     query, head = (row // Q_HEADS).to(tl.int64), row % Q_HEADS
@@ -321,8 +358,6 @@ def _merge_rows(
         x_log = tl.load(one_logs + query * one_log + head * one_log_head, mask=row < rows, other=0.0)
         merged = x + (merged - x) * tl.sigmoid(log - x_log)[:, None]
         log = tl.maximum(x_log, log) + tl.log(1 + tl.exp(-tl.abs(x_log - log)))
-    if mean is not None:
-        merged += tl.load(mean + (head // RATIO * DIMS)[:, None] + coordinate, mask=mask, other=0.0)
     tl.store(out + row.to(tl.int64)[:, None] * DIMS + coordinate, merged, mask=mask)
     if logs is not None:
         tl.store(logs + row, log, mask=row < rows)
