@@ -1,5 +1,5 @@
-"""Stands in for FlashAttention 3, which needs a GPU: the functions that its three packages have, with the arguments that
-are used here, computed in float64."""
+"""Stands in for FlashAttention 3, which needs a GPU: the functions that its three packages have, with the arguments
+that are used here, computed in float64."""
 
 import math
 import sys

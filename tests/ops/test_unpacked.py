@@ -27,7 +27,7 @@ from kvfold.format.layout import (
 from kvfold.format.windows import Windows
 from kvfold.ops import naive
 from kvfold.ops.attend import unpacked_prefill as unpacked
-from kvfold.ops.attend.diagonal_kernel import Diagonal, Part, unseen_part
+from kvfold.ops.attend.diagonal_kernel import Diagonal, Part, Target, unseen_part
 from kvfold.ops.attend.flash_attention_3 import SGLANG, Library
 from kvfold.ops.dequantize_gpu import dequantize
 from kvfold.ops.dispatch import New, choose
@@ -157,8 +157,8 @@ def test_unpacked_tokens_of_any_page(page_size, raw_dtype):
 
 @pytest.mark.parametrize("recipes", ["saw-int4:values=true,order=16", "oscar-int2:per_head=true", "fold3", "int4"])
 @pytest.mark.parametrize("raw_from", [None, 50])
-def test_unpacked_tokens_are_transformed_back(recipes, raw_from):
-    """Also raw ones: of the sink, and from `raw_from` on, in shadows and in the step. Keys stay centred."""
+def test_unpacked_tokens_are_rotated_back(recipes, raw_from):
+    """Also raw ones: of the sink, and from `raw_from` on, in shadows and in the step. Values also get their mean."""
     world = World(codecs(recipes, 64, 2), 2, sink=3, recent=12)
     world.fill(20, 55)
     pages, new = world.fill(1, 14)
@@ -168,15 +168,15 @@ def test_unpacked_tokens_are_transformed_back(recipes, raw_from):
     early, late = (
         naive.read(pages, 1, position, new) for position in (60, 68)
     )  # a query that reads 50 raw, and the last one
-    for back in ((True, True), (False, True), (False, False)):
+    for back, centred in (((True, True), True), ((True, True), False), ((False, True), True), ((False, False), True)):
         workspace = torch.empty(2 * 2 * len(tokens) * 64, dtype=OPERAND, device=DEVICE)
-        found = dequantize(pages, 1, tokens, workspace, new, raw_from, back)
+        found = dequantize(pages, 1, tokens, workspace, new, raw_from, back, centred)
         for side, transform in enumerate((pages.key.transform, pages.value.transform)):
             read = [early if token in raw and token <= 60 else late for token in tokens]
             expected = torch.stack([states[side][token] for token, states in zip(tokens, read, strict=True)])
             if back[side]:
                 expected = transform.inverse(expected)
-                if side == 0 and transform.mean is not None:
+                if transform.mean is not None and (centred or side == 0):
                     expected = expected - transform.mean
             assert_near(found[side][0].transpose(0, 1), expected)
 
@@ -440,13 +440,14 @@ def test_equal_logits_far_below_zero():
 def test_merged_parts(count, wanted):
     generator = torch.Generator().manual_seed(0)
     parts, logs = torch.randn(count, 9, 2, 80, generator=generator), 9 * torch.randn(count, 9, 2, generator=generator)
-    to = Part(torch.full((9, 2, 80), torch.nan, device=DEVICE), None) if wanted else None
+    mean = torch.randn(1, 80, generator=generator)
+    to = Target(torch.full((9, 2, 80), torch.nan, device=DEVICE), None, mean.to(DEVICE)) if wanted else None
     merged = None
     for i, (part, log) in enumerate(zip(parts.to(DEVICE), logs.to(DEVICE), strict=True)):
         by_head = Part(*(x.transpose(0, 1).contiguous().transpose(0, 1) if i % 2 else x for x in (part, log)))
         merged = unpacked._merged(merged, by_head, to if i == count - 1 else None)
     expected = (torch.softmax(logs.double(), dim=0).unsqueeze(-1) * parts).sum(dim=0)
-    torch.testing.assert_close(merged.outs.cpu().double(), expected, rtol=0, atol=2**-18)
+    torch.testing.assert_close(merged.outs.cpu().double(), expected + wanted * mean, rtol=0, atol=2**-18)
     assert to is None or merged.outs is to.outs
     if not wanted:
         torch.testing.assert_close(merged.logs.cpu().double(), logs.double().logsumexp(dim=0), rtol=0, atol=2**-18)

@@ -29,9 +29,17 @@ class Part(NamedTuple):
     logs: Tensor | None  # log-sum-exps [n, q_heads]; None if nothing is merged with it
 
 
-def empty_part(q: Tensor) -> Part:
+class Target(NamedTuple):
+    """Where a part is written."""
+
+    outs: Tensor  # [n, q_heads, d], contiguous
+    logs: Tensor | None  # float32[n, q_heads], contiguous; None where nobody needs them
+    mean: Tensor | None = None  # float32[kv_heads, d], added to the outputs
+
+
+def empty_target(q: Tensor) -> Target:
     """Memory for a part of queries [n, q_heads, d]."""
-    return Part(torch.empty(q.shape, device=q.device), torch.empty(q.shape[:2], device=q.device))
+    return Target(torch.empty(q.shape, device=q.device), torch.empty(q.shape[:2], device=q.device))
 
 
 def unseen_part(q: Tensor) -> Part:
@@ -48,14 +56,14 @@ class Diagonal(NamedTuple):
     lag: int
     reach: int
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, part: Part, to: Part | None) -> Part:
-        """Queries [n, q_heads, d] over k, v [1, kv_heads, tokens, d]: float32, or in `to`, which is contiguous.
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, part: Part, to: Target | None) -> Part:
+        """Queries [n, q_heads, d] over k, v [1, kv_heads, tokens, d]: float32, or in `to`.
 
         The result is merged with `part`, which may be of the last queries only.
         """
         assert part.logs is not None
         (n, q_heads, dims), kv_heads = q.shape, k.shape[1]
-        to, ratio = to or empty_part(q), power_of_two(q_heads // kv_heads)
+        to, ratio = to or empty_target(q), power_of_two(q_heads // kv_heads)
         tile = WIDE if dims > 128 else NARROW
         queries = max(1, tile.rows // ratio)
         _diagonal[(ceil_div(n, queries), kv_heads)](
@@ -82,14 +90,14 @@ class Diagonal(NamedTuple):
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-        return to
+        return Part(to.outs, to.logs)
 
 
 @triton.jit(
     do_not_specialize=["n", "position", "first_token", "lag", "reach", "part_first", "log_stride", "log_head_stride"]
 )
 def _diagonal(
-    q, k, v, part, part_logs, out, logs, scale, n, position, first_token, lag, reach, part_first,
+    q, k, v, part, part_logs, out, logs, mean, scale, n, position, first_token, lag, reach, part_first,
     q_stride, k_head_stride, part_stride, part_head_stride, log_stride, log_head_stride,
     GROUP: tl.constexpr, RATIO: tl.constexpr, DIMS: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr,
@@ -130,6 +138,8 @@ def _diagonal(
     before = part + (other * part_stride + q_head * part_head_stride)[:, None] + coordinate
     before = tl.load(before, mask=whole & there[:, None], other=0.0).to(tl.float32)
     result = before + (result - before) * (1 / (1 + tl.exp2(log - weight)))[:, None]
+    if mean is not None:
+        result += tl.load(mean + head * DIMS + coordinate, mask=coordinate < DIMS, other=0.0)
     place = query.to(tl.int64) * (tl.num_programs(1) * GROUP) + q_head
     tl.store(out + place[:, None] * DIMS + coordinate, result, mask=whole)
     if logs is not None:

@@ -22,12 +22,12 @@ class Library(NamedTuple):
     module: Any
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, out: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Attention of q [n, q_heads, d] over k, v [1, kv_heads, tokens, d]: outputs and log-sum-exps [n, q_heads].
+        """Attention of q [n, q_heads, d] over k, v [1, kv_heads, tokens, d]: outputs, or `out`, and log-sum-exps [n,
+        q_heads].
 
-        `causal`: the last query reads all tokens, every other query one token less than the next. Outputs lie in `out`
-        if it is given and the library can write there.
+        `causal`: the last query reads all tokens, every other query one token less than the next.
         """
         k, v = k.transpose(1, 2), v.transpose(1, 2)
         options: dict[str, Any] = {"softmax_scale": scale, "causal": causal, "return_softmax_lse": True}
@@ -41,6 +41,8 @@ class Library(NamedTuple):
         if self.name == SGLANG:
             options["out"] = None if out is None else out.unsqueeze(0)
         outs, logs, *_ = self.module.flash_attn_with_kvcache(q.unsqueeze(0), k, v, **options)
+        if self.name == AUTHORS and out is not None:  # it has no argument for that
+            out.copy_(outs[0])
         return outs[0], logs[0].T
 
 

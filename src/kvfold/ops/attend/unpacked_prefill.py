@@ -1,8 +1,8 @@
 """`attend` for many queries per sequence, over unpacked chunks of the context.
 
-Tokens are unpacked in chunks of bounded size, in the dtype of the queries. Flash attention runs on each chunk, and parts
-are merged by log-sum-exp. Unpacked keys and values are transformed back, and so need queries as the model gives them.
-Only if queries are few, these are transformed instead, and their outputs back.
+Tokens are unpacked in chunks of bounded size, in the dtype of the queries. Flash attention runs on each chunk, and
+parts are merged by log-sum-exp. Unpacked keys and values are transformed back, and so need queries as the model gives
+them. Only if queries are few, these are transformed instead, and their outputs back.
 
 Queries are taken in runs (`_query_runs`). Before its recent window, each query of a run reads one token more than the
 query before it. Raw tokens of the sink are unpacked as they are.
@@ -29,7 +29,7 @@ from kvfold.format.layout import PageLayout
 from kvfold.format.windows import Windows
 from kvfold.ops import tiles
 from kvfold.ops.attend import attend_gpu as portable
-from kvfold.ops.attend.diagonal_kernel import Diagonal, Part, empty_part, unseen_part
+from kvfold.ops.attend.diagonal_kernel import Diagonal, Part, Target, empty_target, unseen_part
 from kvfold.ops.attend.flash_attention_3 import Library
 from kvfold.ops.attend.parts import LOG2_E, learned_sinks, merge
 from kvfold.ops.dequantize_gpu import dequantize
@@ -128,13 +128,14 @@ def build_graphs(pages: LayerPages, ratio: int, library: Library | None = None) 
     """
     kv_heads, dims = pages.pool.shape[1], pages.layout.key.dims
     room, workspace = _workspace(pages, pages.pool.device, pages.key.raw_dtype)
-    read = partial(_flash, usual=True) if library is None else partial(library.attend, out=None)
+    read = partial(_flash, usual=True) if library is None else library.attend
     for queries, tokens, causal in _graphs(room, pages.windows.recent) if library is None else [(1, 1, True)]:
         q = torch.zeros(queries, kv_heads * ratio, dims, dtype=workspace.dtype, device=workspace.device)
         k, v = workspace[: tokens * _numbers(pages)].view(2, 1, kv_heads, tokens, dims)
         part = Part(*read(q, k, v, dims**-0.5, causal))
     q, other = q[:1], Part(part.outs[:1], None if part.logs is None else part.logs[:1])
-    for one, to in product((other, unseen_part(q)), (empty_part(q), Part(torch.empty_like(q), None))):
+    final = Target(torch.empty_like(q), None, pages.value.transform.mean)
+    for one, to in product((other, unseen_part(q)), (empty_target(q), final)):
         _merged(None, other, to)
         _merged(one, other, to)
         Diagonal(0, 0, 0, 1).attend(q, k, v, 1.0, one, to)
@@ -164,22 +165,24 @@ def _attend(
     back = _back(pages, q, logits)
     q_here = (q if back[0] else dual(pages.key.transform, q, workspace.dtype)).to(workspace.dtype).contiguous()
     final = torch.empty(q.shape, device=q.device) if out is None else out
-    outs, logs = Part(final, None) if back[1] else empty_part(q)
+    outs, logs, mean = Target(final, None, value.mean) if back[1] else empty_target(q)
     for row, before, position, n in _query_runs(pages.step, windows, room // 2, library):
         first, part = known.query_starts[row] + position - known.starts[row], None
         run, whole = slice(first, first + n), slice(first - before, first + n)
-        to = Part(outs[whole], None if logs is None else logs[whole])
-        square, shared = _masked(n, windows.recent), windows.raw_from(position) - 1
+        to = Target(outs[whole], None if logs is None else logs[whole], mean)
+        masked, shared = _masked(n, windows.recent), windows.raw_from(position) - 1
+        alone = shared + n <= room and not windows.recent and logs is None  # one part is all
+        if library and alone and outs.dtype == q_here.dtype:
+            k, v = dequantize(pages, row, range(shared + n), workspace, new, back=back, centred=False)
+            library.attend(q_here[run], k, v, logits.scale, True, to.outs)
+            continue
         few = _few_chunks(shared, shared + n, room)
-        for tokens, causal in few if library else _chunks(shared, shared + n, sizes, square):
+        for tokens, causal in few if library else _chunks(shared, shared + n, sizes, masked):
             k, v = dequantize(pages, row, tokens, workspace, new, back=back)
             here = to if causal and not windows.recent else None
             if library is not None:
-                alone = here if part is None and here and here.logs is None else None
-                place = alone.outs if alone and alone.outs.dtype == q_here.dtype else None
-                read = Part(*library.attend(q_here[run], k, v, logits.scale, causal, place))
-                part = _merged(part, read, here)
-            elif causal and not square:
+                part = _merged(part, Part(*library.attend(q_here[run], k, v, logits.scale, causal)), here)
+            elif causal and not masked:
                 near = Diagonal(position, tokens.start, windows.recent, tokens.stop)
                 part = near.attend(q_here[run], k, v, logits.scale, part or unseen_part(q_here[run]), here)
             else:
@@ -256,24 +259,24 @@ def _numbers(pages: LayerPages) -> int:
     return 2 * pages.pool.shape[1] * pages.layout.key.dims
 
 
-def _chunks(shared: int, end: int, sizes: list[int], square: bool) -> Iterator[tuple[range, bool]]:
+def _chunks(shared: int, end: int, sizes: list[int], masked: bool) -> Iterator[tuple[range, bool]]:
     """Chunks of the tokens before `end`, and whether a chunk needs the causal mask. Only the last one does.
 
-    All queries read the tokens before `shared`. `square`: whether the last chunk must have no others.
+    All queries read the tokens before `shared`. `masked`: whether the last chunk must have no others.
     """
     start = 0
     for size in sizes:
         while shared - start >= size:
             yield range(start, start + size), False
             start += size
-    if start < shared and square:
+    if start < shared and masked:
         yield range(start, shared), False
         start = shared
     yield range(start, end), True
 
 
 def _few_chunks(shared: int, end: int, room: int) -> Iterator[tuple[range, bool]]:
-    """`_chunks` for a library that takes any shape: as few as fit into the workspace. There are at most room / 2 queries."""
+    """`_chunks` for a library that takes any shape: as few as fit into the workspace. Queries are room / 2 at most."""
     start = 0
     while end - start > room:
         stop = min(start + room, shared)
@@ -319,12 +322,12 @@ def _cudnn_can(parameters: SDPAParams) -> bool:
         enable_cudnn_sdp(allowed)
 
 
-def _merged(one: Part | None, other: Part, to: Part | None) -> Part:
-    """Two parts merged: float32, or in `to`, where `other` may lie already if it is the only one."""
-    if one is None and (to is None or to.outs.data_ptr() == other.outs.data_ptr()):
+def _merged(one: Part | None, other: Part, to: Target | None) -> Part:
+    """Two parts merged: float32, or in `to`."""
+    if one is None and to is None:
         return other
     n, q_heads, dims = other.outs.shape
-    to, rows = to or empty_part(other.outs), 16
+    to, rows = to or empty_target(other.outs), 16
     strides = [x.stride()[:2] for part in (one, other) if part for x in (part.outs, part.logs) if x is not None]
     _merge_rows[(ceil_div(n * q_heads, rows),)](
         *(one or (None, None)),
@@ -333,18 +336,19 @@ def _merged(one: Part | None, other: Part, to: Part | None) -> Part:
         n * q_heads,
         *(stride for pair in [(0, 0)] * (4 - len(strides)) + strides for stride in pair),
         Q_HEADS=q_heads,
+        RATIO=1 if to.mean is None else q_heads // len(to.mean),
         DIMS=dims,
         WIDTH=power_of_two(dims),
         ROWS=rows,
     )
-    return to
+    return Part(to.outs, to.logs)
 
 
 @triton.jit(do_not_specialize=["rows", "one_log", "one_log_head", "other_log", "other_log_head"])
 def _merge_rows(
-    one, one_logs, other, other_logs, out, logs, rows, one_query, one_head, one_log, one_log_head, other_query,
+    one, one_logs, other, other_logs, out, logs, mean, rows, one_query, one_head, one_log, one_log_head, other_query,
     other_head, other_log, other_log_head,
-    Q_HEADS: tl.constexpr, DIMS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    Q_HEADS: tl.constexpr, RATIO: tl.constexpr, DIMS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row, coordinate = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)[None, :]
     query, head = (row // Q_HEADS).to(tl.int64), row % Q_HEADS
@@ -358,6 +362,8 @@ def _merge_rows(
         x_log = tl.load(one_logs + query * one_log + head * one_log_head, mask=row < rows, other=0.0)
         merged = x + (merged - x) * tl.sigmoid(log - x_log)[:, None]
         log = tl.maximum(x_log, log) + tl.log(1 + tl.exp(-tl.abs(x_log - log)))
+    if mean is not None:
+        merged += tl.load(mean + (head // RATIO * DIMS)[:, None] + coordinate, mask=mask, other=0.0)
     tl.store(out + row.to(tl.int64)[:, None] * DIMS + coordinate, merged, mask=mask)
     if logs is not None:
         tl.store(logs + row, log, mask=row < rows)
