@@ -64,7 +64,7 @@ def dequantize(
 
     They lie at the beginning of a flat workspace, and have its dtype. `new` is what `store` returned: with it, tokens
     of the sink and tokens from `raw_from` on are raw ones. `back`: whether keys, and values, are rotated back.
-    Both stay centred, or keys alone if not `centred`.
+    Both stay centred. If not `centred`, values that are rotated back get their mean.
     """
     layout, (kv_heads, dims) = pages.layout, (pages.pool.shape[1], pages.layout.key.dims)
     step, pool, count = pages.step, pages.pool, len(tokens)
@@ -89,7 +89,7 @@ def dequantize(
         head_stride(key),
         value[0] if value else None,
         head_stride(value),
-        pages.value.transform.mean,
+        pages.value.transform.mean if back[1] else None,
         0.0 if centred else 1.0,
         tokens.start,
         count,
@@ -217,17 +217,17 @@ def _dequantize_side(
             y = tl.where(is_raw[:, None], numbers.to(tl.float32), y)
         if matrix is None:
             if mean is not None:
-                y += times * tl.load(mean + head * DIMS + column[None, :], mask=inside, other=0.0)
+                real = column < SIDE.start[i] + SIDE.dims[i]
+                y += (times * tl.load(mean + head * DIMS + column, mask=real, other=0.0))[None, :]
             tl.store(to[:, None] + column[None, :], y.to(to.dtype.element_ty), mask=exists[:, None] & inside)
         else:
             rows = _matrix_rows(matrix + head * matrix_stride, SIDE, i)
             back = tl.dot(y.to(rows.dtype), rows, back)
     if matrix is not None:
         column = tl.arange(0, padded(DIMS))
-        inside = (column < DIMS)[None, :]
-        mask = exists[:, None] & inside
+        mask = exists[:, None] & (column < DIMS)[None, :]
         if mean is not None:
-            back += times * tl.load(mean + head * DIMS + column[None, :], mask=inside, other=0.0)
+            back += (times * tl.load(mean + head * DIMS + column, mask=column < DIMS, other=0.0))[None, :]
         tl.store(to[:, None] + column[None, :], back.to(to.dtype.element_ty), mask=mask)
 
 
