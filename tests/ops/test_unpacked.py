@@ -309,11 +309,12 @@ def test_outputs_go_where_they_are_wanted(recipes, recent, counts):
     ],
 )
 def test_flash_attention_3(recipes, windows, before, library, monkeypatch):
-    """Of all packages, it reads chunks of several sequences instead of torch."""
+    """Of all packages, it reads chunks of several sequences instead of torch, and no graph of cuDNN is built."""
     world = World(codecs(recipes, 16, 2), 2, **windows)
     world.fill(before, 5)
     pages, new = world.fill(11, 4)
     monkeypatch.setattr(unpacked, "_flash", lambda *_: pytest.fail("torch reads chunks"))
+    unpacked.build_graphs(pages, world.q_heads // world.kv_heads, fakes.LIBRARIES[library])
     check(pages, world.queries(), new, world.logits, fakes.LIBRARIES[library])
 
 
