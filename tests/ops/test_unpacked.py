@@ -2,8 +2,10 @@
 wrote. Without a GPU kernels run in Triton's interpreter, and attention is that of torch for CPUs, in float32."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
+import fake_flash_attention_3 as fakes
 import pytest
 import torch
 from test_attend import DEVICE, LAYER, World, codecs, compare
@@ -26,6 +28,7 @@ from kvfold.format.windows import Windows
 from kvfold.ops import naive
 from kvfold.ops.attend import unpacked_prefill as unpacked
 from kvfold.ops.attend.diagonal_kernel import Diagonal, Part, Target, unseen_part
+from kvfold.ops.attend.flash_attention_3 import SGLANG, Library
 from kvfold.ops.dequantize_gpu import dequantize
 from kvfold.ops.dispatch import New, choose
 from kvfold.ops.naive import store
@@ -89,8 +92,10 @@ def step(world: World, *counts: int) -> None:
     check(pages, world.queries(), new, world.logits)
 
 
-def check(pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, logits: Logits) -> None:
-    out = unpacked.attend(pages, q, new, logits)
+def check(
+    pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, logits: Logits, library: Library | None = None
+) -> None:
+    out = unpacked.attend(pages, q, new, logits, library=library)
     assert out.dtype == torch.float32
     assert out.shape == q.shape
     assert out.isfinite().all()
@@ -153,7 +158,7 @@ def test_unpacked_tokens_of_any_page(page_size, raw_dtype):
 @pytest.mark.parametrize("recipes", ["saw-int4:values=true,order=16", "oscar-int2:per_head=true", "fold3", "int4"])
 @pytest.mark.parametrize("raw_from", [None, 50])
 def test_unpacked_tokens_are_rotated_back(recipes, raw_from):
-    """Also raw ones: of the sink, and from `raw_from` on, in shadows and in the step."""
+    """Also raw ones: of the sink, and from `raw_from` on, in shadows and in the step. Values also get their mean."""
     world = World(codecs(recipes, 64, 2), 2, sink=3, recent=12)
     world.fill(20, 55)
     pages, new = world.fill(1, 14)
@@ -163,15 +168,16 @@ def test_unpacked_tokens_are_rotated_back(recipes, raw_from):
     early, late = (
         naive.read(pages, 1, position, new) for position in (60, 68)
     )  # a query that reads 50 raw, and the last one
-    for back in ((True, True), (False, True), (False, False)):
+    for back, centred in (((True, True), True), ((True, True), False), ((False, True), True), ((False, False), True)):
         workspace = torch.empty(2 * 2 * len(tokens) * 64, dtype=OPERAND, device=DEVICE)
-        found = dequantize(pages, 1, tokens, workspace, new, raw_from, back)
+        found = dequantize(pages, 1, tokens, workspace, new, raw_from, back, centred)
         for side, transform in enumerate((pages.key.transform, pages.value.transform)):
             read = [early if token in raw and token <= 60 else late for token in tokens]
             expected = torch.stack([states[side][token] for token, states in zip(tokens, read, strict=True)])
             if back[side]:
                 expected = transform.inverse(expected)
-                expected = expected if transform.mean is None else expected - transform.mean
+                if transform.mean is not None and (centred or side == 0):
+                    expected = expected - transform.mean
             assert_near(found[side][0].transpose(0, 1), expected)
 
 
@@ -289,6 +295,44 @@ def test_outputs_go_where_they_are_wanted(recipes, recent, counts):
     assert unpacked.attend(pages, q, new, world.logits, around[1:-1]).data_ptr() == around[1:-1].data_ptr()
     torch.testing.assert_close(around[1:-1].float(), expected, rtol=2**-9, atol=2**-14)
     assert around[[0, -1]].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("recipes", "windows", "before", "library"),
+    [
+        ("saw-int4", {}, 0, 0),  # a first chunk
+        ("saw-int4:values=true,order=16", {}, 9, 1),  # the next
+        ("int4", {}, 36, 2),  # a long context
+        ("fold3", {"sink": 3, "recent": 4}, 0, 1),
+        ("oscar-int2", {"sink": 3, "recent": 4}, 36, 2),
+        ("int4", {"sinks": True, "recent": 2}, 9, 0),
+    ],
+)
+def test_flash_attention_3(recipes, windows, before, library, monkeypatch):
+    """Of all packages, it reads chunks of several sequences instead of torch, and no graph of cuDNN is built."""
+    world = World(codecs(recipes, 16, 2), 2, **windows)
+    world.fill(before, 5)
+    pages, new = world.fill(11, 4)
+    monkeypatch.setattr(unpacked, "_flash", lambda *_: pytest.fail("torch reads chunks"))
+    unpacked.build_graphs(pages, world.q_heads // world.kv_heads, fakes.LIBRARIES[library])
+    check(pages, world.queries(), new, world.logits, fakes.LIBRARIES[library])
+
+
+@pytest.mark.parametrize(("before", "recent", "direct"), [(0, 0, [True]), (20, 0, [False] * 4), (0, 4, [False])])
+def test_flash_attention_3_writes_a_single_part_where_it_is_wanted(before, recent, direct):
+    """Its outputs are not copied. Causal chunks may have more tokens than queries, and there are few chunks."""
+    world = World(codecs("int4", 32, 2), recent=recent)
+    world.fill(before)
+    pages, new = world.fill(8 if not before else 10)
+    places: list[bool] = []
+
+    def recorded(*args: Tensor, **options: Any) -> Any:
+        places.append(options["out"] is not None)
+        return fakes.sglang_kvcache(*args, **options)
+
+    library = Library(SGLANG, SimpleNamespace(flash_attn_with_kvcache=recorded))
+    check(pages, world.queries(), new, world.logits, library)
+    assert places == direct
 
 
 # --- what is unpacked

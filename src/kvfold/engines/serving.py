@@ -392,9 +392,7 @@ class Served:
         for layer in {layer.pages.layout: layer for layer in self.layers.values()}.values():  # one per layout
             if layer.ops.store.implementation != "torch":
                 layer.warm_up()
-            if layer.ops.extend.implementation == "unpacked":
-                from kvfold.ops.attend.unpacked_prefill import build_graphs
-
-                build_graphs(layer.pages, layer.ratio)
+            if layer.ops.extend.warm_up is not None:
+                layer.ops.extend.warm_up(layer.pages, layer.ratio)
         if not in_pool:
             torch.cuda.empty_cache()

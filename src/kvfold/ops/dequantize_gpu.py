@@ -58,12 +58,13 @@ def dequantize(
     new: tuple[Tensor, Tensor] | None = None,
     raw_from: int | None = None,
     back: tuple[bool, bool] = (False, False),
+    centred: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Unpack tokens of a sequence to keys and values [1, kv_heads, tokens, d].
 
     They lie at the beginning of a flat workspace, and have its dtype. `new` is what `store` returned: with it, tokens
     of the sink and tokens from `raw_from` on are raw ones. `back`: whether keys, and values, are rotated back.
-    Both stay centred.
+    Both stay centred. If not `centred`, values that are rotated back get their mean.
     """
     layout, (kv_heads, dims) = pages.layout, (pages.pool.shape[1], pages.layout.key.dims)
     step, pool, count = pages.step, pages.pool, len(tokens)
@@ -88,6 +89,8 @@ def dequantize(
         head_stride(key),
         value[0] if value else None,
         head_stride(value),
+        pages.value.transform.mean if back[1] else None,
+        0.0 if centred else 1.0,
         tokens.start,
         count,
         step.known.starts[row],
@@ -155,6 +158,8 @@ def _dequantize(
     key_stride,
     value_matrix,
     value_stride,
+    value_mean,  # float32[kv_heads, d], and how often it is added: one kernel serves both
+    times,
     start,
     count,
     own_from,  # the first token of the step
@@ -171,19 +176,20 @@ def _dequantize(
     SHADOW: tl.constexpr = OF_KEYS + PAGE * VALUE.head_dim
     if tl.program_id(2) == 0:
         _dequantize_side(
-            k, pool, shadows, new_k, shadow_of, table, key_unit, key_matrix, key_stride, start, count, own_from,
-            sink, raw_from, KEY, 0, SHADOW, PAGE, PAGE_BYTES, KV_HEADS, TOKENS,
+            k, pool, shadows, new_k, shadow_of, table, key_unit, key_matrix, key_stride, None, 0.0, start, count,
+            own_from, sink, raw_from, KEY, 0, SHADOW, PAGE, PAGE_BYTES, KV_HEADS, TOKENS,
         )  # fmt: skip
     else:
         _dequantize_side(
-            v, pool, shadows, new_v, shadow_of, table, value_unit, value_matrix, value_stride, start, count,
-            own_from, sink, raw_from, VALUE, OF_KEYS, SHADOW, PAGE, PAGE_BYTES, KV_HEADS, TOKENS,
+            v, pool, shadows, new_v, shadow_of, table, value_unit, value_matrix, value_stride, value_mean, times,
+            start, count, own_from, sink, raw_from, VALUE, OF_KEYS, SHADOW, PAGE, PAGE_BYTES, KV_HEADS, TOKENS,
         )  # fmt: skip
 
 
 @triton.jit
 def _dequantize_side(
-    x, pool, shadows, new, shadow_of, table, unit, matrix, matrix_stride, start, count, own_from, sink, raw_from,
+    x, pool, shadows, new, shadow_of, table, unit, matrix, matrix_stride, mean, times, start, count, own_from,
+    sink, raw_from,
     SIDE: tl.constexpr, FIRST: tl.constexpr, SHADOW: tl.constexpr, PAGE: tl.constexpr, PAGE_BYTES: tl.constexpr,
     KV_HEADS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
@@ -210,6 +216,9 @@ def _dequantize_side(
             numbers = tl.load(raw[:, None] + column[None, :], mask=is_raw[:, None] & inside, other=0.0)
             y = tl.where(is_raw[:, None], numbers.to(tl.float32), y)
         if matrix is None:
+            if mean is not None:
+                real = column < SIDE.start[i] + SIDE.dims[i]
+                y += (times * tl.load(mean + head * DIMS + column, mask=real, other=0.0))[None, :]
             tl.store(to[:, None] + column[None, :], y.to(to.dtype.element_ty), mask=exists[:, None] & inside)
         else:
             rows = _matrix_rows(matrix + head * matrix_stride, SIDE, i)
@@ -217,6 +226,8 @@ def _dequantize_side(
     if matrix is not None:
         column = tl.arange(0, padded(DIMS))
         mask = exists[:, None] & (column < DIMS)[None, :]
+        if mean is not None:
+            back += (times * tl.load(mean + head * DIMS + column, mask=column < DIMS, other=0.0))[None, :]
         tl.store(to[:, None] + column[None, :], back.to(to.dtype.element_ty), mask=mask)
 
 

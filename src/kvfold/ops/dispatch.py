@@ -25,6 +25,7 @@ class Choice(NamedTuple):
     store_and_attend: Callable[..., Tensor] | None = None  # both in one call, if they share work
     read: Callable[..., Tensor] | None = None  # `run` where it may not overlap with what was launched before
     queries: int = 1  # of a sequence, at most, if it decodes
+    warm_up: Callable[[LayerPages, int], None] | None = None  # with the number of query heads per KV head
 
 
 class Ops(NamedTuple):
@@ -87,6 +88,7 @@ def choose(
     try:
         from kvfold.ops import tiles
         from kvfold.ops.attend import attend_gpu as attend
+        from kvfold.ops.attend import flash_attention_3
         from kvfold.ops.attend import unpacked_prefill as unpacked
         from kvfold.ops.pdl import HOPPER
         from kvfold.ops.store import store_gpu as store
@@ -106,7 +108,13 @@ def choose(
     if reason := "flash attention has no soft-cap" if cap else unpacked.unsupported(layout):
         extend = Choice("triton", reason, attend.attend)
     else:
-        extend = Choice("unpacked", "torch has flash attention for heads of this size", unpacked.attend)
+        library = flash_attention_3.find(own)
+        extend = Choice(
+            "unpacked",
+            f"chunks are read by {f'FlashAttention 3 of {library.name}' if library else 'flash attention of torch'}",
+            partial(unpacked.attend, library=library),
+            warm_up=partial(unpacked.build_graphs, library=library),
+        )
     return Ops(stored, _decode(layout, ratio, own, cap, stored, attend.attend), extend)
 
 

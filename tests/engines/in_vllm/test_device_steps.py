@@ -1,11 +1,14 @@
 """How a step is described on a GPU: the kernels that read the description give what the definition says."""
 
+import ast
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import vllm
 from recorded_graphs import KERNELS, Recording
 from tiny_models import tiny
 from vllm import EngineArgs
@@ -15,6 +18,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from kvfold.engines.vllm import backend, engine
 from kvfold.ops import naive
 from kvfold.ops.attend import unpacked_prefill
+from kvfold.ops.attend.flash_attention_3 import VLLM, Library
 from kvfold.ops.dispatch import Choice, Ops
 from kvfold.ops.pages import Logits
 
@@ -204,3 +208,21 @@ def test_layers_that_vllm_gives_to_another_backend_are_refused(config):
     engine.Engine.current = None
     with pytest.raises(ValueError, match="vLLM gives layers 0, 1 to another backend"):
         engine.check_layers(config)
+
+
+def test_flash_attention_3_has_the_arguments_that_it_is_given():
+    """It can be imported on a GPU only. So its arguments are read from its source."""
+    source = Path(vllm.__file__).parent / "vllm_flash_attn/flash_attn_interface.py"
+    functions = {node.name: node for node in ast.parse(source.read_text()).body if isinstance(node, ast.FunctionDef)}
+    given = {}
+
+    def recorded(q, k, v, **options):
+        given.update(options)
+        return q, q[..., 0].T
+
+    module = SimpleNamespace(flash_attn_varlen_func=recorded)
+    Library(VLLM, module).attend(torch.zeros(2, 1, 8), *torch.zeros(2, 1, 1, 3, 8), 1.0, True)
+    first, *others = (argument.arg for argument in functions["flash_attn_varlen_func"].args.args)
+    assert (first, *others[:2]) == ("q", "k", "v")
+    assert given.keys() <= set(others[2:])
+    assert [argument.arg for argument in functions["is_fa_version_supported"].args.args] == ["fa_version"]

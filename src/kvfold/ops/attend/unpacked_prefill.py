@@ -1,19 +1,21 @@
 """`attend` for many queries per sequence, over unpacked chunks of the context.
 
-Tokens are unpacked in chunks of bounded size, in the dtype of the queries. The fastest attention that torch has runs on
-each chunk, and parts are merged by log-sum-exp. Unpacked keys and values are transformed back, and so need queries as
-the model gives them. Only if queries are few, these are transformed instead, and their outputs back.
+Tokens are unpacked in chunks of bounded size, in the dtype of the queries. Flash attention runs on each chunk, and
+parts are merged by log-sum-exp. Unpacked keys and values are transformed back, and so need queries as the model gives
+them. Only if queries are few, these are transformed instead, and their outputs back.
 
 Queries are taken in runs (`_query_runs`). Before its recent window, each query of a run reads one token more than the
 query before it. Raw tokens of the sink are unpacked as they are.
-- A chunk that all queries of a run read needs no mask: cuDNN computes it if it can.
-- In the last chunk, cuDNN's causal mask serves some numbers of queries. `diagonal_kernel` reads what is left, then the
-  recent windows.
+- FlashAttention 3 reads all chunks where it is installed (flash_attention_3.py).
+- Otherwise torch's attention does. A chunk that all queries of a run read needs no mask: cuDNN computes it if it can.
+  In the last chunk, cuDNN's causal mask serves some numbers of queries, and `diagonal_kernel` reads what is left.
+- `diagonal_kernel` reads the recent windows.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
 from enum import Enum
+from functools import partial
 from itertools import product
 
 import torch
@@ -28,6 +30,7 @@ from kvfold.format.windows import Windows
 from kvfold.ops import tiles
 from kvfold.ops.attend import attend_gpu as portable
 from kvfold.ops.attend.diagonal_kernel import Diagonal, Part, Target, empty_target, unseen_part
+from kvfold.ops.attend.flash_attention_3 import Library
 from kvfold.ops.attend.parts import LOG2_E, learned_sinks, merge
 from kvfold.ops.dequantize_gpu import dequantize
 from kvfold.ops.pages import LayerPages, Logits, Step
@@ -62,22 +65,29 @@ def unsupported(layout: PageLayout) -> str | None:
 
 
 def attend(
-    pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, logits: Logits, out: Tensor | None = None
+    pages: LayerPages,
+    q: Tensor,
+    new: tuple[Tensor, Tensor] | None,
+    logits: Logits,
+    out: Tensor | None = None,
+    library: Library | None = None,
 ) -> Tensor:
     """Queries [tokens, q_heads, d] -> outputs of the same shape, float32 or in `out`.
 
-    `new` is what `store` returned for the same step. Neighbouring sequences of one kind are taken together. If only the
-    device knows their lengths, they are requests that decode with drafts, which have few queries.
+    `new` is what `store` returned for the same step. `library` reads chunks instead of torch's attention. Neighbouring
+    sequences of one kind are taken together. If only the device knows their lengths, they are requests that decode with
+    drafts, which have few queries.
     """
+    long = partial(_attend, library)
     if pages.step.host is None:
         return portable.attend(pages, q, new, logits, out)
     kinds = pages.step.once(_kinds, pages.windows)
     if len(set(kinds)) < 2:
-        return (_attend if Kind.LONG in kinds else portable.attend)(pages, q, new, logits, out)
+        return (long if Kind.LONG in kinds else portable.attend)(pages, q, new, logits, out)
     out = torch.empty(q.shape, device=q.device) if out is None else out
     for kind, tokens, part in pages.step.once(_runs, pages.windows):
         own = None if new is None else (new[0][tokens], new[1][tokens])
-        run = _attend if kind == Kind.LONG else portable.attend
+        run = long if kind == Kind.LONG else portable.attend
         run(replace(pages, step=part), q[tokens], own, logits, out[tokens])
     return out
 
@@ -111,22 +121,18 @@ def _runs(step: Step, windows: Windows) -> list[tuple[Kind, slice, Step]]:
     return step.split(step.once(_kinds, windows))
 
 
-def build_graphs(pages: LayerPages, ratio: int) -> None:
+def build_graphs(pages: LayerPages, ratio: int, library: Library | None = None) -> None:
     """Let cuDNN build its graphs for layers like this one, with `ratio` query heads per KV head.
 
-    Also compile what merges parts, for all types of parts.
+    Also compile what merges parts, for all types of parts. A `library` builds no graphs, and is called once.
     """
-    recent, kv_heads, dims = pages.windows.recent, pages.pool.shape[1], pages.layout.key.dims
+    kv_heads, dims = pages.pool.shape[1], pages.layout.key.dims
     room, workspace = _workspace(pages, pages.pool.device, pages.key.raw_dtype)
-    shapes = [(n, n, True) for n in range(1, room // 2 + 1) if _masked(n, recent)]
-    n = FEWEST_QUERIES
-    while n <= room // 2:
-        shapes += [(n, size, False) for size in _sizes(room, recent)]
-        n *= 2
-    for queries, tokens, causal in shapes:
+    read = partial(_flash, usual=True) if library is None else library.attend
+    for queries, tokens, causal in _graphs(room, pages.windows.recent) if library is None else [(1, 1, True)]:
         q = torch.zeros(queries, kv_heads * ratio, dims, dtype=workspace.dtype, device=workspace.device)
         k, v = workspace[: tokens * _numbers(pages)].view(2, 1, kv_heads, tokens, dims)
-        part = _flash(q, k, v, dims**-0.5, causal, usual=True)
+        part = Part(*read(q, k, v, dims**-0.5, causal))
     q, other = q[:1], Part(part.outs[:1], None if part.logs is None else part.logs[:1])
     final = Target(torch.empty_like(q), None, pages.value.transform.mean)
     for one, to in product((other, unseen_part(q)), (empty_target(q), final)):
@@ -135,8 +141,22 @@ def build_graphs(pages: LayerPages, ratio: int) -> None:
         Diagonal(0, 0, 0, 1).attend(q, k, v, 1.0, one, to)
 
 
+def _graphs(room: int, recent: int) -> Iterator[tuple[int, int, bool]]:
+    """The shapes that cuDNN is given: queries, tokens, and whether there is a causal mask."""
+    yield from ((n, n, True) for n in range(1, room // 2 + 1) if _masked(n, recent))
+    n = FEWEST_QUERIES
+    while n <= room // 2:
+        yield from ((n, size, False) for size in _sizes(room, recent))
+        n *= 2
+
+
 def _attend(
-    pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, logits: Logits, out: Tensor | None = None
+    library: Library | None,
+    pages: LayerPages,
+    q: Tensor,
+    new: tuple[Tensor, Tensor] | None,
+    logits: Logits,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`attend` for a step of LONG sequences."""
     windows, known, value = pages.windows, pages.step.known, pages.value.transform
@@ -146,15 +166,23 @@ def _attend(
     q_here = (q if back[0] else dual(pages.key.transform, q, workspace.dtype)).to(workspace.dtype).contiguous()
     final = torch.empty(q.shape, device=q.device) if out is None else out
     outs, logs, mean = Target(final, None, value.mean) if back[1] else empty_target(q)
-    for row, before, position, n in _query_runs(pages.step, windows, room // 2):
+    for row, before, position, n in _query_runs(pages.step, windows, room // 2, library):
         first, part = known.query_starts[row] + position - known.starts[row], None
         run, whole = slice(first, first + n), slice(first - before, first + n)
         to = Target(outs[whole], None if logs is None else logs[whole], mean)
         masked, shared = _masked(n, windows.recent), windows.raw_from(position) - 1
-        for tokens, causal in _chunks(shared, shared + n, sizes, masked):
+        alone = shared + n <= room and not windows.recent and logs is None  # one part is all
+        if library and alone and outs.dtype == q_here.dtype:
+            k, v = dequantize(pages, row, range(shared + n), workspace, new, back=back, centred=False)
+            library.attend(q_here[run], k, v, logits.scale, True, to.outs)
+            continue
+        few = _few_chunks(shared, shared + n, room)
+        for tokens, causal in few if library else _chunks(shared, shared + n, sizes, masked):
             k, v = dequantize(pages, row, tokens, workspace, new, back=back)
             here = to if causal and not windows.recent else None
-            if causal and not masked:
+            if library is not None:
+                part = _merged(part, Part(*library.attend(q_here[run], k, v, logits.scale, causal)), here)
+            elif causal and not masked:
                 near = Diagonal(position, tokens.start, windows.recent, tokens.stop)
                 part = near.attend(q_here[run], k, v, logits.scale, part or unseen_part(q_here[run]), here)
             else:
@@ -186,8 +214,10 @@ def _back(pages: LayerPages, q: Tensor, logits: Logits) -> tuple[bool, bool]:
     return many, many or pages.value.transform.rotation is None
 
 
-def _query_runs(step: Step, windows: Windows, most: int) -> Iterator[tuple[int, int, int, int]]:
-    """Runs of up to `most` queries that read unpacked chunks.
+def _query_runs(
+    step: Step, windows: Windows, most: int, library: Library | None
+) -> Iterator[tuple[int, int, int, int]]:
+    """Runs of up to `most` queries that read unpacked chunks, of as many queries as `library` or cuDNN may take.
 
     Each is: sequence, number of queries before the run that read none, position of the first query, number of queries.
     """
@@ -196,7 +226,8 @@ def _query_runs(step: Step, windows: Windows, most: int) -> Iterator[tuple[int, 
         before = position - start
         while position < length:
             n = min(most, length - position)
-            n = next((fewer for fewer in range(n, 0, -1) if _masked(fewer, windows.recent)), n)
+            if library is None:
+                n = next((fewer for fewer in range(n, 0, -1) if _masked(fewer, windows.recent)), n)
             yield row, before, position, n
             position, before = position + n, 0
 
@@ -244,6 +275,16 @@ def _chunks(shared: int, end: int, sizes: list[int], masked: bool) -> Iterator[t
     yield range(start, end), True
 
 
+def _few_chunks(shared: int, end: int, room: int) -> Iterator[tuple[range, bool]]:
+    """`_chunks` for a library that takes any shape: as few as fit into the workspace. Queries are room / 2 at most."""
+    start = 0
+    while end - start > room:
+        stop = min(start + room, shared)
+        yield range(start, stop), False
+        start = stop
+    yield range(start, end), True
+
+
 def _sizes(room: int, recent: int) -> list[int]:
     """The sizes of chunks without a mask, in falling order. Only the last of these chunks may have another size."""
     step = min(CHUNK_STEP, room)
@@ -252,7 +293,7 @@ def _sizes(room: int, recent: int) -> list[int]:
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, usual: bool) -> Part:
-    """Attention of q [n, q_heads, d] over k, v [1, kv_heads, tokens, d].
+    """torch's attention of q [n, q_heads, d] over k, v [1, kv_heads, tokens, d].
 
     - `causal`: the last query reads all tokens, every other query one token less than the next.
     - `usual`: cuDNN may build a graph for this shape. Without a mask, queries are padded to few numbers.

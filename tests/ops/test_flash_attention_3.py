@@ -1,0 +1,85 @@
+"""Who gets FlashAttention 3, and what its packages are given. It needs a GPU itself: stand-ins compute in float64."""
+
+import sys
+
+import fake_flash_attention_3 as fakes
+import pytest
+import torch
+
+from kvfold.format.layout import PageLayout, affine_slot
+from kvfold.ops.attend.flash_attention_3 import AUTHORS, SGLANG, VLLM, Library, find
+from kvfold.ops.dispatch import choose
+
+GPU = torch.device("cuda")
+
+
+@pytest.mark.parametrize("library", fakes.LIBRARIES, ids=lambda library: library.name)
+@pytest.mark.parametrize(("n", "tokens", "causal"), [(7, 7, True), (3, 11, True), (5, 4, False)])
+def test_packages_give_the_same(library, n, tokens, causal):
+    generator, scale = torch.Generator().manual_seed(0), 0.3
+    q, k, v = (torch.randn(s, generator=generator) for s in ((n, 6, 16), (1, 2, tokens, 16), (1, 2, tokens, 16)))
+    room = torch.full((n + 2, 6, 16), torch.nan)
+    for out in (None, room[1:-1]):
+        outs, logs = library.attend(q, k, v, scale, causal, out)
+        assert (outs.shape, logs.shape) == ((n, 6, 16), (n, 6))
+        assert out is None or torch.equal(out, outs)
+        assert room[[0, -1]].isnan().all()
+        for i, head in ((i, head) for i in range(n) for head in range(6)):
+            seen = tokens - n + i + 1 if causal else tokens
+            logits = scale * k[0, head // 3, :seen].double() @ q[i, head].double()
+            torch.testing.assert_close(logs[i, head].double(), logits.logsumexp(0), rtol=0, atol=1e-5)
+            expected = logits.softmax(0) @ v[0, head // 3, :seen].double()
+            torch.testing.assert_close(outs[i, head].double(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("installed", "capability", "found"),
+    [
+        ((SGLANG, AUTHORS, VLLM), (9, 0), SGLANG),
+        ((AUTHORS, VLLM), (9, 0), AUTHORS),
+        ((VLLM,), (9, 0), VLLM),
+        ((), (9, 0), None),
+        ((SGLANG, AUTHORS, VLLM), (8, 0), None),
+        ((SGLANG, AUTHORS, VLLM), (10, 0), None),
+    ],
+)
+def test_what_is_installed_is_found_for_hopper(installed, capability, found, monkeypatch):
+    fakes.install(monkeypatch, *installed)
+    library = find(capability)
+    assert (library and library.name) == found
+
+
+def test_vllm_is_not_imported_and_must_have_version_3(monkeypatch):
+    fakes.install(monkeypatch, VLLM)
+    monkeypatch.setattr(fakes.MODULES[VLLM], "is_fa_version_supported", lambda version: version == 2)
+    assert find((9, 0)) is None
+    monkeypatch.undo()
+    fakes.install(monkeypatch, VLLM)
+    monkeypatch.delitem(sys.modules, "vllm")
+    assert find((9, 0)) is None
+
+
+@pytest.mark.parametrize(
+    ("dims", "capability", "cap", "implementation", "reason"),
+    [
+        (128, (9, 0), False, "unpacked", "chunks are read by FlashAttention 3 of sgl_kernel.flash_attn"),
+        (128, (8, 0), False, "unpacked", "chunks are read by flash attention of torch"),
+        (128, (9, 0), True, "triton", "flash attention has no soft-cap"),
+        (512, (9, 0), False, "triton", "heads have 512 dims, not a multiple of 8 up to 256"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:the portable kernel decodes")
+def test_choice(dims, capability, cap, implementation, reason, monkeypatch):
+    fakes.install(monkeypatch, SGLANG)
+    layout = PageLayout(affine_slot(dims, 4), affine_slot(dims, 4), 16)
+    extend = choose.__wrapped__(layout, 4, GPU, capability, cap).extend
+    assert (extend.implementation, extend.reason) == (implementation, reason)
+
+
+def test_an_error_of_the_library_is_not_hidden():
+    def refuse(*_, **__):
+        raise RuntimeError("no kernel for this shape")
+
+    library = Library(SGLANG, type("Module", (), {"flash_attn_with_kvcache": staticmethod(refuse)}))
+    with pytest.raises(RuntimeError, match="no kernel for this shape"):
+        library.attend(torch.zeros(1, 1, 8), torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 1, 8), 1.0, True, None)
