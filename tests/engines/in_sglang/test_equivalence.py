@@ -11,6 +11,7 @@ from draft_models import draft_plainly, eagle
 from known_drafts import draft_from
 from plain_attention import attend_plainly
 from sglang.srt.layers.dp_attention import DpPaddingMode
+from sglang.srt.model_executor import model_runner
 from sglang_engine import Answer, ask, ask_alone, be_batch_invariant, forget, retract_often, serve, tokens_that_fit
 from tiny_models import random_tokens, tiny
 from typer.testing import CliRunner
@@ -153,6 +154,11 @@ def test_answers_of_three_ranks_are_those_of_one(prompts, served, monkeypatch):
     assert np.abs(np.subtract(shared.logprobs, alone.logprobs)).max() < 0.02
 
 
+def share_heads() -> None:
+    """Let ranks share a KV head, as on GPUs. On a CPU, SGLang adds KV heads of zeros until each rank has its own."""
+    model_runner.adjust_config_with_unaligned_cpu_tp = lambda config, *_: config
+
+
 def pad_to_the_longest() -> None:
     """Let ranks of data-parallel attention pad all steps to that of the busiest rank, as SGLang does for its prefill
     graphs: then an idle rank reads a prompt of padding, and a token that is decoded beside prompts is one, too."""
@@ -176,7 +182,8 @@ def test_answers_of_two_ranks_are_those_of_one(tmp_path, monkeypatch):
     calibrate(model, random_tokens(512), 256).save(tmp_path / "fits")
     prompts = [random_tokens(n, seed=n).tolist() for n in lengths]
     steps = {"chunked_prefill_size": 64, "context_length": 256, "max_running_requests": 4, "max_total_tokens": 2048}
-    given = {"artifact": str(tmp_path / "fits"), "model_path": str(tmp_path), "prepare": [pad_to_the_longest], **steps}
+    changes = {"prepare": (share_heads, pad_to_the_longest)}
+    given = {"artifact": str(tmp_path / "fits"), "model_path": str(tmp_path), **changes, **steps}
 
     def answers(ranks: dict[str, int]) -> list[Answer]:
         monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "|".join("0" * max(ranks.values(), default=1)))
