@@ -32,6 +32,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang_engine import Answer, ask, serve, tokens_that_fit
 from tiny_models import random_tokens, tiny
 
+from kvfold.artifact import Artifact
 from kvfold.calibration import calibrate
 from kvfold.engines.serving import Config, Plan
 from kvfold.engines.sglang import hooks
@@ -570,28 +571,28 @@ def test_what_graphs_need_reaches_packed_layers_and_others(linear, monkeypatch):
         assert (backend.forward.called, backend.forward_decode.called) == ((False, True) if linear else (True, False))
 
 
+def rank(model: str, start: int, end: int) -> SimpleNamespace:
+    """What SGLang knows of a rank with these layers."""
+    source = {"model_path": model, "trust_remote_code": False, "revision": None, "json_model_override_args": "{}"}
+    return SimpleNamespace(
+        server_args=SimpleNamespace(**source),
+        page_size=PAGE,
+        model_dtype=torch.bfloat16,
+        device="cpu",
+        is_hybrid_swa=False,
+        layer_info=SimpleNamespace(start_layer=start, end_layer=end),
+    )
+
+
 def test_a_rank_of_a_pipeline_packs_its_own_layers(monkeypatch, tmp_path):
     tiny("Gemma3").save_pretrained(tmp_path)
     monkeypatch.setenv("KVFOLD_RECIPE", "int4:centre=false")
     monkeypatch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(attn_tp_rank=0, attn_tp_size=1))
-    source = SimpleNamespace(
-        model_path=str(tmp_path), trust_remote_code=False, revision=None, json_model_override_args="{}"
-    )
-
-    def rank(start: int, end: int) -> SimpleNamespace:
-        return SimpleNamespace(
-            server_args=source,
-            page_size=PAGE,
-            model_dtype=torch.bfloat16,
-            device="cpu",
-            is_hybrid_swa=False,
-            layer_info=SimpleNamespace(start_layer=start, end_layer=end),
-        )
-
+    own = partial(rank, str(tmp_path))
     for start, end, packed, beside in ((0, 3, [2], [0, 1]), (3, 6, [5], [3, 4])):
-        assert list(hooks.plan_of(rank(start, end)).layouts) == packed
-        assert hooks.beside_in(rank(start, end)) == beside
-    whole = hooks.plan_of(rank(0, 6))
+        assert list(hooks.plan_of(own(start, end)).layouts) == packed
+        assert hooks.beside_in(own(start, end)) == beside
+    whole = hooks.plan_of(own(0, 6))
     hooks.refuse_idle_ranks(whole, 2)
     with pytest.raises(ValueError, match="--pp-size 3 leaves a rank only layers 0, 1, which are not packed"):
         hooks.refuse_idle_ranks(whole, 3)
@@ -608,6 +609,27 @@ def test_a_rank_of_a_pipeline_packs_its_own_layers(monkeypatch, tmp_path):
 )
 def test_data_parallel_attention_by_its_old_flags_and_its_new_one(arguments, groups):
     assert hooks.attention_groups(SimpleNamespace(**arguments)) == groups
+
+
+def test_a_rank_of_data_parallel_attention_has_heads_of_its_group_and_its_own_requests(
+    monkeypatch, wide_heads
+):
+    """Of 4 ranks in 2 groups, the last has the second of two KV heads."""
+    model, fits = wide_heads
+    parallel = SimpleNamespace(tp_rank=3, tp_size=4, attn_tp_rank=1, attn_tp_size=2, attn_dp_rank=1, attn_dp_size=2)
+    schedule = SimpleNamespace(max_running_requests=8, chunked_prefill_size=64)
+    monkeypatch.setenv("KVFOLD_RECIPE", "saw-int4:sink=16,recent=32")
+    monkeypatch.setenv("KVFOLD_ARTIFACT", fits)
+    monkeypatch.setattr(runtime_context, "get_parallel", lambda: parallel)
+    monkeypatch.setattr(runtime_context, "get_schedule", lambda: schedule)
+    monkeypatch.setattr(runtime_context, "get_spec", lambda: SimpleNamespace(speculative_num_draft_tokens=None))
+    plan = hooks.plan_of(rank(model, 0, 2))
+    assert plan.kv_heads == 1
+    mean = Artifact.load(fits).tensors["key_mean"]
+    for layer in range(2):
+        assert torch.equal(plan.codecs[layer][0].transform.mean, mean[layer, 1:])
+    # of 4 requests: the first page, 3 pages of the last 31 tokens; and one for each and each 16 tokens of a step
+    assert hooks.shadows_of(plan) == 4 * (1 + 3) + 4 + 64 // PAGE
 
 
 class Crowd:
