@@ -620,9 +620,7 @@ def test_data_parallel_attention_by_its_old_flags_and_its_new_one(arguments, gro
     assert hooks.attention_groups(SimpleNamespace(**arguments)) == groups
 
 
-def test_a_rank_of_data_parallel_attention_has_heads_of_its_group_and_its_own_requests(
-    monkeypatch, wide_heads
-):
+def test_a_rank_of_data_parallel_attention_has_heads_of_its_group_and_its_own_requests(monkeypatch, wide_heads):
     """Of 4 ranks in 2 groups, the last has the second of two KV heads."""
     model, fits = wide_heads
     parallel = SimpleNamespace(tp_rank=3, tp_size=4, attn_tp_rank=1, attn_tp_size=2, attn_dp_rank=1, attn_dp_size=2)
