@@ -148,7 +148,7 @@ class PackedBackend(AttentionBackend):
             raise ValueError(f"kvfold: layer {layer.layer_id} wants another attention than can run over packed pages")
         queries = q.view(-1, layer.tp_q_head_num, layer.head_dim)
         out = queries.new_empty(*queries.shape[:2], layer.v_head_dim)
-        if not self.steps:
+        if not self.steps:  # padding alone
             return out.zero_().flatten(1)
         logits = Logits(layer.scaling, layer.logit_cap or None, None if sinks is None else sinks.float())
         target = self.served.layers[layer.layer_id]
@@ -163,8 +163,8 @@ class PackedBackend(AttentionBackend):
 
 
 def requests_in(forward_batch: ForwardBatch) -> int:
-    """How many requests a step has, without padding for a CUDA graph. In data-parallel attention, SGLang also pads the
-    steps of other ranks, and calls an idle rank's padding a prompt."""
+    """How many requests a step has, without padding. SGLang pads for CUDA graphs, and in data-parallel attention up to
+    the steps of other ranks. There it may call the padding of an idle rank a prompt."""
     if not isinstance(forward_batch, ForwardBatch):  # what SGLang gives before a CUDA graph is replayed
         return int(forward_batch.batch_size - forward_batch.num_padding)
     unpadded = forward_batch._original_batch_size

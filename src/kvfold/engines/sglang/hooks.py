@@ -76,7 +76,7 @@ VARIABLES = (  # of the environment, which may not be set
     "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING",  # the size of a pool would change
     "SGLANG_ENABLE_OVERLAP_PLAN_STREAM",  # steps with drafts would begin on another stream
 )
-RUNNING = 128  # requests of a rank by default, for recipes with windows: each takes shadow pages
+RUNNING = 128  # requests of an attention group by default, for recipes with windows: each takes shadow pages
 
 
 def install() -> None:
@@ -372,7 +372,7 @@ def shadows_of(plan: Plan) -> int:
     schedule = get_schedule()
     if not plan.windows:
         return 0
-    requests = max(1, schedule.max_running_requests // get_parallel().attn_dp_size)  # of this rank
+    requests = max(1, schedule.max_running_requests // get_parallel().attn_dp_size)  # of a group
     chunk = schedule.chunked_prefill_size  # SGLang has divided it already
     prompts = chunk if chunk > 0 else schedule.max_prefill_tokens
     return plan.shadows(requests, max(prompts, requests * (get_spec().speculative_num_draft_tokens or 1)))
