@@ -58,6 +58,8 @@ class Record:
     def store(self, step: Step, k: Tensor, v: Tensor) -> None:
         sides = [self._ways(codec, x) for codec, x in zip(self.codecs, (k, v), strict=True)]
         for i, location in enumerate(step.locations.tolist()):
+            if location < 0:  # padding
+                continue
             page, offset = divmod(location, self.page_size)
             if page not in self.states:
                 self.states[page] = tuple(x.new_full((3, self.page_size, *x.shape[2:]), torch.nan) for x in sides)
@@ -125,6 +127,8 @@ def defined_attention() -> Iterator[Found]:
             first = tokens.start
             for row, (start, length) in enumerate(zip(*step.known, strict=True)):
                 own = slice(first, first := first + length - start)
+                if step.locations[own.start - tokens.start] < 0:  # padding
+                    continue
                 pages = step.table[row, : -(-length // step.page_size)].tolist()
                 expected, largest, restored = record.attend(pages, start, q[own], logits)
                 error = (out[own].double() - expected).abs().max().item() / largest

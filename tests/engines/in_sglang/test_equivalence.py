@@ -10,6 +10,8 @@ from defined_attention import defined_attention
 from draft_models import draft_plainly, eagle
 from known_drafts import draft_from
 from plain_attention import attend_plainly
+from sglang.srt.layers.dp_attention import DpPaddingMode
+from sglang.srt.model_executor import model_runner
 from sglang_engine import Answer, ask, ask_alone, be_batch_invariant, forget, retract_often, serve, tokens_that_fit
 from tiny_models import random_tokens, tiny
 from typer.testing import CliRunner
@@ -152,24 +154,46 @@ def test_answers_of_three_ranks_are_those_of_one(prompts, served, monkeypatch):
     assert np.abs(np.subtract(shared.logprobs, alone.logprobs)).max() < 0.02
 
 
+def share_heads() -> None:
+    """Let ranks share a KV head, as on GPUs. On a CPU, SGLang adds KV heads of zeros until each rank has its own."""
+    model_runner.adjust_config_with_unaligned_cpu_tp = lambda config, *_: config
+
+
+def pad_to_the_longest() -> None:
+    """Let ranks of data-parallel attention pad all steps to that of the busiest rank, as SGLang does for its prefill
+    graphs: then an idle rank reads a prompt of padding, and a token that is decoded beside prompts is one, too."""
+    DpPaddingMode.get_dp_padding_mode = classmethod(lambda cls, *_: cls.MAX_LEN)
+
+
+def ask_one_later(engine, prompts: list[list[int]], tokens: int) -> list[Answer]:
+    """All but the last together, and then the last alone."""
+    return [*ask(engine, prompts[:-1], tokens), *ask(engine, prompts[-1:], tokens)]
+
+
+DATA_PARALLEL = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}
+
+
 def test_answers_of_two_ranks_are_those_of_one(tmp_path, monkeypatch):
-    """Of tensor parallelism with the only KV head on both, and of a pipeline with a layer on each. The embedded model
-    shares weights between its first and last layer, which SGLang's pipelines do not."""
-    model, lengths, tokens = tiny(head_dim=64, num_key_value_heads=1), (100, 37, 64, 50), 24
+    """Of tensor parallelism with the only KV head on both, of a pipeline with a layer on each, and of data-parallel
+    attention with requests of its own on each. The embedded model shares weights between its first and last layer,
+    which SGLang's pipelines do not."""
+    model, lengths, tokens = tiny("Qwen3", head_dim=64, num_key_value_heads=1), (100, 37, 64, 50), 24
     model.save_pretrained(tmp_path)
     calibrate(model, random_tokens(512), 256).save(tmp_path / "fits")
     prompts = [random_tokens(n, seed=n).tolist() for n in lengths]
     steps = {"chunked_prefill_size": 64, "context_length": 256, "max_running_requests": 4, "max_total_tokens": 2048}
+    changes = {"prepare": (share_heads, pad_to_the_longest)}
+    given = {"artifact": str(tmp_path / "fits"), "model_path": str(tmp_path), **changes, **steps}
 
-    def answers(**ranks: int) -> list[Answer]:
-        monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "|".join("0" * next(iter(ranks.values()))))
-        given = {"artifact": str(tmp_path / "fits"), "model_path": str(tmp_path), **steps, **ranks}
-        return serve(partial(ask, prompts=prompts, tokens=tokens), "saw-int4:sink=4,recent=20", **given)
+    def answers(ranks: dict[str, int]) -> list[Answer]:
+        monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "|".join("0" * max(ranks.values(), default=1)))
+        asked = partial(ask_one_later, prompts=prompts, tokens=tokens)
+        return serve(asked, "saw-int4:sink=4,recent=20", **given, **ranks)
 
-    alone = answers(tp_size=1)
-    for kind, layers in (("tp_size", 4), ("pp_size", 2)):  # layers of both ranks
+    alone = answers({})
+    for ranks, layers in (({"tp_size": 2}, 4), ({"pp_size": 2}, 2), (DATA_PARALLEL, 2)):  # layers that see a token
         with defined_attention() as found:
-            shared = answers(**{kind: 2})
+            shared = answers(ranks)
         assert found.queries == layers * (sum(lengths) + len(lengths) * (tokens - 1))
         assert found.restored == 0
         assert found.error < 1e-5

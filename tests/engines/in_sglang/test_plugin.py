@@ -27,11 +27,12 @@ from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.server_args import ServerArgs
 from sglang_engine import Answer, ask, serve, tokens_that_fit
 from tiny_models import random_tokens, tiny
 
+from kvfold.artifact import Artifact
 from kvfold.calibration import calibrate
 from kvfold.engines.serving import Config, Plan
 from kvfold.engines.sglang import hooks
@@ -119,7 +120,6 @@ def test_shadow_pages_come_off_the_budget_first(artifact):
         ("int4", {"hicache_storage_backend": "nixl"}, "--hicache-storage-backend nixl does not go together"),
         ("int4", {"disaggregation_mode": "prefill"}, "--disaggregation-mode prefill does not go together"),
         ("int4", {"disaggregation_mode": "decode"}, "--disaggregation-mode decode does not go together"),
-        ("int4", {"enable_dp_attention": True}, "--enable-dp-attention True does not go together"),
         ("int4", {"page_size": 8}, "a multiple of 16 tokens, not --page-size 8"),
     ],
 )
@@ -397,6 +397,12 @@ def decoding(rows: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor, pad
     )
 
 
+def beside_other_ranks(batch: SimpleNamespace, requests: int) -> ForwardBatch:
+    """A step of data-parallel attention. Behind its requests is padding, up to the step of another rank."""
+    own = {name: value for name, value in vars(batch).items() if name != "num_padding"}
+    return ForwardBatch(**own, input_ids=None, seq_lens_sum=None, _original_batch_size=requests)
+
+
 class Requests:
     """Two requests with pages here and there, as SGLang's scheduler would describe them, and one of padding."""
 
@@ -422,6 +428,12 @@ class Requests:
         self.after.copy_(torch.tensor([*self.lengths, 1]))
         self.slots.copy_(self.backend.req_to_token[self.rows, self.after - 1])
 
+    def sit_out(self) -> None:
+        """A step of padding alone: other ranks of data-parallel attention have requests."""
+        for numbers, padding in ((self.rows, 0), (self.after, 1), (self.slots, 0)):
+            numbers.fill_(padding)
+        self.backend.init_forward_metadata_out_graph(decoding(self.rows, self.after, self.slots, padding=3))
+
     def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """What SGLang captures of a step."""
         self.backend.init_forward_metadata_in_graph(self.batch)
@@ -436,7 +448,7 @@ def tokens(n: int, generator: torch.Generator) -> list[torch.Tensor]:
 
 @pytest.mark.usefixtures("_poisoned_memory")
 def test_a_captured_step_reads_what_the_next_ones_bring(monkeypatch):
-    """Against the same requests without kernels and without a graph, over the ends of pages."""
+    """Against the same requests without kernels, without a graph and without idle steps, over the ends of pages."""
     recipe = "int4:centre=false,sink=4,recent=20"
     generator = torch.Generator().manual_seed(0)
     plain = Requests(backend(recipe), [37, 13])
@@ -468,6 +480,9 @@ def test_a_captured_step_reads_what_the_next_ones_bring(monkeypatch):
         graph.replay()
         own.backend.req_to_token.copy_(written)
         torch.testing.assert_close(out[:2], plain.decode(*new)[:2], atol=2e-2, rtol=0)
+        if own.lengths[0] % 6 == 0:
+            own.sit_out()
+            graph.replay()
     assert torch.equal(own.backend.served.shadow_table.of, plain.backend.served.shadow_table.of)
 
 
@@ -481,6 +496,26 @@ def test_prefill_graphs_are_captured_without_pages():
     assert prompt.backend.forward_extend(q, k, v, prompt.layer, batch).shape == (50, KV_HEADS * RATIO * DIMS)
     assert prompt.backend.served.shadow_table.used == 0
     assert all(map(torch.equal, prompt.backend.pool.rows, before))
+
+
+@pytest.mark.usefixtures("_poisoned_memory")
+def test_padding_beside_prompts_of_other_ranks_changes_nothing():
+    """Padding behind a prompt, and on an idle rank a prompt of padding alone. It is longer than a prompt can be."""
+    recipe, (q, k, v) = "int4:centre=false,sink=4,recent=20", tokens(200, torch.Generator().manual_seed(0))
+    alone, padded = (Requests(backend(recipe), [37, 13]) for _ in range(2))
+    expected = alone.extend(q[:50], k[:50], v[:50])
+    batch = reading(padded.backend, [1, 2], [0, 0], padded.lengths)
+    batch.out_cache_loc = torch.cat((batch.out_cache_loc, torch.zeros(14, dtype=torch.int64)))
+    idle = reading(padded.backend, [0], [0], [200])
+    idle.out_cache_loc = torch.zeros(200, dtype=torch.int64)
+    for given, requests, n, read in ((batch, 2, 64, expected), (idle, 0, 200, torch.zeros(200, expected.shape[1]))):
+        step = beside_other_ranks(given, requests)
+        padded.backend.init_forward_metadata(step)
+        out = padded.backend.forward(q[:n], k[:n], v[:n], padded.layer, step)
+        assert torch.equal(out[: len(read)], read.bfloat16())
+        assert len(out) == n
+        assert all(map(torch.equal, padded.backend.pool.rows, alone.backend.pool.rows))
+        assert torch.equal(padded.backend.served.shadow_table.of, alone.backend.served.shadow_table.of)
 
 
 @pytest.mark.parametrize(("kind", "refused"), [("breakable", False), ("disabled", False), ("full", True)])
@@ -545,31 +580,63 @@ def test_what_graphs_need_reaches_packed_layers_and_others(linear, monkeypatch):
         assert (backend.forward.called, backend.forward_decode.called) == ((False, True) if linear else (True, False))
 
 
+def rank(model: str, start: int, end: int) -> SimpleNamespace:
+    """What SGLang knows of a rank with these layers."""
+    source = {"model_path": model, "trust_remote_code": False, "revision": None, "json_model_override_args": "{}"}
+    return SimpleNamespace(
+        server_args=SimpleNamespace(**source),
+        page_size=PAGE,
+        model_dtype=torch.bfloat16,
+        device="cpu",
+        is_hybrid_swa=False,
+        layer_info=SimpleNamespace(start_layer=start, end_layer=end),
+    )
+
+
 def test_a_rank_of_a_pipeline_packs_its_own_layers(monkeypatch, tmp_path):
     tiny("Gemma3").save_pretrained(tmp_path)
     monkeypatch.setenv("KVFOLD_RECIPE", "int4:centre=false")
     monkeypatch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(attn_tp_rank=0, attn_tp_size=1))
-    source = SimpleNamespace(
-        model_path=str(tmp_path), trust_remote_code=False, revision=None, json_model_override_args="{}"
-    )
-
-    def rank(start: int, end: int) -> SimpleNamespace:
-        return SimpleNamespace(
-            server_args=source,
-            page_size=PAGE,
-            model_dtype=torch.bfloat16,
-            device="cpu",
-            is_hybrid_swa=False,
-            layer_info=SimpleNamespace(start_layer=start, end_layer=end),
-        )
-
+    own = partial(rank, str(tmp_path))
     for start, end, packed, beside in ((0, 3, [2], [0, 1]), (3, 6, [5], [3, 4])):
-        assert list(hooks.plan_of(rank(start, end)).layouts) == packed
-        assert hooks.beside_in(rank(start, end)) == beside
-    whole = hooks.plan_of(rank(0, 6))
+        assert list(hooks.plan_of(own(start, end)).layouts) == packed
+        assert hooks.beside_in(own(start, end)) == beside
+    whole = hooks.plan_of(own(0, 6))
     hooks.refuse_idle_ranks(whole, 2)
     with pytest.raises(ValueError, match="--pp-size 3 leaves a rank only layers 0, 1, which are not packed"):
         hooks.refuse_idle_ranks(whole, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "groups"),
+    [
+        ({"dp_size": 4, "enable_dp_attention": False}, 1),  # servers of their own
+        ({"dp_size": 4, "enable_dp_attention": True}, 4),
+        ({"dp_size": 1, "enable_dp_attention": False, "attn_dp_size": 1}, 1),
+        ({"dp_size": 1, "enable_dp_attention": False, "attn_dp_size": 2}, 2),
+    ],
+)
+def test_data_parallel_attention_by_its_old_flags_and_its_new_one(arguments, groups):
+    assert hooks.attention_groups(SimpleNamespace(**arguments)) == groups
+
+
+def test_a_rank_of_data_parallel_attention_has_heads_of_its_group_and_its_own_requests(monkeypatch, wide_heads):
+    """Of 4 ranks in 2 groups, the last has the second of two KV heads."""
+    model, fits = wide_heads
+    parallel = SimpleNamespace(tp_rank=3, tp_size=4, attn_tp_rank=1, attn_tp_size=2, attn_dp_rank=1, attn_dp_size=2)
+    schedule = SimpleNamespace(max_running_requests=8, chunked_prefill_size=64)
+    monkeypatch.setenv("KVFOLD_RECIPE", "saw-int4:sink=16,recent=32")
+    monkeypatch.setenv("KVFOLD_ARTIFACT", fits)
+    monkeypatch.setattr(runtime_context, "get_parallel", lambda: parallel)
+    monkeypatch.setattr(runtime_context, "get_schedule", lambda: schedule)
+    monkeypatch.setattr(runtime_context, "get_spec", lambda: SimpleNamespace(speculative_num_draft_tokens=None))
+    plan = hooks.plan_of(rank(model, 0, 2))
+    assert plan.kv_heads == 1
+    mean = Artifact.load(fits).tensors["key_mean"]
+    for layer in range(2):
+        assert torch.equal(plan.codecs[layer][0].transform.mean, mean[layer, 1:])
+    # of 4 requests: the first page, 3 pages of the last 31 tokens; and one for each and each 16 tokens of a step
+    assert hooks.shadows_of(plan) == 4 * (1 + 3) + 4 + 64 // PAGE
 
 
 class Crowd:
@@ -605,14 +672,15 @@ class Crowd:
             self.grow(row, start, length)
         self.backend.init_forward_metadata(reading(self.backend, list(tokens), starts, lengths))
 
-    def decode(self, rows: list[int]) -> None:
-        """One token of each, and a row of padding."""
+    def decode(self, rows: list[int], other_ranks: bool = False) -> None:
+        """One token of each, and a row of padding, for a CUDA graph or for the steps of other ranks."""
         for row in rows:
             self.grow(row, self.lengths[row], self.lengths[row] + 1)
             self.lengths[row] += 1
         given, lengths = torch.tensor([*rows, 0]), torch.tensor([*(self.lengths[row] for row in rows), 1])
         slots = self.backend.req_to_token[given, lengths - 1].long()
-        self.backend.init_forward_metadata(decoding(given, lengths, slots, padding=1))
+        batch = decoding(given, lengths, slots, padding=1)
+        self.backend.init_forward_metadata(beside_other_ranks(batch, len(rows)) if other_ranks else batch)
 
     def copies(self, row: int) -> dict[int, int]:
         """The copy of each page that the next token of a request reads in 16 bits."""
@@ -653,8 +721,8 @@ def test_a_burst_of_prefix_hits_costs_requests_that_decode_no_copy():
     assert all(copy >= 0 for row in range(1, 13) for copy in crowd.copies(row).values())
 
 
-@pytest.mark.parametrize("kernels", [False, True])
-def test_a_prompt_keeps_its_copies_between_two_chunks_while_others_decode(kernels, monkeypatch):
+@pytest.mark.parametrize(("kernels", "other_ranks"), [(False, False), (True, False), (False, True)])
+def test_a_prompt_keeps_its_copies_between_two_chunks_while_others_decode(kernels, other_ranks, monkeypatch):
     if kernels:  # as a CUDA graph would run it
         monkeypatch.setattr("kvfold.engines.serving.choose", lambda *_, **__: KERNELS)
     crowd = Crowd(8, tokens=2 * PAGE)
@@ -665,7 +733,7 @@ def test_a_prompt_keeps_its_copies_between_two_chunks_while_others_decode(kernel
         crowd.read({row: 2 * PAGE - row % 3})
     kept = crowd.copies(waiting)
     for _ in range(5 * PAGE):
-        crowd.decode(decoding)
+        crowd.decode(decoding, other_ranks)
     assert crowd.copies(waiting) == kept
     assert all(copy >= 0 for row in (*decoding, waiting) for copy in crowd.copies(row).values())
 

@@ -43,16 +43,18 @@ EAGLE = {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1, "specula
 def test_drafts_that_are_refused(arguments, reason):
     plan = Plan.make(Config(parse("int4:centre=false")), MODEL, PAGE, torch.bfloat16)
     for allowed in ({"speculative_num_draft_tokens": 16}, EAGLE):
-        refuse_drafts(SimpleNamespace(**NGRAM | allowed), plan)
+        refuse_drafts(SimpleNamespace(**NGRAM | allowed), plan, 1)
     with pytest.raises(ValueError, match=reason):
-        refuse_drafts(SimpleNamespace(**NGRAM | arguments), plan)
+        refuse_drafts(SimpleNamespace(**NGRAM | arguments), plan, 1)
+    with pytest.raises(ValueError, match="with data-parallel attention is not tested yet"):
+        refuse_drafts(SimpleNamespace(**NGRAM), plan, 2)
 
 
 def test_drafts_beside_other_layers_are_refused():
     layers = {"layer_types": ["full_attention", "sliding_attention"], "num_hidden_layers": 2, "sliding_window": 64}
     plan = Plan.make(Config(parse("int4:centre=false")), MODEL | layers, PAGE, torch.bfloat16)
     with pytest.raises(ValueError, match="speculative decoding beside sliding layers is not tested yet"):
-        refuse_drafts(SimpleNamespace(**NGRAM), plan)
+        refuse_drafts(SimpleNamespace(**NGRAM), plan, 1)
 
 
 @pytest.mark.parametrize("n", range(1, 6))

@@ -54,10 +54,12 @@ class PackedBackend(AttentionBackend):
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
 
+    get_cpu_graph_seq_len_fill_value = get_cuda_graph_seq_len_fill_value
+
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         """Before each step: update the gauges, and copy the page table out of `req_to_token`. While a CUDA graph is
         replayed, SGLang may already write the next step's locations to `req_to_token`."""
-        if forward_batch.forward_mode.is_idle():
+        if not requests_in(forward_batch):
             return
         self.pool.before_step()
         requests = forward_batch.req_pool_indices
@@ -74,9 +76,8 @@ class PackedBackend(AttentionBackend):
         - requests that decode, during a prefill;
         - a prompt between two chunks, while others decode.
         """
-        padding = 0 if isinstance(forward_batch, ForwardBatch) else forward_batch.num_padding  # for a CUDA graph
         free = self.req_to_token_pool.free_slots
-        if len(self.req_to_token) - 1 - len(free) <= forward_batch.batch_size - padding:
+        if len(self.req_to_token) - 1 - len(free) <= requests_in(forward_batch):
             return None
         running = sorted(set(range(1, len(self.req_to_token))) - set(free))  # row 0 is for padding
         rows = torch.tensor(running, dtype=torch.int64, pin_memory=self.lengths.is_cuda)
@@ -90,7 +91,8 @@ class PackedBackend(AttentionBackend):
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         """Begin the step, on the device."""
         mode, table = forward_batch.forward_mode, self.table
-        if mode.is_idle():
+        if not requests_in(forward_batch):
+            self.steps = []
             return
         one_by_one = mode.is_decode() or mode.is_target_verify()  # with as many drafts each
         if one_by_one and self.captured:
@@ -146,6 +148,8 @@ class PackedBackend(AttentionBackend):
             raise ValueError(f"kvfold: layer {layer.layer_id} wants another attention than can run over packed pages")
         queries = q.view(-1, layer.tp_q_head_num, layer.head_dim)
         out = queries.new_empty(*queries.shape[:2], layer.v_head_dim)
+        if not self.steps:  # padding alone
+            return out.zero_().flatten(1)
         logits = Logits(layer.scaling, layer.logit_cap or None, None if sinks is None else sinks.float())
         target = self.served.layers[layer.layer_id]
         self.pool.wait_for(layer.layer_id - self.pool.start_layer)
@@ -156,6 +160,15 @@ class PackedBackend(AttentionBackend):
         return out.flatten(1)
 
     forward_decode = forward_extend
+
+
+def requests_in(forward_batch: ForwardBatch) -> int:
+    """How many requests a step has, without padding. SGLang pads for CUDA graphs, and in data-parallel attention up to
+    the steps of other ranks. There it may call the padding of an idle rank a prompt."""
+    if not isinstance(forward_batch, ForwardBatch):  # what SGLang gives before a CUDA graph is replayed
+        return int(forward_batch.batch_size - forward_batch.num_padding)
+    unpadded = forward_batch._original_batch_size
+    return forward_batch.batch_size if unpadded is None else unpadded
 
 
 def starts_of(forward_batch: ForwardBatch) -> Tensor:

@@ -45,7 +45,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {  # arguments, and the values that go toget
     "kv_cache_dtype": ("auto", "bfloat16", "bf16"),
     "kv_canary": ("none",),
     **dict.fromkeys(("disaggregation_mode", "decoupled_spec_role"), ("null",)),
-    **dict.fromkeys(("dcp_size", "attn_cp_size", "attn_dp_size"), (1,)),
+    **dict.fromkeys(("dcp_size", "attn_cp_size"), (1,)),
     # `hierarchical_cache.prepare` looks at them
     **dict.fromkeys(("enable_hierarchical_cache", "enable_memory_saver"), (False, True)),
     "hicache_storage_backend": (None, *hierarchical_cache.STORAGE),
@@ -54,7 +54,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {  # arguments, and the values that go toget
     "cuda_graph_backend_decode": (None, "full", "disabled"),
     **dict.fromkeys(
         (
-            *("dllm_algorithm", "enable_dp_attention", "enable_two_batch_overlap"),
+            *("dllm_algorithm", "enable_two_batch_overlap"),
             *("speculative_adaptive", "enable_multi_layer_eagle"),
             *("enable_lmcache", "enable_flexkv", "enable_hisparse", "enable_pdmux"),
             *("enable_unified_memory", "enable_page_major_kv_layout", "enable_prefill_cp"),
@@ -67,7 +67,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {  # arguments, and the values that go toget
 }
 SINCE = {  # the version that brought an argument, if later than OLDEST
     "enable_unified_cache_external_linker": "0.5.20",
-    **dict.fromkeys(("enable_kv_cache_sharding", "attn_dp_size"), "0.5.22"),
+    "enable_kv_cache_sharding": "0.5.22",
     **dict.fromkeys(("enable_nvidia_megakernel", "enable_amd_monokernel"), "0.5.23"),
 }
 BACKENDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")  # arguments
@@ -76,7 +76,7 @@ VARIABLES = (  # of the environment, which may not be set
     "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING",  # the size of a pool would change
     "SGLANG_ENABLE_OVERLAP_PLAN_STREAM",  # steps with drafts would begin on another stream
 )
-RUNNING = 128  # default of max_running_requests for recipes with windows: each request takes shadow pages
+RUNNING = 128  # requests of an attention group by default, for recipes with windows: each takes shadow pages
 
 
 def install() -> None:
@@ -148,20 +148,28 @@ def prepare(config: Config, arguments: "ServerArgs") -> Geometry:
     refuse(arguments)
     device = arguments.device or default_device()
     arguments.page_size = arguments.page_size or PAGE_SIZE.get(device, ALIGNMENT)
+    groups = attention_groups(arguments)
     if config.recipe.windows and arguments.max_running_requests is None:
-        arguments.max_running_requests = RUNNING
+        arguments.max_running_requests = RUNNING * groups
     if arguments.page_size % ALIGNMENT:
         raise ValueError(f"pages need a multiple of {ALIGNMENT} tokens, not --page-size {arguments.page_size}")
     weights = digest_model(arguments.model_path) if config.artifact else None
-    model, ranks = configuration(*source(arguments)), arguments.tp_size
+    model, ranks = configuration(*source(arguments)), max(1, arguments.tp_size // groups)
     plan = Plan.make(config, model, arguments.page_size, torch.bfloat16, ranks=ranks, weights=weights)
     refuse_idle_ranks(plan, arguments.pp_size)
     hierarchical_cache.prepare(arguments, plan.geometry)
-    refuse_drafts(arguments, plan)
+    refuse_drafts(arguments, plan, groups)
     for name in BACKENDS:
         if (given := getattr(arguments, name)) is not None and not beside(plan.geometry):
             raise ValueError(f"--{name.replace('_', '-')} {given} does not go together with a packed cache")
     return plan.geometry
+
+
+def attention_groups(arguments: "ServerArgs") -> int:
+    """How many groups of ranks divide the requests (data-parallel attention). The ranks of a group divide KV heads."""
+    if (groups := getattr(arguments, "attn_dp_size", 1)) > 1:  # since 0.5.22
+        return groups
+    return arguments.dp_size if arguments.enable_dp_attention else 1
 
 
 def refuse_idle_ranks(plan: Plan, ranks: int) -> None:
@@ -359,11 +367,12 @@ def configuration(path: str, trusted: bool, revision: str | None, overrides: str
 
 
 def shadows_of(plan: Plan) -> int:
-    from sglang.srt.runtime_context import get_schedule, get_spec
+    from sglang.srt.runtime_context import get_parallel, get_schedule, get_spec
 
     schedule = get_schedule()
     if not plan.windows:
         return 0
-    requests, chunk = schedule.max_running_requests, schedule.chunked_prefill_size
+    requests = max(1, schedule.max_running_requests // get_parallel().attn_dp_size)  # of a group
+    chunk = schedule.chunked_prefill_size  # SGLang has divided it already
     prompts = chunk if chunk > 0 else schedule.max_prefill_tokens
     return plan.shadows(requests, max(prompts, requests * (get_spec().speculative_num_draft_tokens or 1)))

@@ -14,7 +14,7 @@ Array = np.ndarray[Any, Any]
 MODELS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")  # algorithms with a draft model
 
 
-def refuse_drafts(arguments: "ServerArgs", plan: "Plan") -> None:
+def refuse_drafts(arguments: "ServerArgs", plan: "Plan", attention_groups: int) -> None:
     """Refuse drafts that cannot be checked over packed pages, or are not tested there."""
     if arguments.speculative_algorithm is None:
         return
@@ -36,6 +36,9 @@ def refuse_drafts(arguments: "ServerArgs", plan: "Plan") -> None:
             bool(others)
         ),
         "speculative decoding in a pipeline is not tested yet: leave out one of the two": arguments.pp_size > 1,
+        "speculative decoding with data-parallel attention is not tested yet: leave out one of the two": (
+            attention_groups > 1
+        ),
     }
     for reason, applies in reasons.items():
         if applies:
