@@ -1,35 +1,42 @@
 """Who gets FlashAttention 3, and what its packages are given. It needs a GPU itself: stand-ins compute in float64."""
 
 import sys
+from itertools import accumulate
+from types import SimpleNamespace
 
 import fake_flash_attention_3 as fakes
 import pytest
 import torch
 
 from kvfold.format.layout import PageLayout, affine_slot
-from kvfold.ops.attend.flash_attention_3 import AUTHORS, SGLANG, VLLM, Library, find
+from kvfold.ops.attend.flash_attention_3 import AUTHORS, SGLANG, VLLM, Ends, Library, find
 from kvfold.ops.dispatch import choose
 
 GPU = torch.device("cuda")
 
 
 @pytest.mark.parametrize("library", fakes.LIBRARIES, ids=lambda library: library.name)
-@pytest.mark.parametrize(("n", "tokens", "causal"), [(7, 7, True), (3, 11, True), (5, 4, False)])
-def test_packages_give_the_same(library, n, tokens, causal):
+@pytest.mark.parametrize("causal", [True, False])
+def test_packages_give_the_same(library, causal):
+    """Of sequences of different lengths."""
     generator, scale = torch.Generator().manual_seed(0), 0.3
-    q, k, v = (torch.randn(s, generator=generator) for s in ((n, 6, 16), (1, 2, tokens, 16), (1, 2, tokens, 16)))
-    room = torch.full((n + 2, 6, 16), torch.nan)
+    counts, lengths = (7, 3, 5), (7, 11, 4 + causal)
+    q, k, v = (torch.randn(s, generator=generator) for s in ((15, 6, 16), *[(sum(lengths), 2, 16)] * 2))
+    room = torch.full((17, 6, 16), torch.nan)
+    firsts = [torch.tensor([0, *accumulate(each)], dtype=torch.int32) for each in (counts, lengths)]
     for out in (None, room[1:-1]):
-        outs, logs = library.attend(q, k, v, scale, causal, out)
-        assert (outs.shape, logs.shape) == ((n, 6, 16), (n, 6))
+        outs, logs = library.attend(q, k, v, scale, causal, Ends(*firsts, 7, 11), out)
+        assert (outs.shape, logs.shape) == ((15, 6, 16), (15, 6))
         assert out is None or torch.equal(out, outs)
         assert room[[0, -1]].isnan().all()
-        for i, head in ((i, head) for i in range(n) for head in range(6)):
-            seen = tokens - n + i + 1 if causal else tokens
-            logits = scale * k[0, head // 3, :seen].double() @ q[i, head].double()
-            torch.testing.assert_close(logs[i, head].double(), logits.logsumexp(0), rtol=0, atol=1e-5)
-            expected = logits.softmax(0) @ v[0, head // 3, :seen].double()
-            torch.testing.assert_close(outs[i, head].double(), expected, rtol=0, atol=1e-5)
+        for row, head in ((row, head) for row in range(3) for head in range(6)):
+            for i in range(counts[row]):
+                query, first = firsts[0][row] + i, firsts[1][row]
+                seen = slice(first, first + lengths[row] - (counts[row] - i - 1 if causal else 0))
+                logits = scale * k[seen, head // 3].double() @ q[query, head].double()
+                torch.testing.assert_close(logs[query, head].double(), logits.logsumexp(0), rtol=0, atol=1e-5)
+                expected = logits.softmax(0) @ v[seen, head // 3].double()
+                torch.testing.assert_close(outs[query, head].double(), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +54,13 @@ def test_what_is_installed_is_found_for_hopper(installed, capability, found, mon
     fakes.install(monkeypatch, *installed)
     library = find(capability)
     assert (library and library.name) == found
+
+
+def test_an_old_version_of_the_authors_is_not_taken(monkeypatch):
+    """It cannot be asked for log-sum-exps."""
+    fakes.install(monkeypatch, AUTHORS)
+    monkeypatch.setattr(fakes.MODULES[AUTHORS], "flash_attn_varlen_func", fakes.varlen)
+    assert find((9, 0)) is None
 
 
 def test_vllm_is_not_imported_and_must_have_version_3(monkeypatch):
@@ -80,6 +94,6 @@ def test_an_error_of_the_library_is_not_hidden():
     def refuse(*_, **__):
         raise RuntimeError("no kernel for this shape")
 
-    library = Library(SGLANG, type("Module", (), {"flash_attn_with_kvcache": staticmethod(refuse)}))
+    library, ends = Library(SGLANG, SimpleNamespace(flash_attn_varlen_func=refuse)), torch.tensor([0, 1])
     with pytest.raises(RuntimeError, match="no kernel for this shape"):
-        library.attend(torch.zeros(1, 1, 8), torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 1, 8), 1.0, True, None)
+        library.attend(*torch.zeros(3, 1, 1, 8), 1.0, True, Ends(ends, ends, 1, 1))

@@ -23,7 +23,7 @@ from kvfold.format.layout import PageLayout
 from kvfold.format.windows import Windows
 from kvfold.geometry import Geometry, listed
 from kvfold.ops.dispatch import New, Ops, check_dtype, choose
-from kvfold.ops.pages import HostLengths, LayerPages, Logits, Step
+from kvfold.ops.pages import HostLengths, LayerPages, Logits, Step, on_device
 from kvfold.ops.restore import Restore
 from kvfold.recipe import Recipe
 from kvfold.recipes import parse
@@ -378,8 +378,7 @@ class Served:
         """Split a batch into steps of neighbouring requests: either all of them decode, or none. `starts` and `lengths`
         repeat `host` on the device."""
         counts = host.counts
-        query_starts = torch.tensor(host.query_starts, dtype=torch.int32, device="cpu", pin_memory=table.is_cuda)
-        described = locations, query_starts.to(table.device, non_blocking=True), starts, lengths, table.long()
+        described = locations, on_device(host.query_starts, table.device), starts, lengths, table.long()
         step = Step(*described, self.shadow_table.of, self.plan.page_size, max(counts, default=0), host)
         return [(rows, part) for _, rows, part in step.split(count == 1 for count in counts)]
 

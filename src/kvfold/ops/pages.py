@@ -1,6 +1,6 @@
 """What an op gets: the bytes of one layer, and where the tokens of the step lie in them."""
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, groupby
@@ -17,6 +17,12 @@ from kvfold.format.windows import Windows
 from kvfold.transforms import Transform
 
 T = TypeVar("T")
+
+
+def on_device(numbers: Sequence[Any], device: torch.device) -> Tensor:
+    """Numbers of the host, int32. The host does not wait for the device."""
+    pinned = torch.tensor(numbers, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+    return pinned.to(device, non_blocking=True)
 
 
 class Logits(NamedTuple):
