@@ -26,6 +26,7 @@ from kvfold.format.layout import (
 )
 from kvfold.format.windows import Windows
 from kvfold.ops import naive
+from kvfold.ops.attend import attend_gpu as portable
 from kvfold.ops.attend import unpacked_prefill as unpacked
 from kvfold.ops.attend.diagonal_kernel import Diagonal, Heads, Near, Part, Target
 from kvfold.ops.attend.flash_attention_3 import SGLANG, Library
@@ -280,24 +281,37 @@ def test_outputs_go_where_they_are_wanted(recipes, recent, counts):
 
 
 @pytest.mark.parametrize(
-    ("recipes", "windows", "before", "library"),
+    ("recipes", "windows", "library"),
     [
-        ("saw-int4", {}, 0, 0),  # a first chunk
-        ("saw-int4:values=true,order=16", {}, 9, 1),  # the next
-        ("int4", {}, 36, 2),  # a long context
-        ("fold3", {"sink": 3, "recent": 4}, 0, 1),
-        ("oscar-int2", {"sink": 3, "recent": 4}, 36, 2),
-        ("int4", {"sinks": True, "recent": 2}, 9, 0),
+        ("saw-int4", {}, 0),
+        ("saw-int4:values=true,order=16", {}, 1),
+        ("int4", {"sink": 3}, 2),
+        ("fold3", {"sink": 3, "recent": 4}, 1),
+        ("oscar-int2", {"sink": 3, "recent": 14}, 2),
+        ("int4", {"sinks": True, "recent": 2}, 0),
     ],
 )
-def test_flash_attention_3(recipes, windows, before, library, monkeypatch):
+@pytest.mark.parametrize(
+    ("before", "counts", "read"),
+    [
+        ((0,), (8,), 1),  # a first chunk
+        ((9,), (7,), 1),  # the next
+        ((0, 6, 0, 1, 4, 0), (2, 1, 3, 2, 0, 5), 2),  # together they do not fit
+        ((2, 36, 5), (3, 11, 4), 8),  # a long context between short ones
+    ],
+)
+def test_flash_attention_3(recipes, windows, library, before, counts, read, chunks, monkeypatch):
     """Of all packages, it reads chunks of several sequences instead of torch, and no graph of cuDNN is built."""
-    world = World(codecs(recipes, 16, 2), 2, **windows)
-    world.fill(before, 5)
-    pages, new = world.fill(11, 4)
+    world = World(codecs(recipes, 16, 2), len(before), **windows)
+    world.fill(*before)
+    pages, new = world.fill(*counts)
     monkeypatch.setattr(unpacked, "_flash", lambda *_: pytest.fail("torch reads chunks"))
+    monkeypatch.setattr(portable, "attend", lambda *_: pytest.fail("the portable kernel reads"))
     unpacked.build_graphs(pages, world.q_heads // world.kv_heads, fakes.LIBRARIES[library])
     check(pages, world.queries(), new, world.logits, fakes.LIBRARIES[library])
+    assert max(sum(len(tokens) for _, tokens in chunk) for chunk in chunks) <= ROOM
+    if not windows.get("recent"):
+        assert len(chunks) == read
 
 
 @pytest.mark.parametrize(("before", "recent", "direct"), [(0, 0, [True]), (20, 0, [False] * 4), (0, 4, [False])])
