@@ -261,8 +261,8 @@ def _query_runs(step: Step, windows: Windows, most: int, library: bool) -> Itera
 
     For cuDNN, queries that read recent windows alone are a run of their own.
     """
-    for row, (start, length) in enumerate(zip(*step.known, strict=True)):
-        position, query = start, step.known.query_starts[row]
+    known = step.known
+    for row, (position, length, query) in enumerate(zip(*known, known.query_starts[:-1], strict=True)):
         while position < length:
             n = min(most, length - position)
             if not library and position < windows.recent:
