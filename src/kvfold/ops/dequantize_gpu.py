@@ -232,6 +232,7 @@ def _dequantize_side(
         tl.device_assert(shadow >= 0, "a window reaches into a page that has no shadow")
         own = new + (source.to(tl.int64) * KV_HEADS + head) * DIMS
         raw = tl.where(source >= 0, own, shadows + (shadow * KV_HEADS + head) * SHADOW + FIRST + offset * DIMS)
+        raw = tl.multiple_of(raw, 16)  # bytes: d is a multiple of 8, which the compiler does not see here
         is_raw = exists & ~packed & (shadow >= 0)
     to, back = x + (place.to(tl.int64) * KV_HEADS + head) * DIMS, tl.zeros([TOKENS, padded(DIMS)], tl.float32)
     for i in tl.static_range(len(SIDE.parts)):
