@@ -39,6 +39,20 @@ def test_packages_give_the_same(library, causal):
                 torch.testing.assert_close(outs[query, head].double(), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(("n", "splits"), [(511, 0), (512, 1)])
+def test_sequences_that_fill_the_gpu_together_are_not_split(n, splits):
+    given = []
+
+    def recorded(q, *_, num_splits, **__):
+        given.append(num_splits)
+        return q, q[..., 0].T
+
+    ends = Ends(torch.tensor([0, n]), torch.tensor([0, 9]), n, 9)
+    library = Library(SGLANG, SimpleNamespace(flash_attn_varlen_func=recorded))
+    library.attend(torch.empty(n, 32, 8), *torch.empty(2, 9, 8, 8), 1.0, True, ends)
+    assert given == [splits]
+
+
 @pytest.mark.parametrize(
     ("installed", "capability", "found"),
     [

@@ -280,28 +280,28 @@ def test_outputs_go_where_they_are_wanted(recipes, recent, counts):
     assert around[[0, -1]].isnan().all()
 
 
+FIRST, NEXT = ((0,), (8,), 1), ((9,), (7,), 1)  # tokens before and new ones per sequence, and chunks
+SEVERAL = ((0, 6, 0, 1, 4, 0), (2, 1, 3, 2, 0, 5), 2)  # together they do not fit
+BESIDE_LONG = ((2, 36, 5), (3, 11, 4), 8)  # a long context between short ones
+
+
 @pytest.mark.parametrize(
-    ("recipes", "windows", "library"),
+    ("recipes", "windows", "library", "requests"),
     [
-        ("saw-int4", {}, 0),
-        ("saw-int4:values=true,order=16", {}, 1),
-        ("int4", {"sink": 3}, 2),
-        ("fold3", {"sink": 3, "recent": 4}, 1),
-        ("oscar-int2", {"sink": 3, "recent": 14}, 2),
-        ("int4", {"sinks": True, "recent": 2}, 0),
+        ("saw-int4", {}, 0, FIRST),
+        ("saw-int4", {}, 0, SEVERAL),
+        ("saw-int4:values=true,order=16", {}, 1, NEXT),
+        ("saw-int4:values=true,order=16", {}, 1, SEVERAL),
+        ("int4", {"sink": 3}, 2, BESIDE_LONG),
+        ("fold3", {"sink": 3, "recent": 4}, 1, FIRST),
+        ("fold3", {"sink": 3, "recent": 4}, 1, SEVERAL),
+        ("oscar-int2", {"sink": 3, "recent": 14}, 2, BESIDE_LONG),
+        ("int4", {"sinks": True, "recent": 2}, 0, SEVERAL),
     ],
 )
-@pytest.mark.parametrize(
-    ("before", "counts", "read"),
-    [
-        ((0,), (8,), 1),  # a first chunk
-        ((9,), (7,), 1),  # the next
-        ((0, 6, 0, 1, 4, 0), (2, 1, 3, 2, 0, 5), 2),  # together they do not fit
-        ((2, 36, 5), (3, 11, 4), 8),  # a long context between short ones
-    ],
-)
-def test_flash_attention_3(recipes, windows, library, before, counts, read, chunks, monkeypatch):
+def test_flash_attention_3(recipes, windows, library, requests, chunks, monkeypatch):
     """Of all packages, it reads chunks of several sequences instead of torch, and no graph of cuDNN is built."""
+    before, counts, read = requests
     world = World(codecs(recipes, 16, 2), len(before), **windows)
     world.fill(*before)
     pages, new = world.fill(*counts)

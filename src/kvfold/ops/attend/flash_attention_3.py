@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 HOPPER = 9  # major compute capability
+MANY_ROWS = 2**14  # queries times query heads: 128 for nearly every SM
 SGLANG, AUTHORS, VLLM = "sgl_kernel.flash_attn", "flash_attn_interface", "vllm.vllm_flash_attn"
 
 
@@ -39,7 +40,9 @@ class Library(NamedTuple):
         `causal`: the last query of a sequence reads all of its tokens, every other query one token less than the next.
         A query that reads none has an output that means nothing.
         """
-        options: dict[str, Any] = {"softmax_scale": scale, "causal": causal, "num_splits": 0}  # 0: it chooses
+        # 0: it chooses, by the longest sequence alone. Where all of them fill the GPU, splits would only take memory.
+        splits = 1 if q.shape[0] * q.shape[1] >= MANY_ROWS else 0
+        options: dict[str, Any] = {"softmax_scale": scale, "causal": causal, "num_splits": splits}
         options |= {"cu_seqlens_q": ends.queries, "max_seqlen_q": ends.most_queries}
         options |= {"cu_seqlens_k": ends.tokens, "max_seqlen_k": ends.most_tokens}
         if self.name == AUTHORS:

@@ -423,7 +423,10 @@ def _merged(one: Part | None, other: Part, to: Target | None) -> Part:
     return Part(to.outs, to.logs)
 
 
-@triton.jit(do_not_specialize=["rows", "one_log", "one_log_head", "other_log", "other_log_head"])
+@triton.jit(
+    do_not_specialize=["rows", "one_log", "one_log_head", "other_log", "other_log_head"],
+    do_not_specialize_on_alignment=["logs"],
+)
 def _merge_rows(
     one, one_logs, other, other_logs, out, logs, mean, rows, one_query, one_head, one_log, one_log_head, other_query,
     other_head, other_log, other_log_head,
