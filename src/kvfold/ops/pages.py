@@ -19,8 +19,8 @@ from kvfold.transforms import Transform
 T = TypeVar("T")
 
 
-def on_device(numbers: Sequence[Any], device: torch.device) -> Tensor:
-    """Numbers of the host, int32. The host does not wait for the device."""
+def on_device(numbers: Sequence[Any] | np.ndarray, device: torch.device) -> Tensor:
+    """Integers that the host knows, int32. The host does not wait for the device."""
     pinned = torch.tensor(numbers, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
     return pinned.to(device, non_blocking=True)
 

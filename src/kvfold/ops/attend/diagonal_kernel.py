@@ -1,9 +1,9 @@
 """Attention near the diagonal, for many queries: each reads up to a token that lies one further than that of the query
 before it. The result is merged with attention over other tokens."""
 
-from collections.abc import Iterable
 from typing import NamedTuple, Self
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -79,16 +79,17 @@ class Diagonal(NamedTuple):
     tiles: Tensor  # int32[tiles, 5]: what one CTA takes, as `Near` says
     lag: int
     reach: int
+    heads: Heads
 
     @classmethod
-    def of(cls, sequences: Iterable[Near], lag: int, reach: int, shape: Heads, device: torch.device) -> Self:
-        together = shape.queries
-        tiles = [
-            (near.query + i, min(together, near.queries - i), near.position + i, near.token, near.place)
-            for near in sequences
-            for i in range(0, near.queries, together)
-        ]
-        return cls(on_device(tiles, device), lag, reach)
+    def of(cls, sequences: list[Near], lag: int, reach: int, heads: Heads, device: torch.device) -> Self:
+        each = np.array(sequences)
+        count = -(-each[:, 1] // heads.queries)  # tiles
+        before = heads.queries * (np.arange(count.sum()) - np.repeat(count.cumsum() - count, count))  # queries
+        tiles = np.repeat(each, count, axis=0)
+        tiles[:, [0, 2]] += before[:, None]
+        tiles[:, 1] = np.minimum(tiles[:, 1] - before, heads.queries)
+        return cls(on_device(tiles, device), lag, reach, heads)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, part: Part | None, part_from: int, to: Target | None
@@ -97,10 +98,9 @@ class Diagonal(NamedTuple):
 
         The result is merged with `part`, which counts for queries from position `part_from` on.
         """
-        (_, q_heads, dims), kv_heads = q.shape, k.shape[1]
-        to, shape = to or empty_target(q), Heads(q_heads // kv_heads, dims)
+        to, heads = to or empty_target(q), self.heads
         strides = [stride for x in part or () if x is not None for stride in x.stride()[:2]]
-        _diagonal[(len(self.tiles), kv_heads)](
+        _diagonal[(len(self.tiles), k.shape[1])](
             q,
             k,
             v,
@@ -113,14 +113,14 @@ class Diagonal(NamedTuple):
             part_from,
             q.stride(0),
             *(strides or [0] * 4),
-            GROUP=shape.group,
-            RATIO=shape.ratio,
-            DIMS=dims,
-            WIDTH=power_of_two(dims),
-            ROWS=shape.queries * shape.ratio,
-            TOKENS=shape.tile.tokens,
-            num_warps=shape.tile.warps,
-            num_stages=shape.tile.stages,
+            GROUP=heads.group,
+            RATIO=heads.ratio,
+            DIMS=heads.dims,
+            WIDTH=power_of_two(heads.dims),
+            ROWS=heads.queries * heads.ratio,
+            TOKENS=heads.tile.tokens,
+            num_warps=heads.tile.warps,
+            num_stages=heads.tile.stages,
         )
         return Part(to.outs, to.logs)
 

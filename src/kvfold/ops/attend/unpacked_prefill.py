@@ -20,7 +20,7 @@ from dataclasses import replace
 from enum import Enum
 from functools import partial
 from itertools import accumulate, product
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import triton
@@ -210,24 +210,21 @@ def _back(pages: LayerPages, q: Tensor, logits: Logits) -> tuple[bool, bool]:
 
 
 class Run(NamedTuple):
-    """Successive queries of a sequence."""
+    """Successive queries of a sequence, and what they read."""
 
     row: int  # the sequence
     query: int  # the row of the first query
     position: int  # of the first query
     n: int
+    shared: int  # before its recent window, the first query reads one token more than this
+    end: int  # and the last query this many
+    near: range  # the tokens of recent windows
 
-    def before_windows(self, windows: Windows) -> tuple[int, int]:
-        """How many tokens before its recent window the first query reads, less one, and how many the last one."""
-        return windows.raw_from(self.position) - 1, max(0, windows.raw_from(self.position + self.n - 1))
-
-    def near(self, windows: Windows) -> range:
-        """The tokens of recent windows."""
-        return range(max(0, windows.raw_from(self.position)) if windows.recent else self.end, self.end)
-
-    @property
-    def end(self) -> int:
-        return self.position + self.n
+    @classmethod
+    def of(cls, row: int, query: int, position: int, n: int, windows: Windows) -> Self:
+        shared = windows.raw_from(position) - 1
+        near = range(max(0, shared + 1), position + n) if windows.recent else range(0)
+        return cls(row, query, position, n, shared, max(0, shared + n), near)
 
 
 class Chunk(NamedTuple):
@@ -252,7 +249,7 @@ class Read(NamedTuple):
 def _reads(step: Step, windows: Windows, room: int, library: bool, heads: Heads) -> list[Read]:
     """How the queries of a step are taken, with chunks of up to `room` tokens. `library`: with FlashAttention 3."""
     runs = _query_runs(step, windows, room // 2, library)
-    groups = _together(runs, windows, room) if library else ([run] for run in runs)
+    groups = _together(runs, room) if library else ([run] for run in runs)
     return [_read(step, windows, room, library, heads, group) for group in groups]
 
 
@@ -269,16 +266,16 @@ def _query_runs(step: Step, windows: Windows, most: int, library: bool) -> Itera
                 n = min(n, windows.recent - position)
             elif not library:
                 n = next((fewer for fewer in range(n, 0, -1) if _masked(fewer, windows.recent)), n)
-            yield Run(row, query, position, n)
+            yield Run.of(row, query, position, n, windows)
             position, query = position + n, query + n
 
 
-def _together(runs: Iterable[Run], windows: Windows, room: int) -> Iterator[list[Run]]:
+def _together(runs: Iterable[Run], room: int) -> Iterator[list[Run]]:
     """Neighbouring runs whose tokens fit into one chunk. A run that does not fit is alone."""
     group: list[Run] = []
     used = 0
     for run in runs:
-        tokens = run.before_windows(windows)[1] + len(run.near(windows))
+        tokens = run.end + len(run.near)
         if group and used + tokens > room:
             yield group
             group, used = [], 0
@@ -288,29 +285,34 @@ def _together(runs: Iterable[Run], windows: Windows, room: int) -> Iterator[list
 
 
 def _read(step: Step, windows: Windows, room: int, library: bool, heads: Heads, runs: list[Run]) -> Read:
-    """How the queries of neighbouring runs are taken together. Only one that is alone may have several chunks."""
-    device, first, last = step.table.device, runs[0], runs[-1]
-    masked, sizes, chunks = _masked(first.n, windows.recent), _sizes(room, windows.recent), []
-    near = [run.near(windows) for run in runs]
-    seen = [run.before_windows(windows) for run in runs]
-    parts = [_few_chunks(*each, room) if library else _chunks(*each, sizes, masked) for each in seen]
-    for chunk in zip(*parts, strict=True):
-        ranges, causal = [tokens for tokens, _ in chunk], chunk[0][1]
+    """How the queries of neighbouring runs are taken together. Only a run that is alone has several chunks."""
+    first, last, device, chunks = runs[0], runs[-1], step.table.device, []
+    masked, sizes = _masked(first.n, windows.recent), _sizes(room, windows.recent)
+    for parts in zip(
+        *(
+            _few_chunks(run.shared, run.end, room) if library else _chunks(run.shared, run.end, sizes, masked)
+            for run in runs
+        ),
+        strict=True,
+    ):
+        ranges, causal = [tokens for tokens, _ in parts], parts[0][1]
         spans = [Span(run.row, tokens, tokens.stop) for run, tokens in zip(runs, ranges, strict=True)]
-        spans += [Span(run.row, tokens, 0) for run, tokens in zip(runs, near, strict=True) if causal]
-        diagonal, read = None, sum(map(len, ranges))
+        spans += [Span(run.row, run.near, 0) for run in runs if causal]
+        read, diagonal = sum(map(len, ranges)), None
         if causal and not library and not masked:
-            only = Near(0, first.n, first.position, ranges[0].start, 0)
-            diagonal = Diagonal.of([only], windows.recent, ranges[0].stop, heads, device)
+            near = Near(0, first.n, first.position, ranges[0].start, 0)
+            diagonal = Diagonal.of([near], windows.recent, first.end, heads, device)
         tokens, ends = Tokens.of(step, windows.sink, spans), _ends(runs, ranges, device) if library else None
         chunks.append(Chunk(tokens, read, causal, ends, diagonal, causal or read in sizes))
-    places = accumulate(map(len, near), initial=chunks[-1].read)
+    queries = slice(first.query, last.query + last.n)
+    if not windows.recent:
+        return Read(queries, chunks, None)
+    places = accumulate((len(run.near) for run in runs), initial=chunks[-1].read)
     sequences = [
-        Near(run.query - first.query, run.n, run.position, tokens.start, place)
-        for run, tokens, place in zip(runs, near, places, strict=False)
+        Near(run.query - first.query, run.n, run.position, run.near.start, place)
+        for run, place in zip(runs, places, strict=False)
     ]
-    recent = Diagonal.of(sequences, 0, windows.recent, heads, device) if windows.recent else None
-    return Read(slice(first.query, last.query + last.n), chunks, recent)
+    return Read(queries, chunks, Diagonal.of(sequences, 0, windows.recent, heads, device))
 
 
 def _ends(runs: list[Run], tokens: list[range], device: torch.device) -> Ends:
