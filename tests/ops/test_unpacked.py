@@ -112,14 +112,16 @@ def _name(slot: SlotLayout) -> str:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("slot", SLOTS, ids=_name)
 def test_unpacked_tokens_are_those_of_the_codec(slot, dtype):
-    """Bit for bit, those of several sequences together."""
+    """Bit for bit, those of several sequences together, and nothing is written beside them."""
     if dtype == torch.bfloat16 and DEVICE == "cpu":
         pytest.skip("Triton's interpreter cuts bits off where a GPU rounds them")
     world = World((Codec(slot, unit=0.5), Codec(affine_slot(slot.dims, 4))), 2)
     pages, _ = world.fill(20, 60)
     spans = [Span(1, range(5, 42), 42), Span(0, range(3, 20), 20)]
-    k, v = dequantize(pages, Tokens.of(pages.step, 0, spans), dtype)
+    workspace = torch.full((2 * 2 * 60 * slot.dims,), 7, dtype=dtype, device=DEVICE)
+    k, v = dequantize(pages, Tokens.of(pages.step, 0, spans), workspace)
     assert k.shape == v.shape == (37 + 17, 2, slot.dims)
+    assert (workspace[2 * 2 * (37 + 17) * slot.dims :] == 7).all()
     for row, start, found in ((1, 5, slice(37)), (0, 3, slice(37, None))):
         for side, expected in zip((k, v), naive.read(pages, row, [19, 59][row], None), strict=True):
             assert torch.equal(side[found], expected[start:][: len(side[found])].to(dtype))
@@ -133,7 +135,8 @@ def test_unpacked_tokens_of_any_page(page_size, raw_dtype):
     )
     pages, _ = world.fill(67 + page_size)
     for tokens in (range(67), range(66, 67), range(31, 66)):
-        k, v = dequantize(pages, Tokens.of(pages.step, 0, [Span(0, tokens, tokens.stop)]), torch.float32)
+        workspace = torch.empty(2 * 2 * 67 * 32, device=DEVICE)
+        k, v = dequantize(pages, Tokens.of(pages.step, 0, [Span(0, tokens, tokens.stop)]), workspace)
         for side, expected in zip((k, v), naive.read(pages, 0, 66, None), strict=True):
             assert torch.equal(side, expected[tokens.start : tokens.stop])
 
@@ -152,8 +155,9 @@ def test_unpacked_tokens_are_rotated_back(recipes, raw_from):
         naive.read(pages, 1, position, new) for position in (60, 68)
     )  # a query that reads 50 raw, and the last one
     for back, centred in (((True, True), True), ((True, True), False), ((False, True), True), ((False, False), True)):
-        unpacked_together = Tokens.of(pages.step, 3, [Span(1, tokens, raw_from or tokens.stop)])
-        found = dequantize(pages, unpacked_together, OPERAND, new, back, centred)
+        workspace = torch.empty(2 * 2 * len(tokens) * 64, dtype=OPERAND, device=DEVICE)
+        spans = [Span(1, tokens, raw_from or tokens.stop)]
+        found = dequantize(pages, Tokens.of(pages.step, 3, spans), workspace, new, back, centred)
         for side, transform in enumerate((pages.key.transform, pages.value.transform)):
             read = [early if token in raw and token <= 60 else late for token in tokens]
             expected = torch.stack([states[side][token] for token, states in zip(tokens, read, strict=True)])
@@ -243,14 +247,15 @@ def test_batches(before, counts, many, windows, chunks):
 
 @pytest.mark.parametrize("recipes", ["int4", "tq-k4v4"])  # whose queries are those of the engine, or turned ones
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_queries_in_any_type_and_order(recipes, dtype):
+@pytest.mark.parametrize("library", [None, fakes.LIBRARIES[0]])
+def test_queries_in_any_type_and_order(recipes, dtype, library):
     world = World(codecs(recipes, 32, 1), 2, kv_heads=1, ratio=3, recent=4, dtype=dtype)
     world.fill(9, 25)
     pages, new = world.fill(4, 5)
     by_head = world.randn(world.q_heads, 9, 32).transpose(0, 1)
     among_others = world.randn(9, world.q_heads + 4, 32)[:, 1 : world.q_heads + 1]
     for q in (by_head, among_others):
-        check(pages, q, new, world.logits)
+        check(pages, q, new, world.logits, library)
 
 
 def test_steps_without_tokens_or_with_few_are_left_to_the_portable_kernel(monkeypatch):

@@ -41,9 +41,7 @@ class _Tile(NamedTuple):
 
 
 UNROTATED, ROTATED = _Tile(4096, 4), _Tile(8192, 4)
-
-
-PACKED, IN_SHADOW = tl.constexpr(-2), tl.constexpr(-1)
+PACKED, IN_SHADOW = tl.constexpr(-2), tl.constexpr(-1)  # see `Tokens`
 
 
 class Span(NamedTuple):
@@ -91,19 +89,20 @@ class Tokens(NamedTuple):
 def dequantize(
     pages: LayerPages,
     tokens: Tokens,
-    dtype: torch.dtype,
+    workspace: Tensor,
     new: tuple[Tensor, Tensor] | None = None,
     back: tuple[bool, bool] = (False, False),
     centred: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Unpack tokens to keys and values [tokens, kv_heads, d] of `dtype`, in one launch.
+    """Unpack tokens to keys and values [tokens, kv_heads, d], in one launch.
 
-    `new` is what `store` returned; without it, no token is raw. `back`: whether keys, and values, are rotated back.
-    Both stay centred. If not `centred`, values that are rotated back get their mean.
+    They lie at the beginning of a flat workspace, and have its dtype. `new` is what `store` returned; without it, no
+    token is raw. `back`: whether keys, and values, are rotated back. Both stay centred. If not `centred`, values that
+    are rotated back get their mean.
     """
     layout, (kv_heads, dims) = pages.layout, (pages.pool.shape[1], pages.layout.key.dims)
     pool, count = pages.pool, len(tokens.locations)
-    k, v = torch.empty(2, count, kv_heads, dims, dtype=dtype, device=pool.device)
+    k, v = workspace[: 2 * count * kv_heads * dims].view(2, count, kv_heads, dims)
     key, value = (
         codec.transform.once(_inverse, dims, pool.device) if wanted else ()
         for codec, wanted in zip((pages.key, pages.value), back, strict=True)

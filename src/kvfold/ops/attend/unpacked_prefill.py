@@ -166,17 +166,22 @@ def _attend(
     """`attend` by flash attention."""
     windows, value = pages.windows, pages.value.transform
     operand, back = _operand(q.device, q.dtype), _back(pages, q, logits)
-    q_here = (q if back[0] else dual(pages.key.transform, q, operand)).to(operand).contiguous()
+    q_here = (q if back[0] else dual(pages.key.transform, q, operand)).to(operand)
+    if library is None or q_here.stride()[1:] != (q.shape[2], 1):  # FlashAttention 3 needs no copy of engines' queries
+        q_here = q_here.contiguous()
     final = torch.empty(q.shape, device=q.device) if out is None else out
     outs, logs, mean = Target(final, None, value.mean) if back[1] else empty_target(q)
     heads = Heads(q.shape[1] // pages.pool.shape[1], q.shape[2])
-    for read in pages.step.once(_reads, windows, _room(pages, q.dtype), library is not None, heads):
+    reads = pages.step.once(_reads, windows, _room(pages, q.dtype), library is not None, heads)
+    tokens = max(len(chunk.tokens.locations) for read in reads for chunk in read.chunks)
+    workspace = torch.empty(tokens * _numbers(pages), dtype=operand, device=q.device)
+    for read in reads:
         queries, part = q_here[read.queries], None
         to = Target(outs[read.queries], None if logs is None else logs[read.queries], mean)
         # one part is all, and can be written where it is wanted
         alone = library and len(read.chunks) == 1 and not read.near and logs is None and outs.dtype == operand
         for chunk in read.chunks:
-            k, v = dequantize(pages, chunk.tokens, operand, new, back, centred=not alone)
+            k, v = dequantize(pages, chunk.tokens, workspace, new, back, centred=not alone)
             if not chunk.read:
                 continue
             seen = queries, k[: chunk.read], v[: chunk.read], logits.scale
@@ -288,13 +293,11 @@ def _read(step: Step, windows: Windows, room: int, library: bool, heads: Heads, 
     """How the queries of neighbouring runs are taken together. Only a run that is alone has several chunks."""
     first, last, device, chunks = runs[0], runs[-1], step.table.device, []
     masked, sizes = _masked(first.n, windows.recent), _sizes(room, windows.recent)
-    for parts in zip(
-        *(
-            _few_chunks(run.shared, run.end, room) if library else _chunks(run.shared, run.end, sizes, masked)
-            for run in runs
-        ),
-        strict=True,
-    ):
+    pieces = [
+        _few_chunks(run.shared, run.end, room) if library else _chunks(run.shared, run.end, sizes, masked)
+        for run in runs
+    ]
+    for parts in zip(*pieces, strict=True):
         ranges, causal = [tokens for tokens, _ in parts], parts[0][1]
         spans = [Span(run.row, tokens, tokens.stop) for run, tokens in zip(runs, ranges, strict=True)]
         spans += [Span(run.row, run.near, 0) for run in runs if causal]
@@ -328,9 +331,13 @@ def _masked(n: int, recent: int) -> bool:
 
 def _room(pages: LayerPages, dtype: torch.dtype) -> int:
     """How many tokens are unpacked together, a power of two, if queries have `dtype`."""
-    numbers = 2 * pages.pool.shape[1] * pages.layout.key.dims  # of the keys and values of a token
-    fit = WORKSPACE // (numbers * _operand(pages.pool.device, dtype).itemsize)
+    fit = WORKSPACE // (_numbers(pages) * _operand(pages.pool.device, dtype).itemsize)
     return min(MOST_TOKENS, 1 << fit.bit_length() - 1)
+
+
+def _numbers(pages: LayerPages) -> int:
+    """Of the keys and values of a token."""
+    return 2 * pages.pool.shape[1] * pages.layout.key.dims
 
 
 def _operand(device: torch.device, dtype: torch.dtype) -> torch.dtype:
