@@ -16,17 +16,17 @@ from kvfold.ops.attend.flash_attention_3 import AUTHORS, SGLANG, VLLM, Library
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     """Of q [n, q_heads, d] over k, v [tokens, kv_heads, d]: outputs in the dtype of q, log-sum-exps [q_heads, n].
 
-    With `causal`, the last query reads the last token, the query before it ends one token earlier, and so on.
+    With `causal`, the last query reads the last token, the query before it ends one token earlier, and so on. A query
+    that reads none gets NaN, since nobody may use it.
     """
     assert q.dtype == k.dtype == v.dtype
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
     k, v = (x.double().repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     logits = scale * torch.einsum("nhd,jhd->hnj", q.double(), k)
     if causal:
-        last = torch.arange(len(k) - len(q), len(k)).unsqueeze(1)
-        logits = logits.masked_fill(torch.arange(len(k)) > last, -math.inf)
-    shares = logits.softmax(-1).nan_to_num()  # a query that reads no token gets zeros
-    return torch.einsum("hnj,jhd->nhd", shares, v).to(q.dtype), logits.logsumexp(-1).float()
+        last = torch.arange(len(k) - len(q), len(k), device=k.device).unsqueeze(1)
+        logits = logits.masked_fill(torch.arange(len(k), device=k.device) > last, -math.inf)
+    return torch.einsum("hnj,jhd->nhd", logits.softmax(-1), v).to(q.dtype), logits.logsumexp(-1).float()
 
 
 def _written(outs: Tensor, out: Tensor | None) -> Tensor:
