@@ -242,6 +242,7 @@ PROMPT_CASES = {  # op, sequences, tokens of a sequence, new ones of these, and 
     "first 8k, cuDNN": ("extend", "1", "8192", "8192", "cuDNN"),
     "first 8k, FA3": ("extend", "1", "8192", "8192", "FlashAttention 3"),
     "next 8k, cuDNN": ("extend", "1", "16384", "8192", "cuDNN"),
+    "next 8k, FA3": ("extend", "1", "16384", "8192", "FlashAttention 3"),
     "512 after 32k, cuDNN": ("extend", "1", "33280", "512", "cuDNN"),
     "512 after 32k, FA3": ("extend", "1", "33280", "512", "FlashAttention 3"),
     "store 8k": ("store", "1", "8192", "8192", "int4:centre=false"),
