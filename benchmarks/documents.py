@@ -242,6 +242,7 @@ PROMPT_CASES = {  # op, sequences, tokens of a sequence, new ones of these, and 
     "first 8k, cuDNN": ("extend", "1", "8192", "8192", "cuDNN"),
     "first 8k, FA3": ("extend", "1", "8192", "8192", "FlashAttention 3"),
     "next 8k, cuDNN": ("extend", "1", "16384", "8192", "cuDNN"),
+    "next 8k, FA3": ("extend", "1", "16384", "8192", "FlashAttention 3"),
     "512 after 32k, cuDNN": ("extend", "1", "33280", "512", "cuDNN"),
     "512 after 32k, FA3": ("extend", "1", "33280", "512", "FlashAttention 3"),
     "store 8k": ("store", "1", "8192", "8192", "int4:centre=false"),
@@ -326,7 +327,7 @@ def sglang_decode() -> str:
 
 def drafts() -> str:
     """Speculative decoding in SGLang; each row beside the 16-bit cache with as many users."""
-    rows = read("sglang-drafts-h200.csv")
+    rows = read("drafts-h200.csv")
     dense = {row["users"]: row for row in rows if row["recipe"] == "auto"}
     lines = []
     for row in rows:

@@ -125,6 +125,12 @@ def served_by(engine, recipe: str | None, arguments: dict[str, Any]) -> dict[str
         "version": sglang.__version__,
         "recipe": recipe or arguments.get("kv_cache_dtype", "auto"),
         "attention": "kvfold" if recipe else engine.server_args.attention_backend,
+        **this_gpu(),
+    }
+
+
+def this_gpu() -> dict[str, str]:
+    return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "torch": torch.__version__,
         "date": datetime.now(UTC).date().isoformat(),

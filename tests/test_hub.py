@@ -6,11 +6,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub import constants
+from safetensors.torch import save_file
 from tiny_models import tiny
 
 from kvfold import hub
-from kvfold.artifact import Artifact
+from kvfold.artifact import Artifact, digest_model
 from kvfold.models import load_config, load_model, load_tokenizer
 from kvfold.publish.transfer import push
 
@@ -61,6 +63,22 @@ def test_what_was_downloaded_before_is_found(tmp_path, capsys):
     for _ in range(2):
         assert load_config("nobody/nothing") == {"model_type": "llama"}
     assert capsys.readouterr().err == f"{constants.ENDPOINT} does not answer: what was downloaded before is used\n"
+
+
+@pytest.mark.usefixtures("_silent_hub")
+def test_a_revision_has_its_own_weights(tmp_path):
+    repository, digests = tmp_path / "hub" / "models--nobody--nothing", {}
+    (repository / "refs").mkdir(parents=True)
+    for number, revision in enumerate(("main", "tuned")):
+        (repository / "refs" / revision).write_text(str(number) * 40)
+        snapshot = repository / "snapshots" / (str(number) * 40)
+        snapshot.mkdir(parents=True)
+        (snapshot / "config.json").write_text(json.dumps({"model_type": "llama"}))
+        save_file({"weight": torch.full((2, 2), float(number))}, snapshot / "model.safetensors")
+        digests[revision] = digest_model(str(snapshot))
+    assert digests["main"] != digests["tuned"]
+    assert digest_model("nobody/nothing") == digests["main"]
+    assert digest_model("nobody/nothing", "tuned") == digests["tuned"]
 
 
 @pytest.mark.parametrize("name", ["./no/such/folder", "no/such/folder", "/no/such/folder", "nothing/config.json"])

@@ -134,6 +134,34 @@ def test_first_tokens_in_sglang():
             assert float(share) == pytest.approx(dense / own, abs=0.00501), (recipe, tokens)
 
 
+def test_first_tokens_in_vllm():
+    """Medians, as parts of the time with 16 bits."""
+    stated = re.search(r"In vLLM 0.32.0 they come at ([\d.]+) and ([\d.]+) of its time with `([\w-]+)`", BENCHMARKS)
+    assert stated
+    for tokens, share in (("8192", stated[1]), ("16384", stated[2])):
+        own, dense = (
+            median(
+                float(row["ttft_p50"])
+                for row in rows("first-token-vllm-h200.csv")
+                if (row["recipe"], row["input"]) == (recipe, tokens)
+            )
+            for recipe in (stated[3], "bf16")
+        )
+        assert float(share) == pytest.approx(own / dense, abs=0.00501), tokens
+
+
+def test_prompts_over_cudnn():
+    """Where FlashAttention 3 reads unpacked prompts."""
+    said = re.search(r"Where FA3 reads and cuDNN is the baseline.*?\n", BENCHMARKS)
+    assert said
+    measured = {(row["recipe"], row["new"]): float(row["of_cudnn"]) for row in rows("prompt-readers-h200.csv")}
+    stated = re.findall(r"`([\w-]+)`[a-z ]*?([\d.]+)×[^×]*?([\d.]+)×", said[0])
+    assert [recipe for recipe, *_ in stated] == ["saw-int4", "fold4"]
+    for recipe, first, later in stated:
+        assert float(first) == pytest.approx(measured[recipe, "8192"], abs=0.00501)
+        assert float(later) == pytest.approx(measured[recipe, "512"], abs=0.00501)
+
+
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_serving(engine: str):
     """Every number is that of the last rows with the same engine and load. README.md names the range of some."""

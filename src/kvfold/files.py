@@ -92,14 +92,20 @@ def _lock(descriptor: int) -> bool:
 
 def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Append rows to a CSV file, in the order of its columns. A new file takes the columns of the rows."""
-    new, columns = not path.exists(), list(rows[0])
-    if not new:
-        with path.open(newline="") as file:
-            columns = next(csv.reader(file), [])
-    if set(columns) != set(rows[0]):
-        raise ValueError(f"{path} has other columns than the rows to be added: choose another file")
+    new, columns = not path.exists(), columns_of(path, list(rows[0]))
     with path.open("a", newline="") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         if new:
             writer.writeheader()
         writer.writerows(rows)
+
+
+def columns_of(path: Path, expected: list[str]) -> list[str]:
+    """The columns of a CSV file that rows are added to, in its order. They have to be the expected ones."""
+    if not path.exists():
+        return expected
+    with path.open(newline="") as file:
+        columns = next(csv.reader(file), [])
+    if set(columns) != set(expected):
+        raise ValueError(f"{path} has other columns than the rows to be added: choose another file")
+    return columns

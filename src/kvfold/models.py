@@ -111,9 +111,10 @@ def save_model(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", f
     tokenizer.save_pretrained(folder)
 
 
-def weight_files(name: str) -> list[Path]:
-    """The safetensors files of a model on this machine. Empty if it has other files, or if one is missing."""
-    source = _locate(name)
+def weight_files(name: str, revision: str | None = None) -> list[Path]:
+    """The safetensors files of a model on this machine. Empty if it has other files, or if one is missing. `revision`
+    is the Hub's, if the model is there."""
+    source = _locate(name, revision)
     folder = source.config.parent
     if source.gguf:
         return []
@@ -146,7 +147,7 @@ def embedded_folder() -> Path:
     return folder
 
 
-def _locate(name: str) -> _Source:
+def _locate(name: str, revision: str | None = None) -> _Source:
     path = embedded_folder() if name == EMBEDDED else Path(name).expanduser()
     if path.is_file():
         if path.suffix not in (".gguf", ".json"):
@@ -164,16 +165,16 @@ def _locate(name: str) -> _Source:
                 raise ValueError(f"{path} holds {len(ggufs)} .gguf files: name one of them")
     if path.suffix in (".gguf", ".json"):
         raise FileNotFoundError(f"there is no file {path}")
-    return _Source(name, _hub_config(name))
+    return _Source(name, _hub_config(name, revision))
 
 
-def _hub_config(name: str) -> Path:
+def _hub_config(name: str, revision: str | None) -> Path:
     client = _require("huggingface_hub")
     reason = "it is no Hub id either"
     if HUB_ID.fullmatch(name):
         try:
             with hub.asked():
-                return Path(client.hf_hub_download(name, "config.json"))
+                return Path(client.hf_hub_download(name, "config.json", revision=revision))
         except (OSError, ValueError) as error:
             reason = hub.why(error)
     raise FileNotFoundError(

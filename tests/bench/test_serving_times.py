@@ -230,7 +230,8 @@ def test_command(tmp_path: Path):
             1,
         )
         result = command(fake.url, *arguments, "-r", "saw-int4", "--gpu", "H200", "--csv", table)
-    assert result.exit_code == 0, result.output
+        more = command(fake.url, "--input", 8, "--output", 4, "-c", 3, "--rounds", 1, "--gpu", "H200", "--csv", table)
+    assert result.exit_code == more.exit_code == 0, result.output + more.output
     assert "8 + 4 tokens, 50 % of prompts shared" in result.output
     with table.open() as file:
         rows = list(csv.DictReader(file))
@@ -239,8 +240,10 @@ def test_command(tmp_path: Path):
         ("0", "2"),
         ("50", "1"),
         ("50", "2"),
+        ("0", "3"),  # of another server, whose row is added
     ]
-    assert {(row["engine"], row["recipe"], row["gpu"]) for row in rows} == {("sglang", "saw-int4", "H200")}
+    served = {(row["engine"], row["recipe"], row["gpu"]) for row in rows}
+    assert served == {("sglang", "saw-int4", "H200"), ("sglang", "bf16", "H200")}
 
 
 def test_json_takes_the_place_of_the_table():

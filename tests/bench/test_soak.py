@@ -1,6 +1,7 @@
 """`kvfold bench soak` against a server in the test."""
 
 import asyncio
+import csv
 import json
 from dataclasses import replace
 from typing import Any
@@ -82,3 +83,20 @@ def test_the_command_fails_if_an_answer_is_lost(monkeypatch, tmp_path):
     (row,) = json.loads(rows.read_text())
     assert (row["requests"], row["lost"], row["memory_end_mib"]) == (8, 1, None)
     assert table.read_text().count("\n") == 2
+
+
+def test_a_second_server_adds_its_row(tmp_path):
+    table, other = tmp_path / "rows.csv", tmp_path / "others.csv"
+    options = ("--users", "1", "--requests", "2", "--longest", "16", "--output", "4", "--leaving", "0")
+    with running() as fake:
+        for recipe in ("bf16", "int4"):
+            command = ["bench", "soak", fake.url, "-r", recipe, *options, "--csv"]
+            assert CliRunner().invoke(app, [*command, str(table)]).exit_code == 0
+        other.write_text("users,seconds\n")
+        asked = len(fake.prompts)
+        result = CliRunner().invoke(app, [*command, str(other)])
+    with table.open() as file:
+        assert [row["recipe"] for row in csv.DictReader(file)] == ["bf16", "int4"]
+    assert "has other columns than the rows to be added" in str(result.exception)
+    assert len(fake.prompts) == asked
+    assert other.read_text() == "users,seconds\n"

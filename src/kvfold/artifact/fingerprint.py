@@ -146,13 +146,13 @@ def _digest(shape: Sequence[int], numbers: Tensor) -> str:
     return hashlib.sha256(f"{tuple(shape)} ".encode() + first).hexdigest()[:16]
 
 
-def digest_model(name: str) -> Digests | None:
+def digest_model(name: str, revision: str | None = None) -> Digests | None:
     """Digests of the tensors in the files of a model on this machine, by their names there. None if there are none.
 
     Quantized tensors are left out. So are stacks of experts, which transformers transposes when it loads them.
     """
     digests = {}
-    for file in weight_files(name):
+    for file in weight_files(name, revision):
         with safe_open(file, framework="pt") as tensors:
             for tensor in tensors.keys():  # noqa: SIM118
                 part = tensors.get_slice(tensor)

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from kvfold.cli.inputs import check_files
-from kvfold.cli.options import CsvFile, JsonFile, recipe_option
+from kvfold.cli.inputs import check_columns, check_files
+from kvfold.cli.options import GrowingCsvFile, JsonFile, recipe_option
 from kvfold.cli.output import collect_rows, out, write_json
 from kvfold.fitting_table import FittingTable
 
@@ -30,7 +30,7 @@ def serving(
     recipe: Annotated[str, recipe_option("The server's recipe, for the rows.")] = "bf16",
     gpu: Annotated[str | None, typer.Option(help="The server's GPU, for the rows. Default: this machine's.")] = None,
     json_file: JsonFile = None,
-    csv_file: CsvFile = None,
+    csv_file: GrowingCsvFile = None,
 ) -> None:
     """Put a server under load: throughput in total and per user, time to the first token and to the last.
 
@@ -39,6 +39,7 @@ def serving(
     from kvfold.bench import serving_times as run
 
     check_files(json_file, csv_file)
+    check_columns(csv_file, run.Row)
     server = run.Server.find(url, model)
     loads = [
         run.Load(input_tokens, output_tokens, users, hit, rounds)
@@ -46,7 +47,7 @@ def serving(
         for users in concurrency or [8]
     ]
     where = gpu or run.this_machine()
-    rows = collect_rows("Timing", lambda advance: run.run(server, loads, recipe, where, advance), csv_file)
+    rows = collect_rows("Timing", lambda advance: run.run(server, loads, recipe, where, advance), csv_file, add=True)
     if not write_json(json_file, rows):
         _print_serving(rows)
 

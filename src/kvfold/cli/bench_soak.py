@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvfold.cli.inputs import check_files
-from kvfold.cli.options import CsvFile, JsonFile, recipe_option
-from kvfold.cli.output import err, out, progress, write_csv, write_json
+from kvfold.cli.inputs import check_columns, check_files
+from kvfold.cli.options import GrowingCsvFile, JsonFile, recipe_option
+from kvfold.cli.output import add_to_csv, err, out, progress, write_json
 
 if TYPE_CHECKING:
     from kvfold.bench.soak import Row
@@ -25,7 +25,7 @@ def soak(
     recipe: Annotated[str, recipe_option("The server's recipe, for the row.")] = "bf16",
     gpu: Annotated[str | None, typer.Option(help="The server's GPU, for the row. Default: this machine's.")] = None,
     json_file: JsonFile = None,
-    csv_file: CsvFile = None,
+    csv_file: GrowingCsvFile = None,
 ) -> None:
     """Put a server under mixed load for a long time: no answer may be lost.
 
@@ -38,11 +38,12 @@ def soak(
     from kvfold.bench.serving_times import Server, this_machine
 
     check_files(json_file, csv_file)
+    check_columns(csv_file, bench.Row)
     server = Server.find(url, model)
     load = bench.Soak(users, 60 * minutes, requests, longest, output_tokens, leaving)
     with progress("Soaking") as advance:
         row, lost = bench.run(server, load, recipe, gpu or this_machine(), advance)
-    write_csv(csv_file, [asdict(row)])
+    add_to_csv(csv_file, [asdict(row)])
     if not write_json(json_file, [asdict(row)]):
         out.print(_told(row), highlight=False)
     if lost:

@@ -7,6 +7,7 @@ is missing, `load` says how to install it.
 import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +15,13 @@ from rich.markup import escape
 
 import kvfold
 from kvfold.cli.output import err, progress
+from kvfold.files import columns_of
 from kvfold.geometry import Geometry, example_configs
 from kvfold.models import EMBEDDED, default_device, load_config, load_model, loads_at_once
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from kvfold.recipe import Recipe
 
 CARRIED = "kvfold"  # the artifact's folder inside a model's folder; engines do not look for weights there
@@ -50,6 +54,12 @@ def check_files(*files: str | Path | None) -> None:
     for file in files:
         if file and file != "-" and not (folder := Path(file).parent).is_dir():
             raise FileNotFoundError(f"cannot write {file}: there is no folder {folder}; run `mkdir -p {folder}`")
+
+
+def check_columns(file: Path | None, row: type["DataclassInstance"]) -> None:
+    """Refuse a CSV file that rows of another kind are in, before there are rows to add."""
+    if file is not None:
+        columns_of(file, [field.name for field in fields(row)])
 
 
 def config_of(name: str) -> dict[str, Any]:

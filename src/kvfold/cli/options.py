@@ -23,6 +23,7 @@ def recipe_option(help: str) -> Any:
 Model = Annotated[str, typer.Argument(help="`embedded`, a model folder, a .gguf file or a Hugging Face Hub id.")]
 JsonFile = Annotated[str | None, typer.Option("--json", help="Write rows as JSON to this file; `-` for the terminal.")]
 CsvFile = Annotated[Path | None, typer.Option("--csv", help="Write tidy rows to this CSV file.")]
+GrowingCsvFile = Annotated[Path | None, typer.Option("--csv", help="Add tidy rows to this CSV file.")]
 Target = Annotated[
     str | None,
     typer.Option(help="Build the kernels of another GPU, as in `sm_80`, and run them on this one. Default: this GPU."),

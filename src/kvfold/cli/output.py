@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
+from kvfold.files import append_rows
 from kvfold.fitting_table import FittingTable
 
 if TYPE_CHECKING:
@@ -46,9 +47,10 @@ def progress(what: str) -> Iterator[Callable[[float], None]]:
 
 
 def collect_rows(
-    what: str, run: Callable[[Callable[[float], None]], Iterable[Any]], csv_file: Path | None
+    what: str, run: Callable[[Callable[[float], None]], Iterable[Any]], csv_file: Path | None, add: bool = False
 ) -> list[dict[str, Any]]:
-    """The rows of a run, which are written to the CSV file too. If the run fails, its rows so far are written."""
+    """The rows of a run, which are written to the CSV file too, or added to it. If the run fails, its rows so far are
+    written."""
     rows: list[dict[str, Any]] = []
     try:
         with progress(what) as advance:
@@ -56,7 +58,7 @@ def collect_rows(
                 rows.append(asdict(row))
     finally:
         if rows:
-            write_csv(csv_file, rows)
+            (add_to_csv if add else write_csv)(csv_file, rows)
     return rows
 
 
@@ -81,3 +83,8 @@ def write_csv(file: Path | None, rows: list[dict[str, Any]]) -> None:
         writer = csv.DictWriter(stream, columns, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
+
+
+def add_to_csv(file: Path | None, rows: list[dict[str, Any]]) -> None:
+    if file is not None:
+        append_rows(file, rows)

@@ -26,8 +26,8 @@ WIDTH = 64  # coordinates
 
 
 class Transformed(NamedTuple):
-    q: Tensor  # float32[sequences, q_heads, d]
-    kv: Tensor  # keys and values, float32[2, sequences, kv_heads, d]
+    q: Tensor  # float32[tokens, q_heads, d]
+    kv: Tensor  # keys and values, float32[2, tokens, kv_heads, d]
     new: tuple[Tensor, Tensor]  # raw keys and values, as `store` returns them
 
 
@@ -39,7 +39,7 @@ class _Memory(NamedTuple):
 
 
 def prologue(pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, overlaps: bool = False) -> Transformed:
-    """Transform 16-bit q, k and v [sequences, heads, d], and write k and v to shadows. q and k have one dtype.
+    """Transform 16-bit q, k and v [tokens, heads, d], and write k and v to shadows. q and k have one dtype.
 
     With `overlaps`, the kernel is launched before the previous one ends, and lets the next one begin.
 
@@ -49,7 +49,7 @@ def prologue(pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, overlaps: bool 
     """
     check(pages, k, v)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    (sequences, q_heads, dims), kv_heads, device = q.shape, k.shape[1], q.device
+    (tokens, q_heads, dims), kv_heads, device = q.shape, k.shape[1], q.device
     transformed, kv = torch.empty(q.shape, device=device), torch.empty(2, *k.shape, device=device)
     new = torch.empty(2, *k.shape, dtype=pages.shadows.dtype, device=device)
     key = pages.key.transform.once(_operands, dims, k.dtype, device)
@@ -58,8 +58,8 @@ def prologue(pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, overlaps: bool 
     memory = _Memory(step.shadow_of, pages.shadows.view(bits), new.view(bits), pages.faults)
     ratio, width = q_heads // kv_heads, min(WIDTH, dims)
     overlap = AFTER if overlaps else ALONE
-    _prologue[(ceil_div(sequences * (1 + ratio), ROWS), kv_heads, 2 * (dims // width))](
-        q, k, v, key, value, transformed, kv, step.locations, memory, sequences,
+    _prologue[(ceil_div(tokens * (1 + ratio), ROWS), kv_heads, 2 * (dims // width))](
+        q, k, v, key, value, transformed, kv, step.locations, memory, tokens,
         *(stride for x in (q, k, v) for stride in x.stride()[:2]),
         RATIO=ratio, DIMS=dims, WIDTH=width, ROWS=ROWS, PAGE=pages.layout.page_size,
         BFLOAT=new.dtype == torch.bfloat16, OVERLAP=overlap,
@@ -74,51 +74,51 @@ def _operands(transform: Transform, dims: int, dtype: torch.dtype, device: torch
     return Operands(terms, head_stride(terms), factors, shift)
 
 
-@triton.jit(do_not_specialize=["sequences"], do_not_specialize_on_alignment=["locations"])
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["locations"])
 def _prologue(
-    q, k, v, key, value, transformed, kv, locations, memory, sequences,
+    q, k, v, key, value, transformed, kv, locations, memory, tokens,
     q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride,
     RATIO: tl.constexpr, DIMS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr,
     BFLOAT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     COLUMNS: tl.constexpr = DIMS // WIDTH
-    if (tl.program_id(2) >= COLUMNS) & (tl.program_id(0) * ROWS >= sequences):  # values have fewer rows
+    if (tl.program_id(2) >= COLUMNS) & (tl.program_id(0) * ROWS >= tokens):  # values have fewer rows
         return
     head, kv_heads = tl.program_id(1), tl.num_programs(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
     if tl.program_id(2) < COLUMNS:
-        sequence, member = row // (1 + RATIO), row % (1 + RATIO)
+        token, member = row // (1 + RATIO), row % (1 + RATIO)
         is_key, q_head = member == 0, head * RATIO + member - 1
-        key_at, query_at = sequence * k_stride + head * k_head_stride, sequence * q_stride + q_head * q_head_stride
-        to_key, to_query = sequence * kv_heads + head, sequence * kv_heads * RATIO + q_head
+        key_at, query_at = token * k_stride + head * k_head_stride, token * q_stride + q_head * q_head_stride
+        to_key, to_query = token * kv_heads + head, token * kv_heads * RATIO + q_head
         _transform_side(
             tl.where(is_key, k + key_at, q + query_at),
             tl.where(is_key, kv + to_key * DIMS, transformed + to_query * DIMS),
-            sequence, is_key, key, locations, memory, sequences, 0, DIMS, WIDTH, PAGE, BFLOAT, OVERLAP,
+            token, is_key, key, locations, memory, tokens, 0, DIMS, WIDTH, PAGE, BFLOAT, OVERLAP,
         )  # fmt: skip
     else:
-        to_value = kv + ((sequences + row) * kv_heads + head) * DIMS
+        to_value = kv + ((tokens + row) * kv_heads + head) * DIMS
         _transform_side(
             v + row * v_stride + head * v_head_stride, to_value, row, row >= 0, value, locations,
-            memory, sequences, 1, DIMS, WIDTH, PAGE, BFLOAT, OVERLAP,
+            memory, tokens, 1, DIMS, WIDTH, PAGE, BFLOAT, OVERLAP,
         )  # fmt: skip
 
 
 @triton.jit
 def _transform_side(
-    x, to, sequence, kept, operands, locations, memory, sequences, WHICH: tl.constexpr, DIMS: tl.constexpr,
+    x, to, token, kept, operands, locations, memory, tokens, WHICH: tl.constexpr, DIMS: tl.constexpr,
     WIDTH: tl.constexpr, PAGE: tl.constexpr, BFLOAT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Transform rows from `x` to `to`. Rows that are `kept` (keys, values) also go to `new` and to shadows."""
     head, kv_heads = tl.program_id(1).to(tl.int64), tl.num_programs(1)
     coordinate = tl.arange(0, DIMS)
     column = tl.program_id(2) % (DIMS // WIDTH) * WIDTH + tl.arange(0, WIDTH)
-    exists = sequence < sequences
+    exists = token < tokens
     kept = kept & exists
     wait(OVERLAP, "start")
     release(OVERLAP, "start")
     # issue all loads at once: the kernel takes little longer than its loads
-    location = tl.load(locations + sequence, mask=kept, other=-1)
+    location = tl.load(locations + token, mask=kept, other=-1)
     terms = ()
     for i in tl.static_range(len(operands.matrices)):
         entry = head * operands.head + coordinate[:, None] * DIMS + column[None, :]
@@ -145,7 +145,7 @@ def _transform_side(
         sound = sound & storable((states.to(tl.float32),), BFLOAT)
     tl.store(memory.faults + location, 1, mask=(location >= 0) & ~sound)
     raw = sixteen_bits((y,), sound, BFLOAT)[0]
-    in_new = memory.new + ((WHICH * sequences + sequence) * kv_heads + head) * DIMS
+    in_new = memory.new + ((WHICH * tokens + token) * kv_heads + head) * DIMS
     tl.store(in_new[:, None] + column[None, :], raw, mask=kept[:, None])
     in_shadow = memory.shadows + (((shadow * kv_heads + head) * 2 + WHICH) * PAGE + location % PAGE) * DIMS
     tl.store(in_shadow[:, None] + column[None, :], raw, mask=(shadow >= 0)[:, None])

@@ -89,7 +89,7 @@ def same(answers: list[Answer]) -> list[tuple[list[int], list[float]]]:
     return [(answer.tokens, answer.logprobs) for answer in answers]
 
 
-@pytest.mark.parametrize("recipe", [None, *RECIPES])
+@pytest.mark.parametrize("recipe", [None, RECIPES[0], WINDOWS])
 def test_schedules_change_nothing(recipe, prompts, served, small, tmp_path, capfd):
     """Not a bit: prefix hits, retraction, other chunks, other requests beside one, drafts."""
     prepare = (be_batch_invariant, retract_often)

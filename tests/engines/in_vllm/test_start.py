@@ -125,7 +125,7 @@ def test_files_of_pages_belong_to_one_recipe_and_to_weights(config, tmp_path, mo
     second.additional_config = {"kvfold": {"recipe": "int4:centre=false"}}
     with pytest.raises(ValueError, match="used with another recipe or model: give each engine its own"):
         offload.check_files(second)
-    monkeypatch.setattr(offload, "digest_model", lambda _: None)  # as before they are downloaded
+    monkeypatch.setattr(offload, "digest_model", lambda *_: None)  # as before they are downloaded
     with pytest.raises(ValueError, match=r"named after the weights, .* run `hf download "):
         offload.check_files(first)
 

@@ -79,7 +79,7 @@ def _name() -> str:
     config = Config.read()
     assert config is not None
     arguments = get_server_args()
-    if (weights := digest_model(arguments.model_path)) is None:
+    if (weights := digest_model(arguments.model_path, arguments.revision)) is None:
         raise ValueError(f"files of pages are named after the weights: {arguments.model_path} has no safetensors files")
     return name_of_pages(
         config, weights, arguments.revision, arguments.quantization, arguments.json_model_override_args

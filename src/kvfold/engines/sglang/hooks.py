@@ -153,7 +153,7 @@ def prepare(config: Config, arguments: "ServerArgs") -> Geometry:
         arguments.max_running_requests = RUNNING * groups
     if arguments.page_size % ALIGNMENT:
         raise ValueError(f"pages need a multiple of {ALIGNMENT} tokens, not --page-size {arguments.page_size}")
-    weights = digest_model(arguments.model_path) if config.artifact else None
+    weights = digest_model(arguments.model_path, arguments.revision) if config.artifact else None
     model, ranks = configuration(*source(arguments)), max(1, arguments.tp_size // groups)
     plan = Plan.make(config, model, arguments.page_size, torch.bfloat16, ranks=ranks, weights=weights)
     refuse_idle_ranks(plan, arguments.pp_size)

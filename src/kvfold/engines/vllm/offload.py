@@ -49,7 +49,7 @@ def check_files(config: VllmConfig) -> None:
     if not below or choice is None:
         return
     parallel, model = config.parallel_config, config.model_config
-    if (weights := digest_model(model.model)) is None:
+    if (weights := digest_model(model.model, model.revision)) is None:
         raise ValueError(
             f"files of pages are named after the weights, and this machine has no safetensors files of "
             f"{model.model}: run `hf download {model.model}`"

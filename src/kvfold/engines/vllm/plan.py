@@ -154,7 +154,7 @@ def make_plan(config: VllmConfig, rank: int = 0, device: torch.device | str = "c
         device,
         rank,
         config.parallel_config.tensor_parallel_size,
-        digest_model(model.model) if choice.artifact else None,
+        digest_model(model.model, model.revision) if choice.artifact else None,
         layers_of(config),
     )
     others = {layer.kind for layer in plan.geometry.layers} - {"full", "shared"}
