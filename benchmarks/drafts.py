@@ -24,7 +24,7 @@ from statistics import stdev
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from sglang_decode import served_by, so_far, this_gpu
+from sglang_decode import served_by, so_far, stream, this_gpu
 from transformers import AutoTokenizer
 
 from kvfold.files import append_rows
@@ -97,11 +97,9 @@ class SGLang:
         return served_by(self.engine, self.recipe, self.arguments)
 
     async def answer(self, prompt: list[int], output: int) -> Answer:
-        wanted = {"max_new_tokens": output, "temperature": 0, "ignore_eos": True}
         counts, last = [], {}
-        async for chunk in await self.engine.async_generate(input_ids=prompt, sampling_params=wanted, stream=True):
-            counts.append((time.perf_counter(), chunk["meta_info"]["completion_tokens"]))
-            last = chunk
+        async for at, last in stream(self.engine, prompt, output):
+            counts.append((at, last["meta_info"]["completion_tokens"]))
         tokens, steps = last["output_ids"], last["meta_info"].get("spec_verify_ct", len(last["output_ids"]) - 1)
         return Answer(counts, tokens, len(tokens) - 1 - steps, steps * self.drafts)
 
