@@ -327,7 +327,7 @@ def sglang_decode() -> str:
 
 def drafts() -> str:
     """Speculative decoding in SGLang; each row beside the 16-bit cache with as many users."""
-    rows = read("drafts-h200.csv")
+    rows = [row for row in read("drafts-h200.csv") if row["engine"] == "SGLang"]
     dense = {row["users"]: row for row in rows if row["recipe"] == "auto"}
     lines = []
     for row in rows:

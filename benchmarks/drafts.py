@@ -20,11 +20,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import stdev
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from sglang_decode import served_by, so_far, this_gpu
+from sglang_decode import served_by, so_far, stream, this_gpu
 from transformers import AutoTokenizer
 
 from kvfold.files import append_rows
@@ -47,7 +46,7 @@ class Row:
     decode_tps: float  # tokens of all answers per second, from when all have one until all are done
     tokens_per_step: float  # of a user: 1 without drafts
     acceptance: float  # accepted drafts, of all that were checked
-    acceptance_error: float | None  # its standard error, over users; None: of one user
+    acceptance_error: float | None  # its standard error, over users; None: of one user, or without drafts
     repeated: float  # tokens of answers that are those of the passage, from its start on
     kv_tokens: int  # that fit
     gpu: str
@@ -97,11 +96,9 @@ class SGLang:
         return served_by(self.engine, self.recipe, self.arguments)
 
     async def answer(self, prompt: list[int], output: int) -> Answer:
-        wanted = {"max_new_tokens": output, "temperature": 0, "ignore_eos": True}
         counts, last = [], {}
-        async for chunk in await self.engine.async_generate(input_ids=prompt, sampling_params=wanted, stream=True):
-            counts.append((time.perf_counter(), chunk["meta_info"]["completion_tokens"]))
-            last = chunk
+        async for at, last in stream(self.engine, prompt, output):
+            counts.append((at, last["meta_info"]["completion_tokens"]))
         tokens, steps = last["output_ids"], last["meta_info"].get("spec_verify_ct", len(last["output_ids"]) - 1)
         return Answer(counts, tokens, len(tokens) - 1 - steps, steps * self.drafts)
 
@@ -197,8 +194,9 @@ def run(options: argparse.Namespace, users: list[int], scratch: Path) -> Iterato
             continue
         begin, end = (max(answer.counts[place][0] for answer in answers) for place in (0, -1))
         decoded = sum(options.output - so_far(answer.counts, begin) for answer in answers)
-        written, accepted = sum(answer.written for answer in answers), sum(answer.accepted for answer in answers)
-        rates = [answer.accepted / max(1, answer.drafted) for answer in answers]
+        written, accepted, drafted = (
+            sum(getattr(answer, name) for answer in answers) for name in ("written", "accepted", "drafted")
+        )
         yield Row(
             **server.served_by(),
             model=Path(options.model).name,
@@ -208,8 +206,8 @@ def run(options: argparse.Namespace, users: list[int], scratch: Path) -> Iterato
             output=options.output,
             decode_tps=round(decoded / (end - begin), 1),
             tokens_per_step=round(written / (written - accepted), 3),  # a step writes one token that is no draft
-            acceptance=round(accepted / max(1, sum(answer.drafted for answer in answers)), 4),
-            acceptance_error=round(stdev(rates) / count**0.5, 4) if count > 1 else None,
+            acceptance=round(accepted / max(1, drafted), 4),
+            acceptance_error=round(standard_error(answers), 4) if count > 1 and drafted else None,
             repeated=round(
                 sum(repeated(answer.tokens, passage) for answer, passage in zip(answers, asked, strict=True))
                 / sum(len(answer.tokens) for answer in answers),
@@ -223,6 +221,14 @@ def run(options: argparse.Namespace, users: list[int], scratch: Path) -> Iterato
 async def ask(server: SGLang | VLLM, prompts: list[list[int]], output: int) -> list[Answer]:
     """All at once."""
     return await asyncio.gather(*(server.answer(prompt, output) for prompt in prompts))
+
+
+def standard_error(answers: list[Answer]) -> float:
+    """Of the share of accepted drafts. Users with more drafts count more, as they do in the share."""
+    users, drafted = len(answers), sum(answer.drafted for answer in answers)
+    share = sum(answer.accepted for answer in answers) / drafted
+    squares = sum((answer.accepted - share * answer.drafted) ** 2 for answer in answers)
+    return (users / (users - 1) * squares) ** 0.5 / drafted
 
 
 def prompt_of(tokenizer: Any, passage: list[int]) -> list[int]:

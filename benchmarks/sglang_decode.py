@@ -17,6 +17,7 @@ import json
 import os
 import random
 import time
+from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -140,7 +141,7 @@ def this_gpu() -> dict[str, str]:
 async def answer(engine, prompts: list[list[int]], output: int) -> tuple[float, float, int]:
     """Seconds until all requests have their first token, then the seconds and tokens of `together`."""
     start = time.perf_counter()
-    counts = await asyncio.gather(*(stream(engine, prompt, output) for prompt in prompts))
+    counts = await asyncio.gather(*(count(engine, prompt, output) for prompt in prompts))
     begin, seconds, decoded = together(counts, output)
     return begin - start, seconds, decoded
 
@@ -163,11 +164,16 @@ def together(counts: list[list[tuple[float, int]]], output: int) -> tuple[float,
     return begin, end - begin, sum(decoded)
 
 
-async def stream(engine, prompt: list[int], output: int) -> list[tuple[float, int]]:
+async def count(engine, prompt: list[int], output: int) -> list[tuple[float, int]]:
     """The times at which tokens came, each with the number of tokens so far."""
+    return [(at, chunk["meta_info"]["completion_tokens"]) async for at, chunk in stream(engine, prompt, output)]
+
+
+async def stream(engine, prompt: list[int], output: int) -> AsyncIterator[tuple[float, dict[str, Any]]]:
+    """What SGLang sends of a greedy answer, each with the time at which it came."""
     wanted = {"max_new_tokens": output, "temperature": 0, "ignore_eos": True}
-    chunks = await engine.async_generate(input_ids=prompt, sampling_params=wanted, stream=True)
-    return [(time.perf_counter(), chunk["meta_info"]["completion_tokens"]) async for chunk in chunks]
+    async for chunk in await engine.async_generate(input_ids=prompt, sampling_params=wanted, stream=True):
+        yield time.perf_counter(), chunk
 
 
 def so_far(count: list[tuple[float, int]], moment: float) -> int:

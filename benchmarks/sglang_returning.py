@@ -24,7 +24,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
-from sglang_decode import served_by
+from sglang_decode import served_by, stream
 from sweep import model_folder
 from transformers import AutoConfig
 
@@ -145,18 +145,14 @@ def milliseconds(answers: Sequence[Answer]) -> float:
 
 
 def ask(engine: Any, prompt: list[int]) -> Answer:
-    return engine.loop.run_until_complete(stream(engine, prompt))
+    return engine.loop.run_until_complete(answer(engine, prompt))
 
 
-async def stream(engine: Any, prompt: list[int]) -> Answer:
-    wanted = {"max_new_tokens": OUTPUT, "temperature": 0, "ignore_eos": True}
+async def answer(engine: Any, prompt: list[int]) -> Answer:
     start = time.perf_counter()
-    chunks = [
-        (time.perf_counter() - start, chunk)
-        async for chunk in await engine.async_generate(input_ids=prompt, sampling_params=wanted, stream=True)
-    ]
-    last = chunks[-1][1]
-    return Answer(chunks[0][0], last["meta_info"]["cached_tokens"], last["output_ids"])
+    chunks = [came async for came in stream(engine, prompt, OUTPUT)]
+    (first, _), (_, last) = chunks[0], chunks[-1]
+    return Answer(first - start, last["meta_info"]["cached_tokens"], last["output_ids"])
 
 
 if __name__ == "__main__":
