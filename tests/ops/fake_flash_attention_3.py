@@ -59,6 +59,22 @@ def varlen(
     return torch.cat([outs for outs, _ in parts]), torch.cat([logs for _, logs in parts], dim=1)
 
 
+def authors_kvcache(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool, return_softmax_lse: bool
+) -> tuple[Tensor, Tensor]:
+    """Of flash_attn_interface: batches [sequences, tokens, heads, d], log-sum-exps [sequences, heads, tokens]."""
+    assert return_softmax_lse
+    parts = (attention(*x, softmax_scale, causal) for x in zip(q, k, v, strict=True))
+    outs, logs = (torch.stack(x) for x in zip(*parts, strict=True))
+    return outs, logs
+
+
+def sglang_kvcache(*args: Tensor, out: Tensor | None = None, **options: Any) -> Any:
+    """Of sgl_kernel: it takes `out`, and returns more than it is asked for."""
+    outs, logs = authors_kvcache(*args, **options)
+    return _written(outs, out), logs, torch.empty(0), torch.empty(0)
+
+
 def authors_varlen(*args: Tensor, return_attn_probs: bool = False, **options: Any) -> Any:
     """Of flash_attn_interface."""
     outs, logs = varlen(*args, **options)
@@ -79,8 +95,8 @@ def vllm_varlen(*args: Tensor, fa_version: int = 2, **options: Any) -> Any:
 
 
 MODULES = {
-    SGLANG: SimpleNamespace(flash_attn_varlen_func=sglang_varlen),
-    AUTHORS: SimpleNamespace(flash_attn_varlen_func=authors_varlen),
+    SGLANG: SimpleNamespace(flash_attn_varlen_func=sglang_varlen, flash_attn_with_kvcache=sglang_kvcache),
+    AUTHORS: SimpleNamespace(flash_attn_varlen_func=authors_varlen, flash_attn_with_kvcache=authors_kvcache),
     VLLM: SimpleNamespace(flash_attn_varlen_func=vllm_varlen, is_fa_version_supported=lambda version: version == 3),
 }
 LIBRARIES = [Library(name, module) for name, module in MODULES.items()]

@@ -17,19 +17,19 @@ GPU = torch.device("cuda")
 
 @pytest.mark.parametrize("library", fakes.LIBRARIES, ids=lambda library: library.name)
 @pytest.mark.parametrize("causal", [True, False])
-def test_packages_give_the_same(library, causal):
-    """Of sequences of different lengths."""
-    generator, scale = torch.Generator().manual_seed(0), 0.3
-    counts, lengths = (7, 3, 5), (7, 11, 4 + causal)
-    q, k, v = (torch.randn(s, generator=generator) for s in ((15, 6, 16), *[(sum(lengths), 2, 16)] * 2))
-    room = torch.full((17, 6, 16), torch.nan)
+@pytest.mark.parametrize(("counts", "lengths"), [((7, 3, 5), (7, 11, 5)), ((3,), (11,)), ((5,), (5,))])
+def test_packages_give_the_same(library, causal, counts, lengths):
+    """Of sequences of different lengths, and of one sequence."""
+    generator, scale, n = torch.Generator().manual_seed(0), 0.3, sum(counts)
+    q, k, v = (torch.randn(s, generator=generator) for s in ((n, 6, 16), *[(sum(lengths), 2, 16)] * 2))
+    room = torch.full((n + 2, 6, 16), torch.nan)
     firsts = [torch.tensor([0, *accumulate(each)], dtype=torch.int32) for each in (counts, lengths)]
     for out in (None, room[1:-1]):
-        outs, logs = library.attend(q, k, v, scale, causal, Ends(*firsts, 7, 11), out)
-        assert (outs.shape, logs.shape) == ((15, 6, 16), (15, 6))
+        outs, logs = library.attend(q, k, v, scale, causal, Ends(*firsts, max(counts), max(lengths)), out)
+        assert (outs.shape, logs.shape) == ((n, 6, 16), (n, 6))
         assert out is None or torch.equal(out, outs)
         assert room[[0, -1]].isnan().all()
-        for row, head in ((row, head) for row in range(3) for head in range(6)):
+        for row, head in ((row, head) for row in range(len(counts)) for head in range(6)):
             for i in range(counts[row]):
                 query, first = firsts[0][row] + i, firsts[1][row]
                 seen = slice(first, first + lengths[row] - (counts[row] - i - 1 if causal else 0))
@@ -47,7 +47,7 @@ def test_sequences_that_fill_the_gpu_together_are_not_split(n, splits):
         given.append(num_splits)
         return q, q[..., 0].T
 
-    ends = Ends(torch.tensor([0, n]), torch.tensor([0, 9]), n, 9)
+    ends = Ends(torch.tensor([0, 1, n]), torch.tensor([0, 4, 9]), n - 1, 5)
     library = Library(SGLANG, SimpleNamespace(flash_attn_varlen_func=recorded))
     library.attend(torch.empty(n, 32, 8), *torch.empty(2, 9, 8, 8), 1.0, True, ends)
     assert given == [splits]
@@ -108,6 +108,6 @@ def test_an_error_of_the_library_is_not_hidden():
     def refuse(*_, **__):
         raise RuntimeError("no kernel for this shape")
 
-    library, ends = Library(SGLANG, SimpleNamespace(flash_attn_varlen_func=refuse)), torch.tensor([0, 1])
+    library, ends = Library(SGLANG, SimpleNamespace(flash_attn_with_kvcache=refuse)), torch.tensor([0, 1])
     with pytest.raises(RuntimeError, match="no kernel for this shape"):
         library.attend(*torch.zeros(3, 1, 1, 8), 1.0, True, Ends(ends, ends, 1, 1))

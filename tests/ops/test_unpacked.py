@@ -329,9 +329,9 @@ def test_flash_attention_3_writes_a_single_part_where_it_is_wanted(before, recen
 
     def recorded(*args: Tensor, **options: Any) -> Any:
         places.append(options["out"] is not None)
-        return fakes.sglang_varlen(*args, **options)
+        return fakes.sglang_kvcache(*args, **options)
 
-    library = Library(SGLANG, SimpleNamespace(flash_attn_varlen_func=recorded))
+    library = Library(SGLANG, SimpleNamespace(flash_attn_with_kvcache=recorded))
     check(pages, world.queries(), new, world.logits, library)
     assert places == direct
 

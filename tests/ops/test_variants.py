@@ -59,11 +59,11 @@ unpacked._operand = lambda device, dtype: dtype
 unpacked._flash = lambda q, k, v, scale, causal, usual: Part(
     torch.empty_like(q), torch.empty(q.shape[1::-1]).T
 )
-def read_all(q, k, v, out=None, **options):
+def read_all(q, k, v, out=None, **options):  # [n, q_heads, d], or one sequence [1, n, q_heads, d]
     launched.append("FlashAttention 3")
-    return torch.empty_like(q) if out is None else out, torch.empty(q.shape[1::-1])
+    return torch.empty_like(q) if out is None else out, torch.empty(*q.shape[:-3], q.shape[-2], q.shape[-3])
 
-library = Library(SGLANG, SimpleNamespace(flash_attn_varlen_func=read_all))
+library = Library(SGLANG, SimpleNamespace(flash_attn_varlen_func=read_all, flash_attn_with_kvcache=read_all))
 model = dict(model_type="qwen3", num_hidden_layers=2, num_attention_heads=Q_HEADS, num_key_value_heads=KV_HEADS,
              head_dim=64, hidden_size=64, max_position_embeddings=8192, rope_theta=1e4, vocab_size=100,
              intermediate_size=64)

@@ -21,8 +21,8 @@ T = TypeVar("T")
 
 def on_device(numbers: Sequence[Any] | np.ndarray, device: torch.device) -> Tensor:
     """Integers that the host knows, int32. The host does not wait for the device."""
-    pinned = torch.tensor(numbers, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
-    return pinned.to(device, non_blocking=True)
+    known = torch.tensor(numbers, dtype=torch.int32, device="cpu")
+    return known.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else known
 
 
 class Logits(NamedTuple):
