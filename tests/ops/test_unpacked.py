@@ -118,12 +118,12 @@ def test_unpacked_tokens_are_those_of_the_codec(slot, dtype):
     world = World((Codec(slot, unit=0.5), Codec(affine_slot(slot.dims, 4))), 2)
     pages, _ = world.fill(20, 60)
     spans = [Span(1, range(5, 42), 42), Span(0, range(3, 20), 20)]
-    workspace = torch.full((2 * 2 * 60 * slot.dims,), 7, dtype=dtype, device=DEVICE)
-    k, v = dequantize(pages, Tokens.of(pages.step, 0, spans), workspace)
-    assert k.shape == v.shape == (37 + 17, 2, slot.dims)
-    assert (workspace[2 * 2 * (37 + 17) * slot.dims :] == 7).all()
+    room = torch.full((2, 60, 2, slot.dims), 7, dtype=dtype, device=DEVICE)
+    unpacked, others = room.split([37 + 17, 6], dim=1)
+    dequantize(pages, Tokens.of(pages.step, 0, spans), unpacked.unbind(0))
+    assert (others == 7).all()
     for row, start, found in ((1, 5, slice(37)), (0, 3, slice(37, None))):
-        for side, expected in zip((k, v), naive.read(pages, row, [19, 59][row], None), strict=True):
+        for side, expected in zip(unpacked, naive.read(pages, row, [19, 59][row], None), strict=True):
             assert torch.equal(side[found], expected[start:][: len(side[found])].to(dtype))
 
 
@@ -135,9 +135,9 @@ def test_unpacked_tokens_of_any_page(page_size, raw_dtype):
     )
     pages, _ = world.fill(67 + page_size)
     for tokens in (range(67), range(66, 67), range(31, 66)):
-        workspace = torch.empty(2 * 2 * 67 * 32, device=DEVICE)
-        k, v = dequantize(pages, Tokens.of(pages.step, 0, [Span(0, tokens, tokens.stop)]), workspace)
-        for side, expected in zip((k, v), naive.read(pages, 0, 66, None), strict=True):
+        unpacked = torch.empty(2, len(tokens), 2, 32, device=DEVICE)
+        dequantize(pages, Tokens.of(pages.step, 0, [Span(0, tokens, tokens.stop)]), unpacked.unbind(0))
+        for side, expected in zip(unpacked, naive.read(pages, 0, 66, None), strict=True):
             assert torch.equal(side, expected[tokens.start : tokens.stop])
 
 
@@ -155,9 +155,9 @@ def test_unpacked_tokens_are_rotated_back(recipes, raw_from):
         naive.read(pages, 1, position, new) for position in (60, 68)
     )  # a query that reads 50 raw, and the last one
     for back, centred in (((True, True), True), ((True, True), False), ((False, True), True), ((False, False), True)):
-        workspace = torch.empty(2 * 2 * len(tokens) * 64, dtype=OPERAND, device=DEVICE)
+        found = torch.empty(2, len(tokens), 2, 64, dtype=OPERAND, device=DEVICE)
         spans = [Span(1, tokens, raw_from or tokens.stop)]
-        found = dequantize(pages, Tokens.of(pages.step, 3, spans), workspace, new, back, centred)
+        dequantize(pages, Tokens.of(pages.step, 3, spans), found.unbind(0), new, back, centred)
         for side, transform in enumerate((pages.key.transform, pages.value.transform)):
             read = [early if token in raw and token <= 60 else late for token in tokens]
             expected = torch.stack([states[side][token] for token, states in zip(tokens, read, strict=True)])
@@ -288,6 +288,7 @@ def test_outputs_go_where_they_are_wanted(recipes, recent, counts):
 FIRST, NEXT = ((0,), (8,), 1), ((9,), (7,), 1)  # tokens before and new ones per sequence, and chunks
 SEVERAL = ((0, 6, 0, 1, 4, 0), (2, 1, 3, 2, 0, 5), 2)  # together they do not fit
 BESIDE_LONG = ((2, 36, 5), (3, 11, 4), 8)  # a long context between short ones
+ALONE = ((0, 4, 0), (2, 6, 3), 3)  # together they would fit, but one of them fills more than half of a chunk
 
 
 @pytest.mark.parametrize(
@@ -295,6 +296,7 @@ BESIDE_LONG = ((2, 36, 5), (3, 11, 4), 8)  # a long context between short ones
     [
         ("saw-int4", {}, 0, FIRST),
         ("saw-int4", {}, 0, SEVERAL),
+        ("saw-int4", {}, 0, ALONE),
         ("saw-int4:values=true,order=16", {}, 1, NEXT),
         ("saw-int4:values=true,order=16", {}, 1, SEVERAL),
         ("int4", {"sink": 3}, 2, BESIDE_LONG),

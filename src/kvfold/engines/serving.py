@@ -235,7 +235,7 @@ class Layer:
         Requests of one batch may share pages. So the tokens of all other steps are packed before the first step runs.
         `store_and_attend` packs the tokens of the first step itself.
         """
-        (tokens, first), *others = ((rows, replace(self.pages, step=step)) for rows, step in steps)
+        (tokens, first), *others = ((rows, self.pages.during(step)) for rows, step in steps)
         stored = [self.ops.store.run(pages, k[rows], v[rows]) for rows, pages in others]
         if self.shared:
             new = self.ops.store.run(first, k[tokens], v[tokens])
@@ -250,7 +250,7 @@ class Layer:
         """Let the queries of another layer read what `attend` packed in the same steps. Outputs go to `out`."""
         assert self.shared, "what a step stored is kept for layers that are shared"
         for (rows, step), new in zip(steps, self.new, strict=True):
-            self.ops.read(replace(self.pages, step=step), q[rows], new, logits, out[rows])
+            self.ops.read(self.pages.during(step), q[rows], new, logits, out[rows])
 
     def warm_up(self) -> None:
         """Compile the kernels, by steps that store nothing."""

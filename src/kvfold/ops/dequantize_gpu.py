@@ -6,7 +6,7 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import triton
@@ -86,37 +86,52 @@ class Tokens(NamedTuple):
         return cls(locations, torch.where(raw, sources, PACKED.value).int())
 
 
+class _Layer(NamedTuple):
+    """What the kernel gets of a layer, in all steps."""
+
+    pool: _Pool
+    numbers: tuple[Any, ...]  # from `key_unit` to `value_mean`
+    options: dict[str, Any]
+    together: int  # tokens
+
+
 def dequantize(
     pages: LayerPages,
     tokens: Tokens,
-    workspace: Tensor,
+    to: tuple[Tensor, Tensor],
     new: tuple[Tensor, Tensor] | None = None,
     back: tuple[bool, bool] = (False, False),
     centred: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """Unpack tokens to keys and values [tokens, kv_heads, d], in one launch.
+) -> None:
+    """Unpack the keys and values of tokens in one launch, `to` tensors [tokens, kv_heads, d] of one dtype.
 
-    They lie at the beginning of a flat workspace, and have its dtype. `new` is what `store` returned; without it, no
-    token is raw. `back`: whether keys, and values, are rotated back. Both stay centred. If not `centred`, values that
-    are rotated back get their mean.
+    `new` is what `store` returned; without it, no token is raw. `back`: whether keys, and values, are rotated back.
+    Both stay centred. If not `centred`, values that are rotated back get their mean.
     """
-    layout, (kv_heads, dims) = pages.layout, (pages.pool.shape[1], pages.layout.key.dims)
-    pool, count = pages.pool, len(tokens.locations)
-    k, v = workspace[: 2 * count * kv_heads * dims].view(2, count, kv_heads, dims)
+    layer, (count, kv_heads, _) = pages.once(_layer, back), to[0].shape
+    _dequantize[(ceil_div(count, layer.together), kv_heads, 2)](
+        *to,
+        layer.pool,
+        None if new is None else pages.shadows,
+        *(new or (None, None)),
+        pages.step.shadow_of,
+        *tokens,
+        *layer.numbers,
+        0.0 if centred else 1.0,
+        count,
+        **layer.options,
+    )
+
+
+def _layer(pages: LayerPages, back: tuple[bool, bool]) -> _Layer:
+    pool, layout, dims = pages.pool, pages.layout, pages.layout.key.dims
     key, value = (
         codec.transform.once(_inverse, dims, pool.device) if wanted else ()
         for codec, wanted in zip((pages.key, pages.value), back, strict=True)
     )
     tile = ROTATED if key or value else UNROTATED
     together = max(16, tile.numbers // power_of_two(dims))
-    _dequantize[(ceil_div(count, together), kv_heads, 2)](
-        k,
-        v,
-        _Pool(pool, pool.view(torch.float16), pool.view(pages.key.raw_dtype), lloyd_max.level_table(pool.device)),
-        None if new is None else pages.shadows,
-        *(new or (None, None)),
-        pages.step.shadow_of,
-        *tokens,
+    numbers = (
         pages.key.unit,
         pages.value.unit,
         key[0] if key else None,
@@ -124,18 +139,19 @@ def dequantize(
         value[0] if value else None,
         head_stride(value),
         pages.value.transform.mean if back[1] else None,
-        0.0 if centred else 1.0,
-        count,
-        KEY=key_side(layout),
-        VALUE=value_side(layout),
-        PAGE=layout.page_size,
-        PAGE_BYTES=layout.page_bytes,
-        KV_HEADS=kv_heads,
-        TOKENS=together,
-        enable_fp_fusion=False,  # to round as the definition does
-        num_warps=tile.warps,
     )
-    return k, v
+    options = {
+        "KEY": key_side(layout),
+        "VALUE": value_side(layout),
+        "PAGE": layout.page_size,
+        "PAGE_BYTES": layout.page_bytes,
+        "KV_HEADS": pool.shape[1],
+        "TOKENS": together,
+        "enable_fp_fusion": False,  # to round as the definition does
+        "num_warps": tile.warps,
+    }
+    words = pool.view(torch.float16), pool.view(pages.key.raw_dtype)
+    return _Layer(_Pool(pool, *words, lloyd_max.level_table(pool.device)), numbers, options, together)
 
 
 def _inverse(transform: Transform, dims: int, device: torch.device) -> tuple[Tensor, ...]:

@@ -57,6 +57,9 @@ class Target(NamedTuple):
     logs: Tensor | None  # float32[n, q_heads], contiguous; None where nobody needs them
     mean: Tensor | None = None  # float32[kv_heads, d], added to the outputs
 
+    def of(self, queries: slice) -> Self:
+        return self._replace(outs=self.outs[queries], logs=None if self.logs is None else self.logs[queries])
+
 
 def empty_target(q: Tensor) -> Target:
     """Memory for a part of queries [n, q_heads, d]."""

@@ -41,7 +41,7 @@ class Library(NamedTuple):
         A query that reads none has an output that means nothing.
         """
         options: dict[str, Any] = {"softmax_scale": scale, "causal": causal}
-        if len(ends.queries) == 2 and self.name != VLLM:  # one sequence: several times faster without ends, if it is long
+        if len(ends.queries) == 2 and self.name != VLLM:  # one sequence: up to twice as fast without ends
             return self._attend_alone(q, k, v, options, out)
         # 0: it chooses, by the longest sequence alone. Where all of them fill the GPU, splits would only take memory.
         options["num_splits"] = 1 if q.shape[0] * q.shape[1] >= MANY_ROWS else 0

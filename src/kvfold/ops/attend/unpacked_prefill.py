@@ -16,9 +16,7 @@ What depends on the step alone is found once per step (`_reads`), and serves all
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from enum import Enum
-from functools import partial
 from itertools import accumulate, product
 from typing import NamedTuple, Self
 
@@ -82,19 +80,18 @@ def attend(
     neighbouring sequences of one kind are taken together. If only the device knows their lengths, they are requests
     that decode with drafts, which have few queries.
     """
-    long = partial(_attend, library)
     if pages.step.host is None or not q.numel():
         return portable.attend(pages, q, new, logits, out)
     if library is not None:
-        return long(pages, q, new, logits, out)
+        return _attend(pages, q, new, logits, out, library)
     kinds = pages.step.once(_kinds, pages.windows)
     if len(set(kinds)) < 2:
-        return (long if Kind.LONG in kinds else portable.attend)(pages, q, new, logits, out)
+        return (_attend if Kind.LONG in kinds else portable.attend)(pages, q, new, logits, out)
     out = torch.empty(q.shape, device=q.device) if out is None else out
     for kind, tokens, part in pages.step.once(_neighbours, pages.windows):
         own = None if new is None else (new[0][tokens], new[1][tokens])
-        run = long if kind == Kind.LONG else portable.attend
-        run(replace(pages, step=part), q[tokens], own, logits, out[tokens])
+        run = _attend if kind == Kind.LONG else portable.attend
+        run(pages.during(part), q[tokens], own, logits, out[tokens])
     return out
 
 
@@ -156,12 +153,12 @@ def _graphs(room: int, recent: int) -> Iterator[tuple[int, int, bool]]:
 
 
 def _attend(
-    library: Library | None,
     pages: LayerPages,
     q: Tensor,
     new: tuple[Tensor, Tensor] | None,
     logits: Logits,
     out: Tensor | None = None,
+    library: Library | None = None,
 ) -> Tensor:
     """`attend` by flash attention."""
     windows, value = pages.windows, pages.value.transform
@@ -170,35 +167,34 @@ def _attend(
     if library is None or q_here.stride()[1:] != (q.shape[2], 1):  # FlashAttention 3 needs no copy of engines' queries
         q_here = q_here.contiguous()
     final = torch.empty(q.shape, device=q.device) if out is None else out
-    outs, logs, mean = Target(final, None, value.mean) if back[1] else empty_target(q)
+    to = Target(final, None, value.mean) if back[1] else empty_target(q)
     heads = Heads(q.shape[1] // pages.pool.shape[1], q.shape[2])
-    reads = pages.step.once(_reads, windows, _room(pages, q.dtype), library is not None, heads)
-    tokens = max(len(chunk.tokens.locations) for read in reads for chunk in read.chunks)
-    workspace = torch.empty(tokens * _numbers(pages), dtype=operand, device=q.device)
+    room, kv_heads = _room(pages, q.dtype), pages.pool.shape[1]
+    reads = pages.step.once(_reads, windows, room, library is not None, heads, kv_heads, operand)
     for read in reads:
-        queries, part = q_here[read.queries], None
-        to = Target(outs[read.queries], None if logs is None else logs[read.queries], mean)
+        queries, part = (q_here if read.queries is None else q_here[read.queries]), None
+        target = to if read.queries is None else to.of(read.queries)
         # one part is all, and can be written where it is wanted
-        alone = library and len(read.chunks) == 1 and not read.near and logs is None and outs.dtype == operand
+        alone = library and len(read.chunks) == 1 and not read.near and target.logs is None and final.dtype == operand
         for chunk in read.chunks:
-            k, v = dequantize(pages, chunk.tokens, workspace, new, back, centred=not alone)
-            if not chunk.read:
+            dequantize(pages, chunk.tokens, chunk.unpacked, new, back, centred=not alone)
+            if chunk.read is None:
                 continue
-            seen = queries, k[: chunk.read], v[: chunk.read], logits.scale
-            here = to if chunk is read.chunks[-1] and not read.near else None
+            here = target if chunk is read.chunks[-1] and not read.near else None
             if chunk.ends is not None and library is not None:
-                found = Part(*library.attend(*seen, chunk.causal, chunk.ends, to.outs if alone else None))
+                written = target.outs if alone else None
+                found = Part(*library.attend(queries, *chunk.read, logits.scale, chunk.causal, chunk.ends, written))
                 part = found if alone else _merged(part, found, here)
             elif chunk.diagonal is not None:
-                part = chunk.diagonal.attend(*seen, part, 0, here)
+                part = chunk.diagonal.attend(queries, *chunk.read, logits.scale, part, 0, here)
             else:
-                part = _merged(part, _flash(*seen, chunk.causal, chunk.usual), here)
+                part = _merged(part, _flash(queries, *chunk.read, logits.scale, chunk.causal, chunk.usual), here)
         if read.near:
-            read.near.attend(queries, k, v, logits.scale, part, windows.recent, to)
-    if logits.sinks is not None and logs is not None:
-        weights = LOG2_E.value * logs.unsqueeze(0)
-        return merge(outs.unsqueeze(0), weights, value, final, sinks=learned_sinks(pages, q, logits))
-    return final if back[1] else inverse(value, outs, final)
+            read.near.attend(queries, *read.chunks[-1].unpacked, logits.scale, part, windows.recent, target)
+    if logits.sinks is not None and to.logs is not None:
+        weights = LOG2_E.value * to.logs.unsqueeze(0)
+        return merge(to.outs.unsqueeze(0), weights, value, final, sinks=learned_sinks(pages, q, logits))
+    return final if back[1] else inverse(value, to.outs, final)
 
 
 def _back(pages: LayerPages, q: Tensor, logits: Logits) -> tuple[bool, bool]:
@@ -236,7 +232,8 @@ class Chunk(NamedTuple):
     """Tokens that are unpacked together: those that flash attention reads, then those of recent windows."""
 
     tokens: Tokens
-    read: int  # how many flash attention reads
+    unpacked: tuple[Tensor, Tensor]  # where their keys and values go: [tokens, kv_heads, d]
+    read: tuple[Tensor, Tensor] | None  # those that flash attention reads
     causal: bool  # whether the last query of a sequence reads one token more than the query before it, and so on
     ends: Ends | None = None  # for FlashAttention 3
     diagonal: Diagonal | None = None  # reads them instead of cuDNN
@@ -246,16 +243,24 @@ class Chunk(NamedTuple):
 class Read(NamedTuple):
     """Queries whose outputs are found together."""
 
-    queries: slice
+    queries: slice | None  # None: all of the step
     chunks: list[Chunk]
     near: Diagonal | None  # reads recent windows in the last chunk
 
 
-def _reads(step: Step, windows: Windows, room: int, library: bool, heads: Heads) -> list[Read]:
-    """How the queries of a step are taken, with chunks of up to `room` tokens. `library`: with FlashAttention 3."""
-    runs = _query_runs(step, windows, room // 2, library)
-    groups = _together(runs, room) if library else ([run] for run in runs)
-    return [_read(step, windows, room, library, heads, group) for group in groups]
+def _reads(
+    step: Step, windows: Windows, room: int, library: bool, heads: Heads, kv_heads: int, dtype: torch.dtype
+) -> list[Read]:
+    """How the queries of a step are taken, with chunks of up to `room` tokens. `library`: with FlashAttention 3.
+
+    All chunks of all layers are unpacked to the same memory, one after the other.
+    """
+    runs = list(_query_runs(step, windows, room // 2, library))
+    groups = list(_together(runs, room)) if library else [[run] for run in runs]
+    most = max(sum(min(run.end, room) + len(run.near) for run in group) for group in groups)
+    workspace = torch.empty(2, most, kv_heads, heads.dims, dtype=dtype, device=step.table.device)
+    reads = [_read(step, windows, room, library, heads, group, workspace) for group in groups]
+    return [reads[0]._replace(queries=None)] if len(reads) == 1 else reads
 
 
 def _query_runs(step: Step, windows: Windows, most: int, library: bool) -> Iterator[Run]:
@@ -295,7 +300,9 @@ def _together(runs: Iterable[Run], room: int) -> Iterator[list[Run]]:
         yield group
 
 
-def _read(step: Step, windows: Windows, room: int, library: bool, heads: Heads, runs: list[Run]) -> Read:
+def _read(
+    step: Step, windows: Windows, room: int, library: bool, heads: Heads, runs: list[Run], workspace: Tensor
+) -> Read:
     """How the queries of neighbouring runs are taken together. Only a run that is alone has several chunks."""
     first, last, device, chunks = runs[0], runs[-1], step.table.device, []
     masked, sizes = _masked(first.n, windows.recent), _sizes(room, windows.recent)
@@ -312,11 +319,13 @@ def _read(step: Step, windows: Windows, room: int, library: bool, heads: Heads, 
             near = Near(0, first.n, first.position, ranges[0].start, 0)
             diagonal = Diagonal.of([near], windows.recent, first.end, heads, device)
         tokens, ends = Tokens.of(step, windows.sink, spans), _ends(runs, ranges, device) if library else None
-        chunks.append(Chunk(tokens, read, causal, ends, diagonal, causal or read in sizes))
+        k, v = workspace[:, : len(tokens.locations)]
+        seen = (k[:read], v[:read]) if read else None
+        chunks.append(Chunk(tokens, (k, v), seen, causal, ends, diagonal, causal or read in sizes))
     queries = slice(first.query, last.query + last.n)
     if not windows.recent:
         return Read(queries, chunks, None)
-    places = accumulate((len(run.near) for run in runs), initial=chunks[-1].read)
+    places = accumulate((len(run.near) for run in runs), initial=read)
     sequences = [
         Near(run.query - first.query, run.n, run.position, run.near.start, place)
         for run, place in zip(runs, places, strict=False)
