@@ -194,7 +194,7 @@ class Plan:
             f"pages: {pages:,} of {self.page_size} tokens, so that {tokens:,} tokens fit",
             f"decoding: on an H200, faster than with 16 bits from about {FEW_TOKENS:,} tokens in flight on; with "
             f"fewer, {'0.95 to 1.00' if self.windows else '1.00 to 1.05'} times as fast",
-            "prompts: on an H200, long ones are read in the time of 16 bits; with a small model, many short ones take longer",
+            "prompts: on an H200, long ones are read in the time of 16 bits; small models read many short ones slower",
         ]
         if self.windows:
             lines.append(
