@@ -1,4 +1,4 @@
-"""`Step` against plain Python: where each token lies, and what splitting, moving and filling make of that."""
+"""`Step` against plain Python: where each token lies, and what splitting, moving and filling make of that. Layers."""
 
 import random
 from dataclasses import dataclass, replace
@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from kvfold.format.codec import Codec
 from kvfold.format.layout import PageLayout, affine_slot
 from kvfold.format.windows import Windows
-from kvfold.ops.pages import HostLengths, Step, require_shadows
+from kvfold.ops.pages import HostLengths, LayerPages, Step, require_shadows
 
 
 @dataclass(frozen=True)
@@ -229,3 +230,23 @@ def test_required_shadows(seed, windows):
         with pytest.raises(RuntimeError, match="no shadow"):
             require_shadows(step, windows)
         step.shadow_of[page] = 0
+
+
+# --- layers
+
+
+def copied(pages: LayerPages) -> torch.Tensor:
+    return pages.pool.clone()
+
+
+def test_what_a_layer_keeps_serves_all_steps_over_the_same_bytes():
+    """Another pool has other bytes. So nothing that was made of the first one serves it."""
+    codec = Codec(affine_slot(16, 4))
+    layout = PageLayout(codec.layout, codec.layout, 4)
+    pool, nothing = layout.allocate(2, 1, torch.device("cpu")), torch.empty(0)
+    layer = LayerPages.of((codec, codec), layout, Windows(), pool, nothing, nothing)
+    table, shadow_of = torch.tensor([[0]]), torch.tensor([-1, -1])
+    first, second = (layer.during(Step.of(HostLengths([0], [n]), table, shadow_of, 4)) for n in (1, 3))
+    assert [len(pages.step.locations) for pages in (first, second, layer)] == [1, 3, 0]
+    assert second.once(copied) is first.once(copied)
+    assert replace(second, pool=pool + 1).once(copied).equal(pool + 1)

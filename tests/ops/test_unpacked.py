@@ -26,13 +26,14 @@ from kvfold.format.layout import (
 )
 from kvfold.format.windows import Windows
 from kvfold.ops import naive
+from kvfold.ops.attend import attend_gpu as portable
 from kvfold.ops.attend import unpacked_prefill as unpacked
-from kvfold.ops.attend.diagonal_kernel import Diagonal, Part, Target, unseen_part
+from kvfold.ops.attend.diagonal_kernel import Diagonal, Heads, Near, Part, Target
 from kvfold.ops.attend.flash_attention_3 import SGLANG, Library
-from kvfold.ops.dequantize_gpu import dequantize
-from kvfold.ops.dispatch import New, choose
+from kvfold.ops.dequantize_gpu import Span, Tokens, dequantize
+from kvfold.ops.dispatch import choose
 from kvfold.ops.naive import store
-from kvfold.ops.pages import LayerPages, Logits
+from kvfold.ops.pages import LayerPages, Logits, Step
 from kvfold.ops.sizes import power_of_two
 
 ROOM = 16  # tokens
@@ -48,41 +49,23 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """From 3 queries and 4 packed tokens on, in a workspace of 16 tokens, in chunks of 16, 8 and 4, with
     queries padded to powers of two from 4 on. cuDNN has a mask for multiples of 8."""
     for name, size in (
-        *(("MIN_QUERIES", 3), ("MIN_TOKENS", 4), ("CHUNK_STEP", 16)),
+        *(("MIN_QUERIES", 3), ("MIN_TOKENS", 4), ("MOST_TOKENS", ROOM), ("CHUNK_STEP", 16)),
         *(("FEWEST_QUERIES", 4), ("CAUSAL_STEP", 8)),
     ):
         monkeypatch.setattr(unpacked, name, size)
-    workspace = unpacked._workspace
-
-    def small(pages: LayerPages, device: torch.device, dtype: torch.dtype) -> tuple[int, Tensor]:
-        token = 2 * pages.pool.shape[1] * pages.layout.key.dims * (2 if device.type == "cuda" else 4)
-        monkeypatch.setattr(unpacked, "WORKSPACE", (2 * ROOM - 1) * token)
-        return workspace(pages, device, dtype)
-
-    monkeypatch.setattr(unpacked, "_workspace", small)
 
 
 @pytest.fixture
-def chunks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, range]]:
-    """Of which sequence, by its first page, and which tokens of it, are unpacked."""
-    seen: list[tuple[int, range]] = []
+def chunks(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, range]]]:
+    """What is unpacked for flash attention, per chunk: of which sequence, by its first page, and which tokens of it."""
+    seen: list[list[tuple[int, range]]] = []
 
-    def recorded(
-        pages: LayerPages,
-        row: int,
-        tokens: range,
-        workspace: Tensor,
-        new: New,
-        raw_from: int | None = None,
-        **rest: Any,
-    ) -> tuple[Tensor, Tensor]:
-        assert len(tokens) * 2 * pages.pool.shape[1] * pages.layout.key.dims <= len(workspace)
-        if raw_from is None:
-            assert workspace.nbytes <= unpacked.WORKSPACE
-            seen.append((int(pages.step.table[row, 0]), tokens))
-        return dequantize(pages, row, tokens, workspace, new, raw_from, **rest)
+    def recorded(step: Step, sink: int, spans: list[Span]) -> Tokens:
+        packed = [span for span in spans if span.tokens and span.raw_from == span.tokens.stop]
+        seen.append([(int(step.table[span.row, 0]), span.tokens) for span in packed])
+        return Tokens.of(step, sink, spans)
 
-    monkeypatch.setattr(unpacked, "dequantize", recorded)
+    monkeypatch.setattr(unpacked, "Tokens", SimpleNamespace(of=recorded))
     return seen
 
 
@@ -129,17 +112,19 @@ def _name(slot: SlotLayout) -> str:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("slot", SLOTS, ids=_name)
 def test_unpacked_tokens_are_those_of_the_codec(slot, dtype):
-    """Bit for bit, and nothing is written beside them."""
+    """Bit for bit, those of several sequences together, and nothing is written beside them."""
     if dtype == torch.bfloat16 and DEVICE == "cpu":
         pytest.skip("Triton's interpreter cuts bits off where a GPU rounds them")
     world = World((Codec(slot, unit=0.5), Codec(affine_slot(slot.dims, 4))), 2)
     pages, _ = world.fill(20, 60)
-    workspace = torch.full((2 * 2 * 40 * slot.dims,), 7, dtype=dtype, device=DEVICE)
-    k, v = dequantize(pages, 1, range(5, 42), workspace)
-    assert k.shape == v.shape == (1, 2, 37, slot.dims)
-    for side, expected in zip((k, v), naive.read(pages, 1, 59, None), strict=True):
-        assert torch.equal(side[0], expected[5:42].transpose(0, 1).to(dtype))
-    assert (workspace[2 * 2 * 37 * slot.dims :] == 7).all()
+    spans = [Span(1, range(5, 42), 42), Span(0, range(3, 20), 20)]
+    room = torch.full((2, 60, 2, slot.dims), 7, dtype=dtype, device=DEVICE)
+    unpacked, others = room.split([37 + 17, 6], dim=1)
+    dequantize(pages, Tokens.of(pages.step, 0, spans), unpacked.unbind(0))
+    assert (others == 7).all()
+    for row, start, found in ((1, 5, slice(37)), (0, 3, slice(37, None))):
+        for side, expected in zip(unpacked, naive.read(pages, row, [19, 59][row], None), strict=True):
+            assert torch.equal(side[found], expected[start:][: len(side[found])].to(dtype))
 
 
 @pytest.mark.parametrize("raw_dtype", [torch.bfloat16, torch.float16])
@@ -150,9 +135,10 @@ def test_unpacked_tokens_of_any_page(page_size, raw_dtype):
     )
     pages, _ = world.fill(67 + page_size)
     for tokens in (range(67), range(66, 67), range(31, 66)):
-        k, v = dequantize(pages, 0, tokens, torch.empty(2 * 2 * 67 * 32, device=DEVICE))
-        for side, expected in zip((k, v), naive.read(pages, 0, 66, None), strict=True):
-            assert torch.equal(side[0], expected[tokens.start : tokens.stop].transpose(0, 1))
+        unpacked = torch.empty(2, len(tokens), 2, 32, device=DEVICE)
+        dequantize(pages, Tokens.of(pages.step, 0, [Span(0, tokens, tokens.stop)]), unpacked.unbind(0))
+        for side, expected in zip(unpacked, naive.read(pages, 0, 66, None), strict=True):
+            assert torch.equal(side, expected[tokens.start : tokens.stop])
 
 
 @pytest.mark.parametrize("recipes", ["saw-int4:values=true,order=16", "oscar-int2:per_head=true", "fold3", "int4"])
@@ -169,8 +155,9 @@ def test_unpacked_tokens_are_rotated_back(recipes, raw_from):
         naive.read(pages, 1, position, new) for position in (60, 68)
     )  # a query that reads 50 raw, and the last one
     for back, centred in (((True, True), True), ((True, True), False), ((False, True), True), ((False, False), True)):
-        workspace = torch.empty(2 * 2 * len(tokens) * 64, dtype=OPERAND, device=DEVICE)
-        found = dequantize(pages, 1, tokens, workspace, new, raw_from, back, centred)
+        found = torch.empty(2, len(tokens), 2, 64, dtype=OPERAND, device=DEVICE)
+        spans = [Span(1, tokens, raw_from or tokens.stop)]
+        dequantize(pages, Tokens.of(pages.step, 3, spans), found.unbind(0), new, back, centred)
         for side, transform in enumerate((pages.key.transform, pages.value.transform)):
             read = [early if token in raw and token <= 60 else late for token in tokens]
             expected = torch.stack([states[side][token] for token, states in zip(tokens, read, strict=True)])
@@ -178,7 +165,7 @@ def test_unpacked_tokens_are_rotated_back(recipes, raw_from):
                 expected = transform.inverse(expected)
                 if transform.mean is not None and (centred or side == 0):
                     expected = expected - transform.mean
-            assert_near(found[side][0].transpose(0, 1), expected)
+            assert_near(found[side], expected)
 
 
 def assert_near(x: Tensor, expected: Tensor) -> None:
@@ -255,19 +242,20 @@ def test_batches(before, counts, many, windows, chunks):
     world.fill(*before)
     pages, new = world.fill(*counts)
     check(pages, world.queries(), new, world.logits)
-    assert len({row for row, _ in chunks}) == len(many)
+    assert len({row for chunk in chunks for row, _ in chunk}) == len(many)
 
 
 @pytest.mark.parametrize("recipes", ["int4", "tq-k4v4"])  # whose queries are those of the engine, or turned ones
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_queries_in_any_type_and_order(recipes, dtype):
+@pytest.mark.parametrize("library", [None, fakes.LIBRARIES[0]])
+def test_queries_in_any_type_and_order(recipes, dtype, library):
     world = World(codecs(recipes, 32, 1), 2, kv_heads=1, ratio=3, recent=4, dtype=dtype)
     world.fill(9, 25)
     pages, new = world.fill(4, 5)
     by_head = world.randn(world.q_heads, 9, 32).transpose(0, 1)
     among_others = world.randn(9, world.q_heads + 4, 32)[:, 1 : world.q_heads + 1]
     for q in (by_head, among_others):
-        check(pages, q, new, world.logits)
+        check(pages, q, new, world.logits, library)
 
 
 def test_steps_without_tokens_or_with_few_are_left_to_the_portable_kernel(monkeypatch):
@@ -297,25 +285,40 @@ def test_outputs_go_where_they_are_wanted(recipes, recent, counts):
     assert around[[0, -1]].isnan().all()
 
 
+FIRST, NEXT = ((0,), (8,), 1), ((9,), (7,), 1)  # tokens before and new ones per sequence, and chunks
+SEVERAL = ((0, 6, 0, 1, 4, 0), (2, 1, 3, 2, 0, 5), 2)  # together they do not fit
+BESIDE_LONG = ((2, 36, 5), (3, 11, 4), 8)  # a long context between short ones
+ALONE = ((0, 4, 0), (2, 6, 3), 3)  # together they would fit, but one of them fills more than half of a chunk
+
+
 @pytest.mark.parametrize(
-    ("recipes", "windows", "before", "library"),
+    ("recipes", "windows", "library", "requests"),
     [
-        ("saw-int4", {}, 0, 0),  # a first chunk
-        ("saw-int4:values=true,order=16", {}, 9, 1),  # the next
-        ("int4", {}, 36, 2),  # a long context
-        ("fold3", {"sink": 3, "recent": 4}, 0, 1),
-        ("oscar-int2", {"sink": 3, "recent": 4}, 36, 2),
-        ("int4", {"sinks": True, "recent": 2}, 9, 0),
+        ("saw-int4", {}, 0, FIRST),
+        ("saw-int4", {}, 0, SEVERAL),
+        ("saw-int4", {}, 0, ALONE),
+        ("saw-int4:values=true,order=16", {}, 1, NEXT),
+        ("saw-int4:values=true,order=16", {}, 1, SEVERAL),
+        ("int4", {"sink": 3}, 2, BESIDE_LONG),
+        ("fold3", {"sink": 3, "recent": 4}, 1, FIRST),
+        ("fold3", {"sink": 3, "recent": 4}, 1, SEVERAL),
+        ("oscar-int2", {"sink": 3, "recent": 14}, 2, BESIDE_LONG),
+        ("int4", {"sinks": True, "recent": 2}, 0, SEVERAL),
     ],
 )
-def test_flash_attention_3(recipes, windows, before, library, monkeypatch):
+def test_flash_attention_3(recipes, windows, library, requests, chunks, monkeypatch):
     """Of all packages, it reads chunks of several sequences instead of torch, and no graph of cuDNN is built."""
-    world = World(codecs(recipes, 16, 2), 2, **windows)
-    world.fill(before, 5)
-    pages, new = world.fill(11, 4)
+    before, counts, read = requests
+    world = World(codecs(recipes, 16, 2), len(before), **windows)
+    world.fill(*before)
+    pages, new = world.fill(*counts)
     monkeypatch.setattr(unpacked, "_flash", lambda *_: pytest.fail("torch reads chunks"))
+    monkeypatch.setattr(portable, "attend", lambda *_: pytest.fail("the portable kernel reads"))
     unpacked.build_graphs(pages, world.q_heads // world.kv_heads, fakes.LIBRARIES[library])
     check(pages, world.queries(), new, world.logits, fakes.LIBRARIES[library])
+    assert max(sum(len(tokens) for _, tokens in chunk) for chunk in chunks) <= ROOM
+    if not windows.get("recent"):
+        assert len(chunks) == read
 
 
 @pytest.mark.parametrize(("before", "recent", "direct"), [(0, 0, [True]), (20, 0, [False] * 4), (0, 4, [False])])
@@ -360,8 +363,8 @@ def test_chunks_of_a_step(sink, recent, chunks):
     step(world, 19)
     ends = (48, 56, 59)  # of blocks
     expected = [token for end in ends for token in range(end - recent)]
-    assert [token for _, tokens in chunks for token in tokens] == expected
-    assert max(len(tokens) for _, tokens in chunks) == ROOM
+    assert [token for [(_, tokens)] in chunks for token in tokens] == expected
+    assert max(len(tokens) for [(_, tokens)] in chunks) == ROOM
 
 
 @pytest.mark.parametrize("room", [2, 16, 64, 16384])
@@ -467,24 +470,31 @@ def test_merged_parts(count, wanted):
 @pytest.mark.parametrize("known", [None, 0, 3])  # the first query that has another part
 def test_near_the_diagonal(n, position, token, lag, reach, known):
     generator, scale, length = torch.Generator().manual_seed(0), 0.2, position + n - token
-    q, *kv = (torch.randn(shape, generator=generator) for shape in ((n, 6, 24), *[(1, 2, length, 24)] * 2))
+    shape = length, 2, 24
+    q, *kv = (torch.randn(shape, generator=generator) for shape in ((n, 6, 24), shape, shape))
     part, where = None, torch.arange(position, position + n)[:, None] - lag - torch.arange(token, token + length)
-    logits = scale * torch.einsum("nhd,htd->nht", q.double(), kv[0][0].double().repeat_interleave(3, dim=0))
+    k, v = (x.double().repeat_interleave(3, dim=1).transpose(0, 1) for x in kv)
+    logits = scale * torch.einsum("nhd,htd->nht", q.double(), k)
     weights = logits.masked_fill(((where < 0) | (where >= reach))[:, None], -math.inf)
-    values = kv[1][0].double().repeat_interleave(3, dim=0).expand(n, -1, -1, -1)
+    values = v.expand(n, -1, -1, -1)
     if known is not None:
-        part = Part(torch.randn(n - known, 6, 24, generator=generator), torch.randn(n - known, 6, generator=generator))
+        part = Part(torch.randn(n, 6, 24, generator=generator), torch.randn(n, 6, generator=generator))
+        part.outs[:known], part.logs[:known] = math.nan, math.nan
         others = torch.full((n, 6, 1), -math.inf, dtype=torch.float64), torch.zeros(n, 6, 1, 24, dtype=torch.float64)
-        others[0][known:, :, 0], others[1][known:, :, 0] = part.logs.double(), part.outs.double()
+        others[0][known:, :, 0], others[1][known:, :, 0] = part.logs[known:].double(), part.outs[known:].double()
         weights, values = torch.cat((weights, others[0]), dim=-1), torch.cat((values, others[1]), dim=2)
     expected = (torch.softmax(weights, dim=-1).nan_to_num().unsqueeze(-1) * values).sum(dim=2)
     logs = weights.logsumexp(dim=-1).clamp_min(-1e29)
-    q, k, v = (x.to(DEVICE, OPERAND) for x in (q, *kv))
-    part = unseen_part(q) if part is None else Part(part.outs.to(DEVICE), part.logs.to(DEVICE))
-    found = Diagonal(position, token, lag, reach).attend(q, k, v, scale, part, None)
+    # among others: two sequences with the same queries and tokens, in another order
+    q, k, v = (x.to(DEVICE, OPERAND).repeat(2, 1, 1) for x in (q, *kv))
+    part = part and Part(*(x.to(DEVICE).repeat(2, *[1] * (x.ndim - 1)) for x in part))
+    sequences = [Near(0, n, position, token, length), Near(n, n, position, token, 0)]
+    diagonal = Diagonal.of(sequences, lag, reach, Heads(3, 24), q.device)
+    found = diagonal.attend(q, k, v, scale, part, position + (known or 0), None)
     bound = 2**-8 if DEVICE == "cuda" else 2**-18
-    torch.testing.assert_close(found.outs.cpu().double(), expected, rtol=0, atol=bound)
-    torch.testing.assert_close(found.logs.cpu().double().clamp_min(-1e29), logs, rtol=0, atol=bound)
+    for rows in (slice(n), slice(n, None)):
+        torch.testing.assert_close(found.outs[rows].cpu().double(), expected, rtol=0, atol=bound)
+        torch.testing.assert_close(found.logs[rows].cpu().double().clamp_min(-1e29), logs, rtol=0, atol=bound)
 
 
 # --- who gets it

@@ -17,6 +17,7 @@ import tempfile
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
@@ -29,6 +30,7 @@ from kvfold.ops.attend.gluon.cards import card_of
 from kvfold.ops.attend import attend_gpu as portable
 from kvfold.ops.attend import unpacked_prefill as unpacked
 from kvfold.ops.attend.diagonal_kernel import Part
+from kvfold.ops.attend.flash_attention_3 import SGLANG, Library
 from kvfold.ops.dispatch import Choice, Ops
 from kvfold.ops.pages import HostLengths, Logits
 from kvfold.ops.store import store_gpu as store
@@ -37,12 +39,14 @@ from kvfold.recipes import parse
 Q_HEADS, KV_HEADS = map(int, sys.argv[1:])
 backend, variants = make_backend(GPUTarget("cuda", 90, 32)), defaultdict(set)  # by name and types
 compiled = set()  # all that a kernel is compiled for
+launched = []
 
 def run(kernel, *args, grid, warmup, **options):
     for name in ("debug", "instrumentation_mode", "fpsan_homomorphic_casts"):
         options.setdefault(name, None)
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     _, found, _ = bind(*args, **options)
+    launched.append(kernel.fn.__name__)
     compiled.add(f"{kernel.fn.__name__} {found} {options}")
     found = {p.name: x for p, x in zip(kernel.params, found, strict=True) if not p.is_constexpr}
     types = " ".join(f"{name}:{x[0]}" for name, x in found.items())
@@ -55,6 +59,11 @@ unpacked._operand = lambda device, dtype: dtype
 unpacked._flash = lambda q, k, v, scale, causal, usual: Part(
     torch.empty_like(q), torch.empty(q.shape[1::-1]).T
 )
+def read_all(q, k, v, out=None, **options):  # [n, q_heads, d], or one sequence [1, n, q_heads, d]
+    launched.append("FlashAttention 3")
+    return torch.empty_like(q) if out is None else out, torch.empty(*q.shape[:-3], q.shape[-2], q.shape[-3])
+
+library = Library(SGLANG, SimpleNamespace(flash_attn_varlen_func=read_all, flash_attn_with_kvcache=read_all))
 model = dict(model_type="qwen3", num_hidden_layers=2, num_attention_heads=Q_HEADS, num_key_value_heads=KV_HEADS,
              head_dim=64, hidden_size=64, max_position_embeddings=8192, rope_theta=1e4, vocab_size=100,
              intermediate_size=64)
@@ -73,6 +82,7 @@ fast = (
     Choice("", "", partial(gluon.attend, CARD), partial(gluon.store_and_attend, CARD)),
     Choice("", "", unpacked.attend),
 )
+hopper = fast[0], Choice("", "", partial(unpacked.attend, library=library))
 slow = Choice("", "", portable.attend), Choice("", "", portable.attend)
 
 def ops(decode, extend):
@@ -91,23 +101,29 @@ def served(requests, kind):
         layer.ops = ops(*kind)
         layer.attend(steps, q, k, v, Logits(0.125), out)
 
-layers[0].ops = ops(*fast)
-layers[0].warm_up()
-unpacked.build_graphs(layers[0].pages, layers[0].ratio)
+for kind, read in ((fast, None), (hopper, library)):
+    layers[0].ops = ops(*kind)
+    layers[0].warm_up()
+    unpacked.build_graphs(layers[0].pages, layers[0].ratio, read)
 warm = set(compiled)
 batches = (
     [(0, 300)], [(0, 1), (0, 300)], [(5, 6), (7, 8), (9, 2000)], [(0, 1600), (48, 1700)], [(0, 17), (3, 90)],
     [(4, 7), (60, 65)], [(900, 912), (31, 33)], [(1600, 2408)], [(0, 256)] * 2, [(0, 256)] * 8, [(0, 256)] * 32,
     [(0, 64)] * 5, [(0, 700)] * 3, [(0, 16)] * 120,
 )
+launches = []
 for requests in batches:
     served(requests, fast)
+    launched.clear()
+    served(requests, hopper)
+    launches.append((len(requests), min(b - a for a, b in requests), launched[len(launched) // 2:]))
 new = sorted(compiled - warm)
 for count in (1, 3, 300):  # of which graphs are captured
     served([(70, 71)] * count, fast)
 for requests in batches:
     served(requests, slow)
-print(json.dumps({"variants": {name: sorted(found) for name, found in variants.items()}, "new": new}))
+print(json.dumps({"variants": {name: sorted(found) for name, found in variants.items()}, "new": new,
+                  "launches": launches}))
 """
 
 
@@ -131,3 +147,14 @@ def test_batches_of_any_composition_run_the_same_kernels(told):
 
 def test_nothing_is_left_to_compile_after_warming_up(told):
     assert told["new"] == []
+
+
+def test_prompts_of_a_step_are_read_together(told):
+    """With FlashAttention 3. A layer launches each kernel once, however many prompts a step has, and however long they
+    are. If queries are few, they are rotated, and their outputs back."""
+    launches = [names for _, shortest, names in told["launches"] if shortest > 1]  # requests that decode are apart
+    assert max(count for count, shortest, _ in told["launches"] if shortest > 1) == 120
+    read = ["_store", "_dequantize", "FlashAttention 3", "_diagonal"]
+    short = ["_store", "_dequantize", "_diagonal"]  # prompts that recent windows hold
+    rotated = ["_store", "_rotate", *read[1:], "_rotate"]
+    assert {tuple(names) for names in launches} == set(map(tuple, (read, short, rotated)))

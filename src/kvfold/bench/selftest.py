@@ -76,7 +76,7 @@ class Tokens:
 
 # Both steps fill pages of 16, 32, 64 and 128 tokens
 SHORT = Tokens((374, 120, 0, 200), (9, 10, 16, 2))
-# Flash attention reads the first sequence unpacked; the second is too short for that
+# Flash attention reads the first sequence unpacked. The second is too short for that, except for FlashAttention 3.
 PROMPT = Tokens((1100, 20), (70, 3))
 # Enough queries for cuDNN's causal mask
 PREFILL = Tokens((0, 20), (2300, 3))

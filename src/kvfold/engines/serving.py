@@ -23,7 +23,7 @@ from kvfold.format.layout import PageLayout
 from kvfold.format.windows import Windows
 from kvfold.geometry import Geometry, listed
 from kvfold.ops.dispatch import New, Ops, check_dtype, choose
-from kvfold.ops.pages import HostLengths, LayerPages, Logits, Step
+from kvfold.ops.pages import HostLengths, LayerPages, Logits, Step, on_device
 from kvfold.ops.restore import Restore
 from kvfold.recipe import Recipe
 from kvfold.recipes import parse
@@ -194,7 +194,7 @@ class Plan:
             f"pages: {pages:,} of {self.page_size} tokens, so that {tokens:,} tokens fit",
             f"decoding: on an H200, faster than with 16 bits from about {FEW_TOKENS:,} tokens in flight on; with "
             f"fewer, {'0.95 to 1.00' if self.windows else '1.00 to 1.05'} times as fast",
-            "prompts: on an H200, long ones are read in the time of 16 bits; many short ones at once take longer",
+            "prompts: on an H200, long ones are read in the time of 16 bits; small models read many short ones slower",
         ]
         if self.windows:
             lines.append(
@@ -235,7 +235,7 @@ class Layer:
         Requests of one batch may share pages. So the tokens of all other steps are packed before the first step runs.
         `store_and_attend` packs the tokens of the first step itself.
         """
-        (tokens, first), *others = ((rows, replace(self.pages, step=step)) for rows, step in steps)
+        (tokens, first), *others = ((rows, self.pages.during(step)) for rows, step in steps)
         stored = [self.ops.store.run(pages, k[rows], v[rows]) for rows, pages in others]
         if self.shared:
             new = self.ops.store.run(first, k[tokens], v[tokens])
@@ -250,7 +250,7 @@ class Layer:
         """Let the queries of another layer read what `attend` packed in the same steps. Outputs go to `out`."""
         assert self.shared, "what a step stored is kept for layers that are shared"
         for (rows, step), new in zip(steps, self.new, strict=True):
-            self.ops.read(replace(self.pages, step=step), q[rows], new, logits, out[rows])
+            self.ops.read(self.pages.during(step), q[rows], new, logits, out[rows])
 
     def warm_up(self) -> None:
         """Compile the kernels, by steps that store nothing."""
@@ -379,8 +379,7 @@ class Served:
         """Split a batch into steps of neighbouring requests: either all of them decode, or none. `starts` and `lengths`
         repeat `host` on the device."""
         counts = host.counts
-        query_starts = torch.tensor(host.query_starts, dtype=torch.int32, device="cpu", pin_memory=table.is_cuda)
-        described = locations, query_starts.to(table.device, non_blocking=True), starts, lengths, table.long()
+        described = locations, on_device(host.query_starts, table.device), starts, lengths, table.long()
         step = Step(*described, self.shadow_table.of, self.plan.page_size, max(counts, default=0), host)
         return [(rows, part) for _, rows, part in step.split(count == 1 for count in counts)]
 

@@ -1,17 +1,19 @@
 """Unpack tokens on a GPU. `Codec.dequantize` is the definition.
 
-- `dequantize`: tokens of a sequence, for attention over dense keys and values.
+- `dequantize`: tokens of a step's sequences, for attention over dense keys and values.
 - `restore`: whole pages, into their shadows.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple, Self
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvfold.ops.pages import LayerPages
+from kvfold.ops.pages import LayerPages, Step, on_device
 from kvfold.ops.rotate import head_stride
 from kvfold.ops.sizes import ceil_div, power_of_two
 from kvfold.ops.tiles import (
@@ -39,6 +41,15 @@ class _Tile(NamedTuple):
 
 
 UNROTATED, ROTATED = _Tile(4096, 4), _Tile(8192, 4)
+PACKED, IN_SHADOW = tl.constexpr(-2), tl.constexpr(-1)  # see `Tokens`
+
+
+class Span(NamedTuple):
+    """Successive tokens of a sequence. Those of the sink, and those from `raw_from` on, are read raw."""
+
+    row: int  # the sequence
+    tokens: range
+    raw_from: int
 
 
 class _Pool(NamedTuple):
@@ -50,39 +61,77 @@ class _Pool(NamedTuple):
     levels: Tensor  # see lloyd_max.py
 
 
+class Tokens(NamedTuple):
+    """Tokens that are unpacked together, of any sequences of a step, in any order."""
+
+    locations: Tensor  # int64[tokens]: page · page_size + offset
+    sources: Tensor  # int32[tokens]: PACKED, IN_SHADOW, or the token's row in what `store` returned
+
+    @classmethod
+    def of(cls, step: Step, sink: int, spans: Sequence[Span]) -> Self:
+        """The tokens of spans, one span after the other. It takes some small launches, and does not wait."""
+        device = step.table.device
+        ends = [0, *accumulate(len(span.tokens) for span in spans)]
+        columns = [
+            (span.row, span.tokens.start - end, len(span.tokens), span.raw_from)
+            for span, end in zip(spans, ends[:-1], strict=True)
+        ]
+        row, shift, count, raw_from = on_device(columns, device).view(-1, 4).long().unbind(dim=1)
+        of_span = torch.repeat_interleave(count, output_size=ends[-1])
+        token, row = torch.arange(ends[-1], device=device) + shift[of_span], row[of_span]
+        locations = step.table[row, token // step.page_size] * step.page_size + token % step.page_size
+        own = token - step.starts[row]
+        sources = torch.where(own >= 0, own + step.query_starts[row], IN_SHADOW.value)
+        raw = (token < sink) | (token >= raw_from[of_span])
+        return cls(locations, torch.where(raw, sources, PACKED.value).int())
+
+
+class _Layer(NamedTuple):
+    """What the kernel gets of a layer, in all steps."""
+
+    pool: _Pool
+    numbers: tuple[Any, ...]  # from `key_unit` to `value_mean`
+    options: dict[str, Any]
+    together: int  # tokens
+
+
 def dequantize(
     pages: LayerPages,
-    row: int,
-    tokens: range,
-    workspace: Tensor,
+    tokens: Tokens,
+    to: tuple[Tensor, Tensor],
     new: tuple[Tensor, Tensor] | None = None,
-    raw_from: int | None = None,
     back: tuple[bool, bool] = (False, False),
     centred: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """Unpack tokens of a sequence to keys and values [1, kv_heads, tokens, d].
+) -> None:
+    """Unpack the keys and values of tokens in one launch, `to` tensors [tokens, kv_heads, d] of one dtype.
 
-    They lie at the beginning of a flat workspace, and have its dtype. `new` is what `store` returned: with it, tokens
-    of the sink and tokens from `raw_from` on are raw ones. `back`: whether keys, and values, are rotated back.
+    `new` is what `store` returned; without it, no token is raw. `back`: whether keys, and values, are rotated back.
     Both stay centred. If not `centred`, values that are rotated back get their mean.
     """
-    layout, (kv_heads, dims) = pages.layout, (pages.pool.shape[1], pages.layout.key.dims)
-    step, pool, count = pages.step, pages.pool, len(tokens)
-    k, v = workspace[: 2 * kv_heads * count * dims].view(2, 1, kv_heads, count, dims)
+    layer, (count, kv_heads, _) = pages.once(_layer, back), to[0].shape
+    _dequantize[(ceil_div(count, layer.together), kv_heads, 2)](
+        *to,
+        layer.pool,
+        None if new is None else pages.shadows,
+        *(new or (None, None)),
+        pages.step.shadow_of,
+        *tokens,
+        *layer.numbers,
+        0.0 if centred else 1.0,
+        count,
+        **layer.options,
+    )
+
+
+def _layer(pages: LayerPages, back: tuple[bool, bool]) -> _Layer:
+    pool, layout, dims = pages.pool, pages.layout, pages.layout.key.dims
     key, value = (
         codec.transform.once(_inverse, dims, pool.device) if wanted else ()
         for codec, wanted in zip((pages.key, pages.value), back, strict=True)
     )
     tile = ROTATED if key or value else UNROTATED
     together = max(16, tile.numbers // power_of_two(dims))
-    _dequantize[(ceil_div(count, together), kv_heads, 2)](
-        k,
-        v,
-        _Pool(pool, pool.view(torch.float16), pool.view(pages.key.raw_dtype), lloyd_max.level_table(pool.device)),
-        None if new is None else pages.shadows,
-        *((None, None) if new is None else (side[step.known.query_starts[row] :] for side in new)),
-        step.shadow_of,
-        step.table[row],
+    numbers = (
         pages.key.unit,
         pages.value.unit,
         key[0] if key else None,
@@ -90,22 +139,19 @@ def dequantize(
         value[0] if value else None,
         head_stride(value),
         pages.value.transform.mean if back[1] else None,
-        0.0 if centred else 1.0,
-        tokens.start,
-        count,
-        step.known.starts[row],
-        pages.windows.sink,
-        tokens.stop if raw_from is None else raw_from,
-        KEY=key_side(layout),
-        VALUE=value_side(layout),
-        PAGE=layout.page_size,
-        PAGE_BYTES=layout.page_bytes,
-        KV_HEADS=kv_heads,
-        TOKENS=together,
-        enable_fp_fusion=False,  # to round as the definition does
-        num_warps=tile.warps,
     )
-    return k, v
+    options = {
+        "KEY": key_side(layout),
+        "VALUE": value_side(layout),
+        "PAGE": layout.page_size,
+        "PAGE_BYTES": layout.page_bytes,
+        "KV_HEADS": pool.shape[1],
+        "TOKENS": together,
+        "enable_fp_fusion": False,  # to round as the definition does
+        "num_warps": tile.warps,
+    }
+    words = pool.view(torch.float16), pool.view(pages.key.raw_dtype)
+    return _Layer(_Pool(pool, *words, lloyd_max.level_table(pool.device)), numbers, options, together)
 
 
 def _inverse(transform: Transform, dims: int, device: torch.device) -> tuple[Tensor, ...]:
@@ -139,19 +185,17 @@ def restore(addresses: Tensor, units: Tensor, first: LayerPages, pages: Tensor, 
     )
 
 
-@triton.jit(
-    do_not_specialize=["start", "count", "own_from", "sink", "raw_from"],
-    do_not_specialize_on_alignment=["table"],
-)
+@triton.jit(do_not_specialize=["count"])
 def _dequantize(
     k,
     v,
     pool,  # `_Pool`
     shadows,  # None: no token is raw
-    new_k,  # [tokens, kv_heads, d], as `store` returns them, from the first of the sequence on
+    new_k,  # [tokens, kv_heads, d], as `store` returns them
     new_v,
     shadow_of,
-    table,
+    locations,  # see `Tokens`
+    sources,
     key_unit,  # of 8-bit scales
     value_unit,
     key_matrix,  # [kv_heads or 1, d, d], and its stride from KV head to KV head
@@ -160,11 +204,7 @@ def _dequantize(
     value_stride,
     value_mean,  # float32[kv_heads, d], and how often it is added: one kernel serves both
     times,
-    start,
     count,
-    own_from,  # the first token of the step
-    sink,
-    raw_from,
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
     PAGE: tl.constexpr,
@@ -176,39 +216,40 @@ def _dequantize(
     SHADOW: tl.constexpr = OF_KEYS + PAGE * VALUE.head_dim
     if tl.program_id(2) == 0:
         _dequantize_side(
-            k, pool, shadows, new_k, shadow_of, table, key_unit, key_matrix, key_stride, None, 0.0, start, count,
-            own_from, sink, raw_from, KEY, 0, SHADOW, PAGE, PAGE_BYTES, KV_HEADS, TOKENS,
+            k, pool, shadows, new_k, shadow_of, locations, sources, key_unit, key_matrix, key_stride, None, 0.0, count,
+            KEY, 0, SHADOW, PAGE, PAGE_BYTES, KV_HEADS, TOKENS,
         )  # fmt: skip
     else:
         _dequantize_side(
-            v, pool, shadows, new_v, shadow_of, table, value_unit, value_matrix, value_stride, value_mean, times,
-            start, count, own_from, sink, raw_from, VALUE, OF_KEYS, SHADOW, PAGE, PAGE_BYTES, KV_HEADS, TOKENS,
+            v, pool, shadows, new_v, shadow_of, locations, sources, value_unit, value_matrix, value_stride, value_mean,
+            times, count, VALUE, OF_KEYS, SHADOW, PAGE, PAGE_BYTES, KV_HEADS, TOKENS,
         )  # fmt: skip
 
 
 @triton.jit
 def _dequantize_side(
-    x, pool, shadows, new, shadow_of, table, unit, matrix, matrix_stride, mean, times, start, count, own_from,
-    sink, raw_from,
+    x, pool, shadows, new, shadow_of, locations, sources, unit, matrix, matrix_stride, mean, times, count,
     SIDE: tl.constexpr, FIRST: tl.constexpr, SHADOW: tl.constexpr, PAGE: tl.constexpr, PAGE_BYTES: tl.constexpr,
     KV_HEADS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Write keys or values to x [kv_heads, count, d]. They begin at number FIRST of a shadow page."""
+    """Write keys or values to x [count, kv_heads, d]. They begin at number FIRST of a shadow page."""
     DIMS: tl.constexpr = SIDE.head_dim
     head = tl.program_id(1).to(tl.int64)
     place = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    token, exists = start + place, place < count
-    slot, offset = tl.load(table + token // PAGE, mask=exists, other=0).to(tl.int64), token % PAGE
+    exists = place < count
+    location = tl.load(locations + place, mask=exists, other=0)
+    slot, offset = location // PAGE, (location % PAGE).to(tl.int32)
     packed = exists
     if shadows is not None:
-        is_raw, of_step = exists & ((token < sink) | (token >= raw_from)), token >= own_from
-        packed = exists & ~is_raw
-        shadow = tl.load(shadow_of + slot, mask=is_raw & ~of_step, other=0).to(tl.int64)
+        source = tl.load(sources + place, mask=exists, other=PACKED)
+        packed = exists & (source == PACKED)
+        shadow = tl.load(shadow_of + slot, mask=source == IN_SHADOW, other=0).to(tl.int64)
         tl.device_assert(shadow >= 0, "a window reaches into a page that has no shadow")
-        own = new + ((token - own_from).to(tl.int64) * KV_HEADS + head) * DIMS
-        raw = tl.where(of_step, own, shadows + (shadow * KV_HEADS + head) * SHADOW + FIRST + offset * DIMS)
-        is_raw &= shadow >= 0
-    to, back = x + (head * count + place) * DIMS, tl.zeros([TOKENS, padded(DIMS)], tl.float32)
+        own = new + (source.to(tl.int64) * KV_HEADS + head) * DIMS
+        raw = tl.where(source >= 0, own, shadows + (shadow * KV_HEADS + head) * SHADOW + FIRST + offset * DIMS)
+        raw = tl.multiple_of(raw, 16)  # bytes: d is a multiple of 8, which the compiler does not see here
+        is_raw = exists & ~packed & (shadow >= 0)
+    to, back = x + (place.to(tl.int64) * KV_HEADS + head) * DIMS, tl.zeros([TOKENS, padded(DIMS)], tl.float32)
     for i in tl.static_range(len(SIDE.parts)):
         y, column = _segment(pool, unit, slot * KV_HEADS + head, offset, packed, SIDE, i, PAGE_BYTES), _columns(SIDE, i)
         inside = (column < SIDE.start[i] + SIDE.dims[i])[None, :]

@@ -1,11 +1,11 @@
 """What an op gets: the bytes of one layer, and where the tokens of the step lie in them."""
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, groupby
 from operator import sub
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -14,9 +14,14 @@ from torch import Tensor
 from kvfold.format.codec import Codec
 from kvfold.format.layout import PageLayout, Views
 from kvfold.format.windows import Windows
+from kvfold.once import Once
 from kvfold.transforms import Transform
 
-T = TypeVar("T")
+
+def on_device(numbers: Sequence[Any] | np.ndarray, device: torch.device) -> Tensor:
+    """Integers that the host knows, int32. The host does not wait for the device."""
+    known = torch.tensor(numbers, dtype=torch.int32, device="cpu")
+    return known.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else known
 
 
 class Logits(NamedTuple):
@@ -57,7 +62,7 @@ class HostLengths(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class Step(Once):
     """The new tokens of a batch of sequences in one call of the model, for all layers that share a page table.
 
     q, k and v [tokens, heads, d] hold one sequence after the other, without padding. The tokens of sequence r are rows
@@ -116,13 +121,6 @@ class Step:
         """`host`, for ops that need it."""
         assert self.host is not None, "this op needs lengths on the host"
         return self.host
-
-    def once(self, make: Callable[..., T], *arguments: Hashable) -> T:
-        """make(step, *arguments), computed once per step, when the first layer asks for it."""
-        key = (make, arguments)
-        if key not in self._memory:
-            self._memory[key] = make(self, *arguments)
-        return self._memory[key]
 
     def placed_in(self, last: "Step") -> "Step":
         """This step, copied into the tensors of `last` if all sizes agree: a captured CUDA graph reads it there."""
@@ -196,7 +194,7 @@ def require_shadows(step: Step, windows: Windows) -> None:
 
 
 @dataclass(frozen=True)
-class LayerPages:
+class LayerPages(Once):
     """One layer of a paged cache during a step."""
 
     step: Step
@@ -208,6 +206,7 @@ class LayerPages:
     views: list[Views]  # layout.views(pool)
     shadows: Tensor  # 16-bit float [shadow pages, kv_heads, numbers of a page]
     faults: Tensor  # uint8[pages · page_size]: 1 at the locations of tokens that `store` could not store
+    _memory: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)  # in all steps
 
     @classmethod
     def of(
@@ -222,6 +221,12 @@ class LayerPages:
         """A layer between steps. `windows` are the recipe's."""
         views = layout.views(pool, together=codecs[0].quantizes_like(codecs[1]))
         return cls(NO_STEP, *codecs, layout, layout.windows(windows), pool, views, shadows, faults)
+
+    def during(self, step: Step) -> Self:
+        """The same layer in another step. What was made `once` serves all steps, and so must not depend on the step."""
+        pages = object.__new__(type(self))
+        vars(pages).update(vars(self), step=step)
+        return pages
 
     def codec(self, sides: slice) -> Codec:
         """The codec that quantizes these sides (0: keys, 1: values)."""

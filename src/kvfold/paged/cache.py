@@ -2,7 +2,6 @@
 
 from array import array
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -123,7 +122,7 @@ class PagedCache:
 
     def pages(self, layer: int) -> LayerPages:
         """A layer and the current step, as ops take them."""
-        return replace(self._layers[layer], step=self.step)
+        return self._layers[layer].during(self.step)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, logits: Logits, out: Tensor | None = None) -> Tensor:
         """Pack a layer's new tokens and attend its queries, float32 or in `out`.

@@ -1,13 +1,12 @@
 """Centring and rotation of keys, values and queries."""
 
-from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
-T = TypeVar("T")
+from kvfold.once import Once
 
 
 class Rotation(Protocol):
@@ -32,7 +31,7 @@ class Rotation(Protocol):
 
 
 @dataclass(frozen=True)
-class Transform:
+class Transform(Once):
     """y = (x − mean)·A, per KV head, on [..., heads, d]. Queries and outputs may have several heads per KV head.
 
     - Keys: the mean is never added back. It would add a constant to all logits of a query, which softmax ignores. So
@@ -44,13 +43,6 @@ class Transform:
     mean: Tensor | None = None  # [kv_heads, d]
     rotation: Rotation | None = None
     _memory: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def once(self, make: Callable[..., T], *arguments: Hashable) -> T:
-        """make(transform, *arguments), computed once and kept."""
-        key = (make, arguments)
-        if key not in self._memory:
-            self._memory[key] = make(self, *arguments)
-        return self._memory[key]
 
     def to(self, device: torch.device | str) -> "Transform":
         mean, rotation = self.mean, self.rotation

@@ -102,11 +102,11 @@ def save_memory() -> None:
 # Pages in host memory
 
 
-@pytest.fixture
-def pools(monkeypatch) -> tuple[PackedPool, PackedHostPool]:
+@pytest.fixture(params=["", ",recent=8"])
+def pools(request, monkeypatch) -> tuple[PackedPool, PackedHostPool]:
     """Two layers of different sizes, with random bytes."""
     monkeypatch.setattr(base, "HICACHE_HOST_MEMORY_RESERVE_BYTES", 0)
-    pool = backend("int4:centre=false,skip=0", config=MODEL | {"num_hidden_layers": 2}).pool
+    pool = backend(f"int4:centre=false,skip=0{request.param}", config=MODEL | {"num_hidden_layers": 2}).pool
     for rows in pool.rows:
         rows.random_(256)
     return pool, PackedHostPool(pool, 2.0, 0, PAGE, "page_first", allocator_type="default")

@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from kvfold.engines.vllm import backend, engine
 from kvfold.ops import naive
 from kvfold.ops.attend import unpacked_prefill
-from kvfold.ops.attend.flash_attention_3 import VLLM, Library
+from kvfold.ops.attend.flash_attention_3 import VLLM, Ends, Library
 from kvfold.ops.dispatch import Choice, Ops
 from kvfold.ops.pages import Logits
 
@@ -221,7 +221,8 @@ def test_flash_attention_3_has_the_arguments_that_it_is_given():
         return q, q[..., 0].T
 
     module = SimpleNamespace(flash_attn_varlen_func=recorded)
-    Library(VLLM, module).attend(torch.zeros(2, 1, 8), *torch.zeros(2, 1, 1, 3, 8), 1.0, True)
+    ends = Ends(torch.tensor([0, 2]), torch.tensor([0, 3]), 2, 3)
+    Library(VLLM, module).attend(torch.zeros(2, 1, 8), *torch.zeros(2, 3, 1, 8), 1.0, True, ends)
     first, *others = (argument.arg for argument in functions["flash_attn_varlen_func"].args.args)
     assert (first, *others[:2]) == ("q", "k", "v")
     assert given.keys() <= set(others[2:])

@@ -152,7 +152,8 @@ class PackedBackend(AttentionBackend):
             return out.zero_().flatten(1)
         logits = Logits(layer.scaling, layer.logit_cap or None, None if sinks is None else sinks.float())
         target = self.served.layers[layer.layer_id]
-        self.pool.wait_for(layer.layer_id - self.pool.start_layer)
+        if not self.served.plan.windows:  # otherwise the step began when all layers were there
+            self.pool.wait_for(layer.layer_id - self.pool.start_layer)
         if k is None or v is None:  # a layer without a cache of its own has the number of the one whose pages it reads
             target.read(self.steps, queries, logits, out)
         else:

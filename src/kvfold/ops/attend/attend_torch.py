@@ -2,7 +2,7 @@
 the parts are merged by their log-sum-exp. The context is never unpacked as a whole."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ def attend(
         pages.step.once(require_shadows, pages.windows)
     for n, tokens, step in pages.step.once(_batches):
         states = [x[tokens].unflatten(0, (-1, n)) for x in (q, *(new or ()))]
-        attended = _attend(replace(pages, step=step), states[0], states[1:], logits)
+        attended = _attend(pages.during(step), states[0], states[1:], logits)
         out[tokens] = attended.flatten(0, 1)
     return out
 

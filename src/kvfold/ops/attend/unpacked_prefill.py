@@ -4,19 +4,21 @@ Tokens are unpacked in chunks of bounded size, in the dtype of the queries. Flas
 parts are merged by log-sum-exp. Unpacked keys and values are transformed back, and so need queries as the model gives
 them. Only if queries are few, these are transformed instead, and their outputs back.
 
-Queries are taken in runs (`_query_runs`). Before its recent window, each query of a run reads one token more than the
-query before it. Raw tokens of the sink are unpacked as they are.
-- FlashAttention 3 reads all chunks where it is installed (flash_attention_3.py).
-- Otherwise torch's attention does. A chunk that all queries of a run read needs no mask: cuDNN computes it if it can.
-  In the last chunk, cuDNN's causal mask serves some numbers of queries, and `diagonal_kernel` reads what is left.
-- `diagonal_kernel` reads the recent windows.
+Queries are taken in runs (`Run`). Before its recent window, each query of a run reads one token more than the query
+before it. Raw tokens of the sink are unpacked as they are. `diagonal_kernel` reads the recent windows.
+- FlashAttention 3 reads all chunks where it is installed (flash_attention_3.py). A chunk holds the tokens of as many
+  runs as fit. So a step of many prompts takes as few launches as that of one.
+- Otherwise torch's attention does, one run after the other. A chunk that all queries of a run read needs no mask: cuDNN
+  computes it if it can. In the last chunk, cuDNN's causal mask serves some numbers of queries, and `diagonal_kernel`
+  reads what is left.
+
+What depends on the step alone is found once per step (`_reads`), and serves all layers.
 """
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
 from enum import Enum
-from functools import partial
-from itertools import product
+from itertools import accumulate, product
+from typing import NamedTuple, Self
 
 import torch
 import triton
@@ -29,11 +31,11 @@ from kvfold.format.layout import PageLayout
 from kvfold.format.windows import Windows
 from kvfold.ops import tiles
 from kvfold.ops.attend import attend_gpu as portable
-from kvfold.ops.attend.diagonal_kernel import Diagonal, Part, Target, empty_target, unseen_part
-from kvfold.ops.attend.flash_attention_3 import Library
+from kvfold.ops.attend.diagonal_kernel import Diagonal, Heads, Near, Part, Target, empty_target
+from kvfold.ops.attend.flash_attention_3 import Ends, Library
 from kvfold.ops.attend.parts import LOG2_E, learned_sinks, merge
-from kvfold.ops.dequantize_gpu import dequantize
-from kvfold.ops.pages import LayerPages, Logits, Step
+from kvfold.ops.dequantize_gpu import Span, Tokens, dequantize
+from kvfold.ops.pages import LayerPages, Logits, Step, on_device
 from kvfold.ops.rotate import dual, inverse
 from kvfold.ops.sizes import ceil_div, power_of_two
 
@@ -74,26 +76,27 @@ def attend(
 ) -> Tensor:
     """Queries [tokens, q_heads, d] -> outputs of the same shape, float32 or in `out`.
 
-    `new` is what `store` returned for the same step. `library` reads chunks instead of torch's attention. Neighbouring
-    sequences of one kind are taken together. If only the device knows their lengths, they are requests that decode with
-    drafts, which have few queries.
+    `new` is what `store` returned for the same step. `library` reads chunks instead of torch's attention. Without it,
+    neighbouring sequences of one kind are taken together. If only the device knows their lengths, they are requests
+    that decode with drafts, which have few queries.
     """
-    long = partial(_attend, library)
-    if pages.step.host is None:
+    if pages.step.host is None or not q.numel():
         return portable.attend(pages, q, new, logits, out)
+    if library is not None:
+        return _attend(pages, q, new, logits, out, library)
     kinds = pages.step.once(_kinds, pages.windows)
     if len(set(kinds)) < 2:
-        return (long if Kind.LONG in kinds else portable.attend)(pages, q, new, logits, out)
+        return (_attend if Kind.LONG in kinds else portable.attend)(pages, q, new, logits, out)
     out = torch.empty(q.shape, device=q.device) if out is None else out
-    for kind, tokens, part in pages.step.once(_runs, pages.windows):
+    for kind, tokens, part in pages.step.once(_neighbours, pages.windows):
         own = None if new is None else (new[0][tokens], new[1][tokens])
-        run = long if kind == Kind.LONG else portable.attend
-        run(replace(pages, step=part), q[tokens], own, logits, out[tokens])
+        run = _attend if kind == Kind.LONG else portable.attend
+        run(pages.during(part), q[tokens], own, logits, out[tokens])
     return out
 
 
 class Kind(Enum):
-    """How a sequence is read.
+    """How a sequence is read without FlashAttention 3.
 
     - LONG: its context is unpacked in chunks.
     - SHORT_TURN: by the portable kernel, since few queries read packed tokens.
@@ -105,19 +108,15 @@ class Kind(Enum):
 
 def _kinds(step: Step, windows: Windows) -> list[Kind]:
     kinds = []
-    for row, length in enumerate(step.known.lengths):
-        queries, tokens = length - _first(step, windows, row), windows.raw_from(length - 1) - windows.sink
+    for start, length in zip(*step.known, strict=True):
+        queries = length - max(start, windows.packed_from(windows.sink))  # that read a packed token
+        tokens = windows.raw_from(length - 1) - windows.sink
         kind = Kind.LONG if tokens >= MIN_TOKENS else Kind.SHORT_PROMPT
         kinds.append(kind if queries >= MIN_QUERIES else Kind.SHORT_TURN)
     return kinds
 
 
-def _first(step: Step, windows: Windows, row: int) -> int:
-    """The position of the first query of the step that reads a packed token."""
-    return max(step.known.starts[row], windows.packed_from(windows.sink))
-
-
-def _runs(step: Step, windows: Windows) -> list[tuple[Kind, slice, Step]]:
+def _neighbours(step: Step, windows: Windows) -> list[tuple[Kind, slice, Step]]:
     return step.split(step.once(_kinds, windows))
 
 
@@ -126,19 +125,22 @@ def build_graphs(pages: LayerPages, ratio: int, library: Library | None = None) 
 
     Also compile what merges parts, for all types of parts. A `library` builds no graphs, and is called once.
     """
-    kv_heads, dims = pages.pool.shape[1], pages.layout.key.dims
-    room, workspace = _workspace(pages, pages.pool.device, pages.key.raw_dtype)
-    read = partial(_flash, usual=True) if library is None else library.attend
-    for queries, tokens, causal in _graphs(room, pages.windows.recent) if library is None else [(1, 1, True)]:
-        q = torch.zeros(queries, kv_heads * ratio, dims, dtype=workspace.dtype, device=workspace.device)
-        k, v = workspace[: tokens * _numbers(pages)].view(2, 1, kv_heads, tokens, dims)
-        part = Part(*read(q, k, v, dims**-0.5, causal))
+    kv_heads, dims, device = pages.pool.shape[1], pages.layout.key.dims, pages.pool.device
+    room, operand = _room(pages, pages.key.raw_dtype), _operand(device, pages.key.raw_dtype)
+    for n, tokens, causal in _graphs(room, pages.windows.recent) if library is None else [(1, 1, True)]:
+        q = torch.zeros(n, kv_heads * ratio, dims, dtype=operand, device=device)
+        k, v = torch.zeros(2, tokens, kv_heads, dims, dtype=operand, device=device)
+        if library is None:
+            part = _flash(q, k, v, dims**-0.5, causal, True)
+        else:
+            ends = on_device([0, 1], device)
+            part = Part(*library.attend(q, k, v, dims**-0.5, causal, Ends(ends, ends, 1, 1)))
     q, other = q[:1], Part(part.outs[:1], None if part.logs is None else part.logs[:1])
     final = Target(torch.empty_like(q), None, pages.value.transform.mean)
-    for one, to in product((other, unseen_part(q)), (empty_target(q), final)):
-        _merged(None, other, to)
+    diagonal = Diagonal.of([Near(0, 1, 0, 0, 0)], 0, 1, Heads(ratio, dims), device)
+    for one, to in product((other, Part(*empty_target(q)[:2]), None), (empty_target(q), final)):
         _merged(one, other, to)
-        Diagonal(0, 0, 0, 1).attend(q, k, v, 1.0, one, to)
+        diagonal.attend(q, k, v, 1.0, one, 0, to)
 
 
 def _graphs(room: int, recent: int) -> Iterator[tuple[int, int, bool]]:
@@ -151,54 +153,48 @@ def _graphs(room: int, recent: int) -> Iterator[tuple[int, int, bool]]:
 
 
 def _attend(
-    library: Library | None,
     pages: LayerPages,
     q: Tensor,
     new: tuple[Tensor, Tensor] | None,
     logits: Logits,
     out: Tensor | None = None,
+    library: Library | None = None,
 ) -> Tensor:
-    """`attend` for a step of LONG sequences."""
-    windows, known, value = pages.windows, pages.step.known, pages.value.transform
-    room, workspace = _workspace(pages, q.device, q.dtype)
-    sizes = _sizes(room, windows.recent)
-    back = _back(pages, q, logits)
-    q_here = (q if back[0] else dual(pages.key.transform, q, workspace.dtype)).to(workspace.dtype).contiguous()
+    """`attend` by flash attention."""
+    windows, value = pages.windows, pages.value.transform
+    operand, back = _operand(q.device, q.dtype), _back(pages, q, logits)
+    q_here = (q if back[0] else dual(pages.key.transform, q, operand)).to(operand)
+    if library is None or q_here.stride()[1:] != (q.shape[2], 1):  # FlashAttention 3 needs no copy of engines' queries
+        q_here = q_here.contiguous()
     final = torch.empty(q.shape, device=q.device) if out is None else out
-    outs, logs, mean = Target(final, None, value.mean) if back[1] else empty_target(q)
-    for row, before, position, n in _query_runs(pages.step, windows, room // 2, library):
-        first, part = known.query_starts[row] + position - known.starts[row], None
-        run, whole = slice(first, first + n), slice(first - before, first + n)
-        to = Target(outs[whole], None if logs is None else logs[whole], mean)
-        masked, shared = _masked(n, windows.recent), windows.raw_from(position) - 1
-        alone = shared + n <= room and not windows.recent and logs is None  # one part is all
-        if library and alone and outs.dtype == q_here.dtype:
-            k, v = dequantize(pages, row, range(shared + n), workspace, new, back=back, centred=False)
-            library.attend(q_here[run], k, v, logits.scale, True, to.outs)
-            continue
-        few = _few_chunks(shared, shared + n, room)
-        for tokens, causal in few if library else _chunks(shared, shared + n, sizes, masked):
-            k, v = dequantize(pages, row, tokens, workspace, new, back=back)
-            here = to if causal and not windows.recent else None
-            if library is not None:
-                part = _merged(part, Part(*library.attend(q_here[run], k, v, logits.scale, causal)), here)
-            elif causal and not masked:
-                near = Diagonal(position, tokens.start, windows.recent, tokens.stop)
-                part = near.attend(q_here[run], k, v, logits.scale, part or unseen_part(q_here[run]), here)
+    to = Target(final, None, value.mean) if back[1] else empty_target(q)
+    heads = Heads(q.shape[1] // pages.pool.shape[1], q.shape[2])
+    room, kv_heads = _room(pages, q.dtype), pages.pool.shape[1]
+    reads = pages.step.once(_reads, windows, room, library is not None, heads, kv_heads, operand)
+    for read in reads:
+        queries, part = (q_here if read.queries is None else q_here[read.queries]), None
+        target = to if read.queries is None else to.of(read.queries)
+        # one part is all, and can be written where it is wanted
+        alone = library and len(read.chunks) == 1 and not read.near and target.logs is None and final.dtype == operand
+        for chunk in read.chunks:
+            dequantize(pages, chunk.tokens, chunk.unpacked, new, back, centred=not alone)
+            if chunk.read is None:
+                continue
+            here = target if chunk is read.chunks[-1] and not read.near else None
+            if chunk.ends is not None and library is not None:
+                written = target.outs if alone else None
+                found = Part(*library.attend(queries, *chunk.read, logits.scale, chunk.causal, chunk.ends, written))
+                part = found if alone else _merged(part, found, here)
+            elif chunk.diagonal is not None:
+                part = chunk.diagonal.attend(queries, *chunk.read, logits.scale, part, 0, here)
             else:
-                usual = causal or len(tokens) in sizes
-                part = _merged(part, _flash(q_here[run], k, v, logits.scale, causal, usual), here)
-        if windows.recent:
-            assert part is not None
-            tokens = range(max(0, windows.raw_from(position - before)), position + n)
-            raw = workspace.new_empty(len(tokens) * _numbers(pages))
-            k, v = dequantize(pages, row, tokens, raw, new, tokens.start, back=back)
-            near = Diagonal(position - before, tokens.start, 0, windows.recent)
-            near.attend(q_here[whole], k, v, logits.scale, part, to)
-    if logits.sinks is not None and logs is not None:
-        weights = LOG2_E.value * logs.unsqueeze(0)
-        return merge(outs.unsqueeze(0), weights, value, final, sinks=learned_sinks(pages, q, logits))
-    return final if back[1] else inverse(value, outs, final)
+                part = _merged(part, _flash(queries, *chunk.read, logits.scale, chunk.causal, chunk.usual), here)
+        if read.near:
+            read.near.attend(queries, *read.chunks[-1].unpacked, logits.scale, part, windows.recent, target)
+    if logits.sinks is not None and to.logs is not None:
+        weights = LOG2_E.value * to.logs.unsqueeze(0)
+        return merge(to.outs.unsqueeze(0), weights, value, final, sinks=learned_sinks(pages, q, logits))
+    return final if back[1] else inverse(value, to.outs, final)
 
 
 def _back(pages: LayerPages, q: Tensor, logits: Logits) -> tuple[bool, bool]:
@@ -214,22 +210,133 @@ def _back(pages: LayerPages, q: Tensor, logits: Logits) -> tuple[bool, bool]:
     return many, many or pages.value.transform.rotation is None
 
 
-def _query_runs(
-    step: Step, windows: Windows, most: int, library: Library | None
-) -> Iterator[tuple[int, int, int, int]]:
-    """Runs of up to `most` queries that read unpacked chunks, of as many queries as `library` or cuDNN may take.
+class Run(NamedTuple):
+    """Successive queries of a sequence, and what they read."""
 
-    Each is: sequence, number of queries before the run that read none, position of the first query, number of queries.
+    row: int  # the sequence
+    query: int  # the row of the first query
+    position: int  # of the first query
+    n: int
+    shared: int  # before its recent window, the first query reads one token more than this
+    end: int  # and the last query this many
+    near: range  # the tokens of recent windows
+
+    @classmethod
+    def of(cls, row: int, query: int, position: int, n: int, windows: Windows) -> Self:
+        shared = windows.raw_from(position) - 1
+        near = range(max(0, shared + 1), position + n) if windows.recent else range(0)
+        return cls(row, query, position, n, shared, max(0, shared + n), near)
+
+
+class Chunk(NamedTuple):
+    """Tokens that are unpacked together: those that flash attention reads, then those of recent windows."""
+
+    tokens: Tokens
+    unpacked: tuple[Tensor, Tensor]  # where their keys and values go: [tokens, kv_heads, d]
+    read: tuple[Tensor, Tensor] | None  # those that flash attention reads
+    causal: bool  # whether the last query of a sequence reads one token more than the query before it, and so on
+    ends: Ends | None = None  # for FlashAttention 3
+    diagonal: Diagonal | None = None  # reads them instead of cuDNN
+    usual: bool = False  # whether cuDNN may build a graph
+
+
+class Read(NamedTuple):
+    """Queries whose outputs are found together."""
+
+    queries: slice | None  # None: all of the step
+    chunks: list[Chunk]
+    near: Diagonal | None  # reads recent windows in the last chunk
+
+
+def _reads(
+    step: Step, windows: Windows, room: int, library: bool, heads: Heads, kv_heads: int, dtype: torch.dtype
+) -> list[Read]:
+    """How the queries of a step are taken, with chunks of up to `room` tokens. `library`: with FlashAttention 3.
+
+    All chunks of all layers are unpacked to the same memory, one after the other.
     """
-    for row, (start, length) in enumerate(zip(*step.known, strict=True)):
-        position = max(start, windows.packed_from(0))
-        before = position - start
+    runs = list(_query_runs(step, windows, room // 2, library))
+    groups = list(_together(runs, room)) if library else [[run] for run in runs]
+    most = max(sum(min(run.end, room) + len(run.near) for run in group) for group in groups)
+    workspace = torch.empty(2, most, kv_heads, heads.dims, dtype=dtype, device=step.table.device)
+    reads = [_read(step, windows, room, library, heads, group, workspace) for group in groups]
+    return [reads[0]._replace(queries=None)] if len(reads) == 1 else reads
+
+
+def _query_runs(step: Step, windows: Windows, most: int, library: bool) -> Iterator[Run]:
+    """Runs of up to `most` queries, of as many as FlashAttention 3 or cuDNN may take.
+
+    For cuDNN, queries that read recent windows alone are a run of their own.
+    """
+    known = step.known
+    for row, (position, length, query) in enumerate(zip(*known, known.query_starts[:-1], strict=True)):
         while position < length:
             n = min(most, length - position)
-            if library is None:
+            if not library and position < windows.recent:
+                n = min(n, windows.recent - position)
+            elif not library:
                 n = next((fewer for fewer in range(n, 0, -1) if _masked(fewer, windows.recent)), n)
-            yield row, before, position, n
-            position, before = position + n, 0
+            yield Run.of(row, query, position, n, windows)
+            position, query = position + n, query + n
+
+
+def _together(runs: Iterable[Run], room: int) -> Iterator[list[Run]]:
+    """Neighbouring runs whose tokens fit into one chunk. A run over half a chunk is alone: FlashAttention 3 reads one
+    long sequence faster than several."""
+    group: list[Run] = []
+    used = 0
+    for run in runs:
+        tokens = run.end + len(run.near)
+        alone = 2 * tokens > room
+        if group and (alone or used + tokens > room):
+            yield group
+            group, used = [], 0
+        if alone:
+            yield [run]
+        else:
+            group.append(run)
+            used += tokens
+    if group:
+        yield group
+
+
+def _read(
+    step: Step, windows: Windows, room: int, library: bool, heads: Heads, runs: list[Run], workspace: Tensor
+) -> Read:
+    """How the queries of neighbouring runs are taken together. Only a run that is alone has several chunks."""
+    first, last, device, chunks = runs[0], runs[-1], step.table.device, []
+    masked, sizes = _masked(first.n, windows.recent), _sizes(room, windows.recent)
+    pieces = [
+        _few_chunks(run.shared, run.end, room) if library else _chunks(run.shared, run.end, sizes, masked)
+        for run in runs
+    ]
+    for parts in zip(*pieces, strict=True):
+        ranges, causal = [tokens for tokens, _ in parts], parts[0][1]
+        spans = [Span(run.row, tokens, tokens.stop) for run, tokens in zip(runs, ranges, strict=True)]
+        spans += [Span(run.row, run.near, 0) for run in runs if causal]
+        read, diagonal = sum(map(len, ranges)), None
+        if causal and not library and not masked:
+            near = Near(0, first.n, first.position, ranges[0].start, 0)
+            diagonal = Diagonal.of([near], windows.recent, first.end, heads, device)
+        tokens, ends = Tokens.of(step, windows.sink, spans), _ends(runs, ranges, device) if library else None
+        k, v = workspace[:, : len(tokens.locations)]
+        seen = (k[:read], v[:read]) if read else None
+        chunks.append(Chunk(tokens, (k, v), seen, causal, ends, diagonal, causal or read in sizes))
+    queries = slice(first.query, last.query + last.n)
+    if not windows.recent:
+        return Read(queries, chunks, None)
+    places = accumulate((len(run.near) for run in runs), initial=read)
+    sequences = [
+        Near(run.query - first.query, run.n, run.position, run.near.start, place)
+        for run, place in zip(runs, places, strict=False)
+    ]
+    return Read(queries, chunks, Diagonal.of(sequences, 0, windows.recent, heads, device))
+
+
+def _ends(runs: list[Run], tokens: list[range], device: torch.device) -> Ends:
+    sizes = [run.n for run in runs], [len(each) for each in tokens]
+    queries, read = on_device([[0, *accumulate(each)] for each in sizes], device)
+    return Ends(queries, read, *map(max, sizes))
 
 
 def _masked(n: int, recent: int) -> bool:
@@ -237,14 +344,15 @@ def _masked(n: int, recent: int) -> bool:
     return n >= CAUSAL_STEP // 2 and any(size % CAUSAL_STEP == 0 for size in (n, n + recent))
 
 
-def _workspace(pages: LayerPages, device: torch.device, dtype: torch.dtype) -> tuple[int, Tensor]:
-    """How many tokens fit into the workspace, a power of two, and the workspace for their keys and values.
+def _room(pages: LayerPages, dtype: torch.dtype) -> int:
+    """How many tokens are unpacked together, a power of two, if queries have `dtype`."""
+    fit = WORKSPACE // (_numbers(pages) * _operand(pages.pool.device, dtype).itemsize)
+    return min(MOST_TOKENS, 1 << fit.bit_length() - 1)
 
-    `dtype` is that of the queries.
-    """
-    token, dtype = _numbers(pages), _operand(device, dtype)
-    room = min(MOST_TOKENS, 1 << (WORKSPACE // (token * dtype.itemsize)).bit_length() - 1)
-    return room, torch.empty(room * token, dtype=dtype, device=device)
+
+def _numbers(pages: LayerPages) -> int:
+    """Of the keys and values of a token."""
+    return 2 * pages.pool.shape[1] * pages.layout.key.dims
 
 
 def _operand(device: torch.device, dtype: torch.dtype) -> torch.dtype:
@@ -252,11 +360,6 @@ def _operand(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     if device.type == "cpu":
         return torch.float32
     return torch.float16 if dtype == torch.float32 else dtype
-
-
-def _numbers(pages: LayerPages) -> int:
-    """Of the keys and values of a token."""
-    return 2 * pages.pool.shape[1] * pages.layout.key.dims
 
 
 def _chunks(shared: int, end: int, sizes: list[int], masked: bool) -> Iterator[tuple[range, bool]]:
@@ -293,7 +396,7 @@ def _sizes(room: int, recent: int) -> list[int]:
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, usual: bool) -> Part:
-    """torch's attention of q [n, q_heads, d] over k, v [1, kv_heads, tokens, d].
+    """torch's attention of q [n, q_heads, d] over k, v [tokens, kv_heads, d].
 
     - `causal`: the last query reads all tokens, every other query one token less than the next.
     - `usual`: cuDNN may build a graph for this shape. Without a mask, queries are padded to few numbers.
@@ -301,7 +404,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, usual: b
     n = len(q)
     if usual and not causal and (more := max(FEWEST_QUERIES, power_of_two(n)) - n):
         q = pad(q, (0, 0, 0, 0, 0, more))
-    q = q.transpose(0, 1).unsqueeze(0)
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     if not q.is_cuda:
         mask = q.new_full((q.shape[2], k.shape[2]), -torch.inf).triu_(k.shape[2] - q.shape[2] + 1) if causal else None
         outs, logs = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask, scale=scale)
@@ -344,7 +447,10 @@ def _merged(one: Part | None, other: Part, to: Target | None) -> Part:
     return Part(to.outs, to.logs)
 
 
-@triton.jit(do_not_specialize=["rows", "one_log", "one_log_head", "other_log", "other_log_head"])
+@triton.jit(
+    do_not_specialize=["rows", "one_log", "one_log_head", "other_log", "other_log_head"],
+    do_not_specialize_on_alignment=["logs"],
+)
 def _merge_rows(
     one, one_logs, other, other_logs, out, logs, mean, rows, one_query, one_head, one_log, one_log_head, other_query,
     other_head, other_log, other_log_head,

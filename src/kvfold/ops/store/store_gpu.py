@@ -101,6 +101,18 @@ class _Memory(NamedTuple):
     boundaries: Tensor
 
 
+class _Layer(NamedTuple):
+    """What the kernel gets of a layer, in all steps."""
+
+    key: tuple[Operands, _Packing]
+    value: tuple[Operands, _Packing]
+    clips: tuple[tuple[float, float, float], ...]  # of keys and values
+    per_unit: tuple[float, float]
+    memory: tuple[Tensor, ...]  # `_Memory` without what belongs to the step
+    few: _Tile  # what a CTA takes of few tokens
+    many: _Tile
+
+
 def store(pages: LayerPages, k: Tensor, v: Tensor, overlaps: bool = False) -> tuple[Tensor, Tensor] | None:
     """As `naive.store`, for 16-bit k and v.
 
@@ -109,12 +121,12 @@ def store(pages: LayerPages, k: Tensor, v: Tensor, overlaps: bool = False) -> tu
     A vector that cannot be stored gets zeros as metadata. Then any codes decode to zeros.
     """
     check(pages, k, v)
-    overlap, transforms = AFTER if overlaps else ALONE, (pages.key.transform, pages.value.transform)
+    overlap, layer = AFTER if overlaps else ALONE, pages.once(_layer, k.dtype, True)
     if not pages.windows:
-        _launch(pages, transforms, (k, v), (None, None), overlap)
+        _launch(pages, layer, (k, v), (None, None), overlap)
         return None
     new_k, new_v = (torch.empty(x.shape, dtype=pages.shadows.dtype, device=x.device) for x in (k, v))
-    _launch(pages, transforms, (k, v), (new_k, new_v), overlap)
+    _launch(pages, layer, (k, v), (new_k, new_v), overlap)
     return new_k, new_v
 
 
@@ -124,7 +136,8 @@ def pack(pages: LayerPages, kv: Tensor, overlaps: bool = False) -> None:
     With `overlaps`, the kernel runs beside the previous one. That one must wait before it releases this one: then the
     prologue has ended, and `kv` is written.
     """
-    _launch(pages, (IDENTITY, IDENTITY), (kv[0], kv[1]), (None, None), BESIDE if overlaps else ALONE)
+    layer = pages.once(_layer, kv.dtype, False)
+    _launch(pages, layer, (kv[0], kv[1]), (None, None), BESIDE if overlaps else ALONE)
 
 
 def check(pages: LayerPages, k: Tensor, v: Tensor) -> None:
@@ -138,41 +151,46 @@ def check(pages: LayerPages, k: Tensor, v: Tensor) -> None:
 
 def _launch(
     pages: LayerPages,
-    transforms: tuple[Transform, Transform],
+    layer: _Layer,
     states: tuple[Tensor, Tensor],
     new: tuple[Tensor | None, Tensor | None],
     overlap: Overlap,
 ) -> None:
-    """Store keys and values, each by its transform. `new` gets them raw."""
+    """Store keys and values. `new` gets them raw."""
     (k, v), step = states, pages.step
     tokens, kv_heads, _ = k.shape
-    memory = _Memory(
-        step.shadow_of,
-        pages.pool,
-        pages.pool.view(torch.int16),
-        pages.shadows.view(torch.int16),
-        pages.faults,
-        lloyd_max.level_table(k.device),
-        lloyd_max.boundary_table(k.device),
-    )
-    key, KEY = _prepared(pages.key, transforms[0], tiles.key_side(pages.layout), k)
-    value, VALUE = _prepared(pages.value, transforms[1], tiles.value_side(pages.layout), v)
-    clips, per_unit = (_clip(pages.key), _clip(pages.value)), (1 / pages.key.unit, 1 / pages.value.unit)
-    if tokens * kv_heads < MANY_VECTORS:
-        tile = FEW if max(len(key.matrices), len(value.matrices)) < 2 else FEW_TERMS
-    elif max(k.shape[-1], v.shape[-1]) > 128:
-        tile = MANY_LONG
-    else:
-        tile = MANY_ROTATED if key.matrices and value.matrices else MANY
+    tile = layer.few if tokens * kv_heads < MANY_VECTORS else layer.many
     programs = ceil_div(tokens, tile.tokens)
     if tile.resident:  # as many as fit at once, or fewer if none of them gets more tiles for it
         programs = ceil_div(programs, ceil_div(programs, max(1, tile.resident * sms(k.device) // (2 * kv_heads))))
     _store[programs, kv_heads, 2](
-        _source(k, new[0]), key, KEY, _source(v, new[1]), value, VALUE, *clips, *per_unit, step.locations,
-        memory, tokens, pages.shadows.dtype == torch.bfloat16, pages.layout.page_size, pages.layout.page_bytes,
-        tile.tokens, tile.rows, tile.resident > 0, overlap,
+        _source(k, new[0]), *layer.key, _source(v, new[1]), *layer.value, *layer.clips, *layer.per_unit, step.locations,
+        _Memory(step.shadow_of, *layer.memory), tokens, pages.shadows.dtype == torch.bfloat16, pages.layout.page_size,
+        pages.layout.page_bytes, tile.tokens, tile.rows, tile.resident > 0, overlap,
         num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **overlap.launch,
     )  # fmt: skip
+
+
+def _layer(pages: LayerPages, dtype: torch.dtype, transforms: bool) -> _Layer:
+    """For keys and values in this dtype. `transforms`: whether the kernel transforms them."""
+    device, layout = pages.pool.device, pages.layout
+    key, value = (
+        _prepared(codec, codec.transform if transforms else IDENTITY, side, dtype, device)
+        for codec, side in ((pages.key, tiles.key_side(layout)), (pages.value, tiles.value_side(layout)))
+    )
+    memory = (
+        pages.pool,
+        pages.pool.view(torch.int16),
+        pages.shadows.view(torch.int16),
+        pages.faults,
+        lloyd_max.level_table(device),
+        lloyd_max.boundary_table(device),
+    )
+    terms = [len(operands.matrices) for operands, _ in (key, value)]
+    long = max(layout.key.dims, layout.value.dims) > 128
+    many = MANY_LONG if long else MANY_ROTATED if all(terms) else MANY
+    clips, per_unit = (_clip(pages.key), _clip(pages.value)), (1 / pages.key.unit, 1 / pages.value.unit)
+    return _Layer(key, value, clips, per_unit, memory, FEW if max(terms) < 2 else FEW_TERMS, many)
 
 
 def _source(x: Tensor, new: Tensor | None) -> _Source:
@@ -196,15 +214,11 @@ def _rank_and_guess(rank: int, dims: int) -> tuple[float, float, float]:
     return float(rank), guess, 0.5 / (2 * dims * normal.pdf(guess))
 
 
-def _prepared(codec: Codec, transform: Transform, side: Side, x: Tensor) -> tuple[Operands, _Packing]:
-    clipped, bfloat = codec.clip is not None, codec.raw_dtype == torch.bfloat16
-    return transform.once(_prepare, side, clipped, bfloat, x.dtype, x.device)
-
-
-def _prepare(
-    transform: Transform, side: Side, clipped: bool, bfloat: bool, dtype: torch.dtype, device: torch.device
+def _prepared(
+    codec: Codec, transform: Transform, side: Side, dtype: torch.dtype, device: torch.device
 ) -> tuple[Operands, _Packing]:
     """For the keys or the values of a layer, in this dtype."""
+    clipped, bfloat = codec.clip is not None, codec.raw_dtype == torch.bfloat16
     rotated = transform.rotation is not None
     parts, runs = side.parts, side.run
     widths = tuple(
