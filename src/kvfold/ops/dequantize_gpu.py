@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvfold.ops.constants import Constant
 from kvfold.ops.pages import LayerPages, Step, on_device
 from kvfold.ops.rotate import head_stride
 from kvfold.ops.sizes import ceil_div, power_of_two
@@ -41,7 +42,7 @@ class _Tile(NamedTuple):
 
 
 UNROTATED, ROTATED = _Tile(4096, 4), _Tile(8192, 4)
-PACKED, IN_SHADOW = tl.constexpr(-2), tl.constexpr(-1)  # see `Tokens`
+PACKED, IN_SHADOW = Constant(-2), Constant(-1)  # see `Tokens`
 
 
 class Span(NamedTuple):

@@ -6,6 +6,7 @@ with the d of values.
 """
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -14,20 +15,22 @@ import triton.language as tl
 from torch import Tensor
 
 from kvfold.ops.attend.learned_sinks import sink_values
+from kvfold.ops.constants import Constant
 from kvfold.ops.pages import LayerPages, Logits
 from kvfold.ops.pdl import AFTER, ALONE, LAST, release, wait
 from kvfold.ops.rotate import inverse
 from kvfold.ops.sizes import ceil_div, power_of_two
 from kvfold.transforms import Transform
 
-LOG2_E = tl.constexpr(math.log2(math.e))
-UNSEEN = tl.constexpr(-1e30)  # below every logit; finite, so that a row without tokens does not become NaN
+LOG2_E = Constant(math.log2(math.e))
+UNSEEN = Constant(-1e30)  # below every logit; finite, so that a row without tokens does not become NaN
 MAX_ROWS = 128  # of a tile: queries times query heads per KV head
 MAX_SPLITS = 128
 # the fewest parts that `merge` is compiled for, except in decode steps: their CUDA graphs fix the number
 FEWEST_PARTS = 8
 
 
+@lru_cache
 def sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 

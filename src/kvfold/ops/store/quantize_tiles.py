@@ -9,26 +9,27 @@ import torch
 import triton
 import triton.language as tl
 
+from kvfold.ops.constants import Constant
 from kvfold.ops.tiles import AFFINE, CODEBOOK, DROPPED, EVEN, LEAST, SMALLEST, bits_below
 from kvfold.quantizers import even, lloyd_max
 from kvfold.quantizers.affine import SMALLEST_SCALE
 
-SMALLEST_INTERVAL = tl.constexpr(SMALLEST_SCALE)
-UNSTORABLE = tl.constexpr(even.UNSTORABLE)
-FINE = tl.constexpr(even.FINE)
-BELOW_HALF = tl.constexpr((1 << even.DROPPED - 1) - 1)  # of the lowest bit of a scale
-TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
-ROUNDER = tl.constexpr(1.5 * 2**23)  # added to numbers below 2^22, it rounds them, half to even, into its low bits
-SIXTEENTHS = tl.constexpr(1.5 * 2**19)  # rounds to multiples of 1/16
-HALF_END = tl.constexpr(65520.0)  # from here on, float16 rounds to Inf
-HALF_BITS = tl.constexpr(0x477FF000)  # the bits of HALF_END
-BFLOAT_BITS = tl.constexpr(0x7F7F8000)  # the bits of the number from which on bfloat16 rounds to Inf
-ROUNDS = tl.constexpr(not triton.knobs.runtime.interpret)  # to bfloat16; Triton's interpreter truncates
-MOST_STEPS = tl.constexpr(24)  # that `largest` takes
-STEEP = tl.constexpr(2.0**120)  # differences of numbers from 2^-96 on, times this, are at least 1
+SMALLEST_INTERVAL = Constant(SMALLEST_SCALE)
+UNSTORABLE = Constant(even.UNSTORABLE)
+FINE = Constant(even.FINE)
+BELOW_HALF = Constant((1 << even.DROPPED - 1) - 1)  # of the lowest bit of a scale
+TINY = Constant(torch.finfo(torch.float32).tiny)
+ROUNDER = Constant(1.5 * 2**23)  # added to numbers below 2^22, it rounds them, half to even, into its low bits
+SIXTEENTHS = Constant(1.5 * 2**19)  # rounds to multiples of 1/16
+HALF_END = Constant(65520.0)  # from here on, float16 rounds to Inf
+HALF_BITS = Constant(0x477FF000)  # the bits of HALF_END
+BFLOAT_BITS = Constant(0x7F7F8000)  # the bits of the number from which on bfloat16 rounds to Inf
+ROUNDS = Constant(not triton.knobs.runtime.interpret)  # to bfloat16; Triton's interpreter truncates
+MOST_STEPS = Constant(24)  # that `largest` takes
+STEEP = Constant(2.0**120)  # differences of numbers from 2^-96 on, times this, are at least 1
 
-LEVELS = {bits: lloyd_max.levels(bits) for bits in range(1, lloyd_max.MAX_BITS + 1)}
-BOUNDARIES = {bits: tuple(lloyd_max.boundaries(bits).tolist()) for bits in LEVELS}
+LEVELS = Constant({bits: lloyd_max.levels(bits) for bits in range(1, lloyd_max.MAX_BITS + 1)})
+BOUNDARIES = Constant({bits: tuple(lloyd_max.boundaries(bits).tolist()) for bits in LEVELS.value})
 
 
 @triton.constexpr_function
@@ -312,14 +313,14 @@ def counted(bits):
 @triton.constexpr_function
 def boundary(bits, code):
     """Below the level of a magnitude's code."""
-    return BOUNDARIES[bits][(1 << bits - 1) + code - 1]
+    return BOUNDARIES.value[bits][(1 << bits - 1) + code - 1]
 
 
 @triton.constexpr_function
 def more_square(bits, code):
     """The square of a magnitude's level, less that of the magnitude below."""
-    middle = 1 << bits - 1
-    return LEVELS[bits][middle + code] ** 2 - (LEVELS[bits][middle + code - 1] ** 2 if code else 0)
+    levels, middle = LEVELS.value[bits], 1 << bits - 1
+    return levels[middle + code] ** 2 - (levels[middle + code - 1] ** 2 if code else 0)
 
 
 @triton.jit

@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from kvfold.format.codec import Codec
 from kvfold.ops import tiles
 from kvfold.ops.attend.parts import sms
+from kvfold.ops.constants import Constant
 from kvfold.ops.pages import LayerPages
 from kvfold.ops.pdl import AFTER, ALONE, BESIDE, Overlap, release, wait
 from kvfold.ops.rotate import head_stride, terms_and_shift
@@ -37,7 +38,7 @@ from kvfold.quantizers import lloyd_max
 from kvfold.transforms import Transform
 
 NARROWEST = 16  # columns, the fewest that MMA takes
-QUAD = tl.constexpr(4)  # threads that share a row of an MMA's result; a thread has pairs of columns, QUAD pairs apart
+QUAD = Constant(4)  # threads that share a row of an MMA's result; a thread has pairs of columns, QUAD pairs apart
 
 
 class _Tile(NamedTuple):

@@ -70,13 +70,14 @@ from kvfold.ops.attend.gluon.integer_layouts import (
     value_layout,
     with_bits,
 )
+from kvfold.ops.constants import Constant
 from kvfold.ops.store.quantize_tiles import ROUNDER
 
 # names that Triton 3.9 has changed
 async_load = getattr(async_copy, "async_load", async_copy.async_copy_global_to_shared)
-REINTERPRETS = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+REINTERPRETS = Constant(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
-UNIT = gl.constexpr(2.0**24)  # 1 / the smallest subnormal float16
+UNIT = Constant(2.0**24)  # 1 / the smallest subnormal float16
 
 
 class IntegerWords(NamedTuple):
