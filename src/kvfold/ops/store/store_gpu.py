@@ -176,7 +176,9 @@ def _layer(pages: LayerPages, dtype: torch.dtype, transforms: bool) -> _Layer:
     """For keys and values in this dtype. `transforms`: whether the kernel transforms them."""
     device, layout = pages.pool.device, pages.layout
     key, value = (
-        _prepared(codec, codec.transform if transforms else IDENTITY, side, dtype, device)
+        (codec.transform if transforms else IDENTITY).once(
+            _prepare, side, codec.clip is not None, codec.raw_dtype == torch.bfloat16, dtype, device
+        )
         for codec, side in ((pages.key, tiles.key_side(layout)), (pages.value, tiles.value_side(layout)))
     )
     memory = (
@@ -215,11 +217,10 @@ def _rank_and_guess(rank: int, dims: int) -> tuple[float, float, float]:
     return float(rank), guess, 0.5 / (2 * dims * normal.pdf(guess))
 
 
-def _prepared(
-    codec: Codec, transform: Transform, side: Side, dtype: torch.dtype, device: torch.device
+def _prepare(
+    transform: Transform, side: Side, clipped: bool, bfloat: bool, dtype: torch.dtype, device: torch.device
 ) -> tuple[Operands, _Packing]:
     """For the keys or the values of a layer, in this dtype."""
-    clipped, bfloat = codec.clip is not None, codec.raw_dtype == torch.bfloat16
     rotated = transform.rotation is not None
     parts, runs = side.parts, side.run
     widths = tuple(
