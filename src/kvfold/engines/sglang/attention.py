@@ -10,7 +10,8 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from torch import Tensor
 
 from kvfold.engines.serving import Plan, Steps
-from kvfold.engines.sglang.packed_pool import logger, packed_pool_of
+from kvfold.engines.sglang import logger
+from kvfold.engines.sglang.packed_pool import packed_pool_of
 from kvfold.ops.pages import HostLengths, Logits
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvfold.artifact import digest_model
 from kvfold.engines.serving import Config
+from kvfold.engines.sglang import logger
 from kvfold.engines.stored_pages import CHECKSUM_BYTES, checksum, name_of_pages
 from kvfold.geometry import Geometry, listed
 
@@ -121,7 +122,6 @@ def _checksum(files: "HiCacheFile", key: str, page: Tensor) -> bytes:
 
 def refuse(files: "HiCacheFile", key: str) -> None:
     from kvfold.engines.gauges import count_refused_page
-    from kvfold.engines.sglang.packed_pool import logger
 
     count_refused_page()
     name = files._get_suffixed_key(key)

@@ -10,7 +10,6 @@ import pkgutil
 from collections.abc import Callable
 from functools import cache, partial
 from importlib.metadata import version
-from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +17,7 @@ from packaging.version import Version
 
 from kvfold.artifact import digest_model
 from kvfold.engines.serving import Config, Plan
-from kvfold.engines.sglang import hierarchical_cache
+from kvfold.engines.sglang import hierarchical_cache, logger
 from kvfold.engines.sglang.speculation import chains, draft_layers, refuse_drafts
 from kvfold.engines.start import aborting
 from kvfold.format.layout import ALIGNMENT
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from kvfold.engines.sglang.attention import PackedBackend
 
 Source = tuple[str, bool, str | None, str]
-logger = getLogger("sglang.kvfold")  # a child of SGLang's logger, so that it is shown
 
 PAGE_SIZE = {"cuda": 64, "cpu": 16}
 OLDEST, NEWEST = "0.5.17", "0.5.23"  # versions of SGLang that kvfold is tested with

@@ -1,7 +1,6 @@
 """The pool that holds packed pages in place of SGLang's."""
 
 from collections.abc import Callable, Sequence
-from logging import getLogger
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +11,7 @@ from sglang.srt.mem_cache.memory_pool import KVCache
 from torch import Tensor
 
 from kvfold.engines.serving import Plan, Served
-
-logger = getLogger("sglang.kvfold")  # a child of SGLang's logger, so that it is shown
+from kvfold.engines.sglang import logger
 
 
 class PackedPool(KVCache):
