@@ -503,6 +503,9 @@ def test_other_types_are_refused():
     x = twins.extend([2]).float()
     with pytest.raises(ValueError, match=r"not torch\.float32"):
         triton.store(twins.got.pages(0), *x.to(DEVICE))
+    k, v = x.bfloat16().to(DEVICE)
+    with pytest.raises(ValueError, match=r"one dtype, not torch\.bfloat16 and torch\.float16"):
+        triton.store(twins.got.pages(0), k, v.half())
 
 
 @pytest.mark.parametrize(

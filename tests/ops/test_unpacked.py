@@ -315,7 +315,8 @@ def test_flash_attention_3(recipes, windows, library, requests, chunks, monkeypa
     monkeypatch.setattr(unpacked, "_flash", lambda *_: pytest.fail("torch reads chunks"))
     monkeypatch.setattr(portable, "attend", lambda *_: pytest.fail("the portable kernel reads"))
     unpacked.build_graphs(pages, world.q_heads // world.kv_heads, fakes.LIBRARIES[library])
-    check(pages, world.queries(), new, world.logits, fakes.LIBRARIES[library])
+    for _ in range(2):  # the second time as another layer of the step, for which everything is found already
+        check(pages, world.queries(), new, world.logits, fakes.LIBRARIES[library])
     assert max(sum(len(tokens) for _, tokens in chunk) for chunk in chunks) <= ROOM
     if not windows.get("recent"):
         assert len(chunks) == read

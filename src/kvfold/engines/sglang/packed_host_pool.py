@@ -86,8 +86,8 @@ class PackedHostPool(HostKVCache):
         io_backend: str,
         **_: Any,
     ) -> None:
-        """SGLang calls it for layer after layer. With windows, a step waits for all layers (`PackedPool.before_step`).
-        So they are copied together."""
+        """SGLang calls it for layer after layer of one load. With windows, a step waits for all layers
+        (`PackedPool.before_step`). So they are copied together."""
         if layer_id == 0:
             device_pool.loaded.append(device_indices)
             self.loading = self._pages(host_indices), self._pages(device_indices)

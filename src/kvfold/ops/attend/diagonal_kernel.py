@@ -72,14 +72,14 @@ class Near(NamedTuple):
     query: int  # the row of the first query
     queries: int
     position: int  # of the first query
-    token: int  # no older one is read
+    token: int  # the first that they may read
     place: int  # the row of that token in k and v
 
 
 class Diagonal(NamedTuple):
     """Queries of sequences. The query at position p reads `reach` tokens, of which p − `lag` is the last."""
 
-    tiles: Tensor  # int32[tiles, 5]: what one CTA takes, as `Near` says
+    tiles: Tensor  # int32[tiles, 5]: per CTA, the five fields of `Near`
     lag: int
     reach: int
     heads: Heads

@@ -7,7 +7,7 @@ them. Only if queries are few, these are transformed instead, and their outputs 
 Queries are taken in runs (`Run`). Before its recent window, each query of a run reads one token more than the query
 before it. Raw tokens of the sink are unpacked as they are. `diagonal_kernel` reads the recent windows.
 - FlashAttention 3 reads all chunks where it is installed (flash_attention_3.py). A chunk holds the tokens of as many
-  runs as fit. So a step of many prompts takes as few launches as that of one.
+  runs as fit. So a step of several prompts takes as few launches as that of one, if they fit.
 - Otherwise torch's attention does, one run after the other. A chunk that all queries of a run read needs no mask: cuDNN
   computes it if it can. In the last chunk, cuDNN's causal mask serves some numbers of queries, and `diagonal_kernel`
   reads what is left.
@@ -39,10 +39,11 @@ from kvfold.ops.pages import LayerPages, Logits, Step, on_device
 from kvfold.ops.rotate import dual, inverse
 from kvfold.ops.sizes import ceil_div, power_of_two
 
-WORKSPACE, MOST_TOKENS = 2**27, 2**15  # bytes of unpacked keys and values, and tokens, at most
+# Bytes of unpacked keys and values, and tokens, at most. Tokens of recent windows may be half as many again.
+WORKSPACE, MOST_TOKENS = 2**27, 2**15
 MOST_ROTATED_BACK = 128  # dims
 QUERY_COST = 3  # of rotating a query and its output, relative to a key and its value while they are unpacked
-# Per sequence: queries that read packed tokens, and packed tokens. With fewer, the portable kernel is faster.
+# Per sequence, for torch: queries that read packed tokens, and packed tokens. With fewer, the portable kernel reads.
 MIN_QUERIES, MIN_TOKENS = 64, 1024
 # cuDNN builds a graph for every shape, which takes 40 ms and more. So there are few shapes, and a server builds all
 # graphs before its first prompt (`build_graphs`):
@@ -123,17 +124,18 @@ def _neighbours(step: Step, windows: Windows) -> list[tuple[Kind, slice, Step]]:
 def build_graphs(pages: LayerPages, ratio: int, library: Library | None = None) -> None:
     """Let cuDNN build its graphs for layers like this one, with `ratio` query heads per KV head.
 
-    Also compile what merges parts, for all types of parts. A `library` builds no graphs, and is called once.
+    Also compile what merges parts, for all types of parts. A `library` builds no graphs. It is called with
+    two sequences and with one, as it has functions for both.
     """
     kv_heads, dims, device = pages.pool.shape[1], pages.layout.key.dims, pages.pool.device
     room, operand = _room(pages, pages.key.raw_dtype), _operand(device, pages.key.raw_dtype)
-    for n, tokens, causal in _graphs(room, pages.windows.recent) if library is None else [(1, 1, True)]:
+    for n, tokens, causal in _graphs(room, pages.windows.recent) if library is None else [(2, 2, True), (1, 1, True)]:
         q = torch.zeros(n, kv_heads * ratio, dims, dtype=operand, device=device)
         k, v = torch.zeros(2, tokens, kv_heads, dims, dtype=operand, device=device)
         if library is None:
             part = _flash(q, k, v, dims**-0.5, causal, True)
-        else:
-            ends = on_device([0, 1], device)
+        else:  # n sequences
+            ends = on_device(range(n + 1), device)
             part = Part(*library.attend(q, k, v, dims**-0.5, causal, Ends(ends, ends, 1, 1)))
     q, other = q[:1], Part(part.outs[:1], None if part.logs is None else part.logs[:1])
     final = Target(torch.empty_like(q), None, pages.value.transform.mean)
@@ -168,33 +170,41 @@ def _attend(
         q_here = q_here.contiguous()
     final = torch.empty(q.shape, device=q.device) if out is None else out
     to = Target(final, None, value.mean) if back[1] else empty_target(q)
-    heads = Heads(q.shape[1] // pages.pool.shape[1], q.shape[2])
-    room, kv_heads = _room(pages, q.dtype), pages.pool.shape[1]
-    reads = pages.step.once(_reads, windows, room, library is not None, heads, kv_heads, operand)
+    kv_heads, dims = pages.pool.shape[1], q.shape[2]
+    heads = Heads(q.shape[1] // kv_heads, dims)
+    reads, most = pages.step.once(_reads, windows, _room(pages, q.dtype), library is not None, heads)
+    keys, values = (torch.empty(most, kv_heads, dims, dtype=operand, device=q.device) for _ in range(2))
     for read in reads:
         queries, part = (q_here if read.queries is None else q_here[read.queries]), None
         target = to if read.queries is None else to.of(read.queries)
         # one part is all, and can be written where it is wanted
-        alone = library and len(read.chunks) == 1 and not read.near and target.logs is None and final.dtype == operand
+        direct = library is not None and len(read.chunks) == 1 and not read.near and target.logs is None
+        direct &= final.dtype == operand
         for chunk in read.chunks:
-            dequantize(pages, chunk.tokens, chunk.unpacked, new, back, centred=not alone)
-            if chunk.read is None:
+            k, v = _first(chunk.count, keys, values)
+            dequantize(pages, chunk.tokens, (k, v), new, back, centred=not direct)
+            if not chunk.read:
                 continue
+            seen = queries, *_first(chunk.read, k, v), logits.scale
             here = target if chunk is read.chunks[-1] and not read.near else None
-            if chunk.ends is not None and library is not None:
-                written = target.outs if alone else None
-                found = Part(*library.attend(queries, *chunk.read, logits.scale, chunk.causal, chunk.ends, written))
-                part = found if alone else _merged(part, found, here)
+            if library is not None and chunk.ends is not None:
+                found = Part(*library.attend(*seen, chunk.causal, chunk.ends, target.outs if direct else None))
+                part = found if direct else _merged(part, found, here)
             elif chunk.diagonal is not None:
-                part = chunk.diagonal.attend(queries, *chunk.read, logits.scale, part, 0, here)
+                part = chunk.diagonal.attend(*seen, part, 0, here)
             else:
-                part = _merged(part, _flash(queries, *chunk.read, logits.scale, chunk.causal, chunk.usual), here)
+                part = _merged(part, _flash(*seen, chunk.causal, chunk.usual), here)
         if read.near:
-            read.near.attend(queries, *read.chunks[-1].unpacked, logits.scale, part, windows.recent, target)
+            read.near.attend(queries, k, v, logits.scale, part, windows.recent, target)
     if logits.sinks is not None and to.logs is not None:
         weights = LOG2_E.value * to.logs.unsqueeze(0)
         return merge(to.outs.unsqueeze(0), weights, value, final, sinks=learned_sinks(pages, q, logits))
     return final if back[1] else inverse(value, to.outs, final)
+
+
+def _first(count: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """The first tokens. A slice takes the host microseconds, also of all tokens."""
+    return (keys, values) if count == keys.shape[0] else (keys[:count], values[:count])
 
 
 def _back(pages: LayerPages, q: Tensor, logits: Logits) -> tuple[bool, bool]:
@@ -217,8 +227,8 @@ class Run(NamedTuple):
     query: int  # the row of the first query
     position: int  # of the first query
     n: int
-    shared: int  # before its recent window, the first query reads one token more than this
-    end: int  # and the last query this many
+    shared: int  # before its recent window, the first query reads one token more than this; may be negative
+    end: int  # tokens that the last query reads before its recent window
     near: range  # the tokens of recent windows
 
     @classmethod
@@ -232,8 +242,8 @@ class Chunk(NamedTuple):
     """Tokens that are unpacked together: those that flash attention reads, then those of recent windows."""
 
     tokens: Tokens
-    unpacked: tuple[Tensor, Tensor]  # where their keys and values go: [tokens, kv_heads, d]
-    read: tuple[Tensor, Tensor] | None  # those that flash attention reads
+    count: int
+    read: int  # how many flash attention reads
     causal: bool  # whether the last query of a sequence reads one token more than the query before it, and so on
     ends: Ends | None = None  # for FlashAttention 3
     diagonal: Diagonal | None = None  # reads them instead of cuDNN
@@ -248,19 +258,15 @@ class Read(NamedTuple):
     near: Diagonal | None  # reads recent windows in the last chunk
 
 
-def _reads(
-    step: Step, windows: Windows, room: int, library: bool, heads: Heads, kv_heads: int, dtype: torch.dtype
-) -> list[Read]:
-    """How the queries of a step are taken, with chunks of up to `room` tokens. `library`: with FlashAttention 3.
-
-    All chunks of all layers are unpacked to the same memory, one after the other.
-    """
+def _reads(step: Step, windows: Windows, room: int, library: bool, heads: Heads) -> tuple[list[Read], int]:
+    """How the queries of a step are taken, with chunks of up to `room` tokens and those of recent windows. Then the
+    tokens of the largest chunk. `library`: with FlashAttention 3."""
     runs = list(_query_runs(step, windows, room // 2, library))
     groups = list(_together(runs, room)) if library else [[run] for run in runs]
-    most = max(sum(min(run.end, room) + len(run.near) for run in group) for group in groups)
-    workspace = torch.empty(2, most, kv_heads, heads.dims, dtype=dtype, device=step.table.device)
-    reads = [_read(step, windows, room, library, heads, group, workspace) for group in groups]
-    return [reads[0]._replace(queries=None)] if len(reads) == 1 else reads
+    reads = [_read(step, windows, room, library, heads, group) for group in groups]
+    if len(reads) == 1:
+        reads = [reads[0]._replace(queries=None)]
+    return reads, max(chunk.count for read in reads for chunk in read.chunks)
 
 
 def _query_runs(step: Step, windows: Windows, most: int, library: bool) -> Iterator[Run]:
@@ -300,9 +306,7 @@ def _together(runs: Iterable[Run], room: int) -> Iterator[list[Run]]:
         yield group
 
 
-def _read(
-    step: Step, windows: Windows, room: int, library: bool, heads: Heads, runs: list[Run], workspace: Tensor
-) -> Read:
+def _read(step: Step, windows: Windows, room: int, library: bool, heads: Heads, runs: list[Run]) -> Read:
     """How the queries of neighbouring runs are taken together. Only a run that is alone has several chunks."""
     first, last, device, chunks = runs[0], runs[-1], step.table.device, []
     masked, sizes = _masked(first.n, windows.recent), _sizes(room, windows.recent)
@@ -319,16 +323,14 @@ def _read(
             near = Near(0, first.n, first.position, ranges[0].start, 0)
             diagonal = Diagonal.of([near], windows.recent, first.end, heads, device)
         tokens, ends = Tokens.of(step, windows.sink, spans), _ends(runs, ranges, device) if library else None
-        k, v = workspace[:, : len(tokens.locations)]
-        seen = (k[:read], v[:read]) if read else None
-        chunks.append(Chunk(tokens, (k, v), seen, causal, ends, diagonal, causal or read in sizes))
+        chunks.append(Chunk(tokens, len(tokens.locations), read, causal, ends, diagonal, causal or read in sizes))
     queries = slice(first.query, last.query + last.n)
     if not windows.recent:
         return Read(queries, chunks, None)
-    places = accumulate((len(run.near) for run in runs), initial=read)
+    places = list(accumulate((len(run.near) for run in runs), initial=chunks[-1].read))[:-1]
     sequences = [
         Near(run.query - first.query, run.n, run.position, run.near.start, place)
-        for run, place in zip(runs, places, strict=False)
+        for run, place in zip(runs, places, strict=True)
     ]
     return Read(queries, chunks, Diagonal.of(sequences, 0, windows.recent, heads, device))
 

@@ -142,6 +142,8 @@ def pack(pages: LayerPages, kv: Tensor, overlaps: bool = False) -> None:
 
 
 def check(pages: LayerPages, k: Tensor, v: Tensor) -> None:
+    if k.dtype != v.dtype:
+        raise ValueError(f"the kernel stores keys and values of one dtype, not {k.dtype} and {v.dtype}")
     for x, slot in ((k, pages.layout.key), (v, pages.layout.value)):
         expected = (len(pages.step.locations), pages.pool.shape[1], slot.dims)
         if x.dtype not in (torch.bfloat16, torch.float16):
