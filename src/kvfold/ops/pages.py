@@ -18,9 +18,11 @@ from kvfold.once import Once
 from kvfold.transforms import Transform
 
 
-def on_device(numbers: Sequence[Any] | np.ndarray, device: torch.device) -> Tensor:
-    """Integers that the host knows, int32. The host does not wait for the device."""
-    known = torch.tensor(numbers, dtype=torch.int32, device="cpu")
+def on_device(
+    numbers: Sequence[Any] | np.ndarray | Tensor, device: torch.device, dtype: torch.dtype = torch.int32
+) -> Tensor:
+    """Integers that the host knows. The host does not wait for the device."""
+    known = torch.as_tensor(numbers, dtype=dtype, device="cpu")
     return known.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else known
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvfold.engines.serving import Plan, Steps
 from kvfold.engines.sglang import logger
 from kvfold.engines.sglang.packed_pool import packed_pool_of
-from kvfold.ops.pages import HostLengths, Logits
+from kvfold.ops.pages import HostLengths, Logits, on_device
 
 
 class PackedBackend(AttentionBackend):
@@ -81,8 +81,7 @@ class PackedBackend(AttentionBackend):
         if len(self.req_to_token) - 1 - len(free) <= requests_in(forward_batch):
             return None
         running = sorted(set(range(1, len(self.req_to_token))) - set(free))  # row 0 is for padding
-        rows = torch.tensor(running, dtype=torch.int64, pin_memory=self.lengths.is_cuda)
-        rows = rows.to(self.lengths.device, non_blocking=True)
+        rows = on_device(running, self.lengths.device, torch.int64)
         # new requests reuse the rows of finished ones
         self.lengths[:, forward_batch.req_pool_indices] = starts_of(forward_batch).int()
         self._read_pages(rows, table := self._table(len(rows)))

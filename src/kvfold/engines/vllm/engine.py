@@ -22,6 +22,7 @@ from kvfold.engines.vllm.offload import loaded_blocks
 from kvfold.engines.vllm.plan import DRAFT_MODELS, geometry_of, layers_of, logger, make_plan
 from kvfold.engines.vllm.requests import Requests
 from kvfold.geometry import listed
+from kvfold.ops.pages import on_device
 
 # vLLM's pools of memory: what it keeps while it sleeps; what it frees, and takes back with any contents, as for pages
 KEPT, FREED = "runtime", "kv_cache"
@@ -180,8 +181,7 @@ class Engine:
             return
         for group in self.groups:
             device = group.served.plan.device
-            table = torch.tensor([numbers], pin_memory=device.type == "cuda", device="cpu")
-            group.served.forget(group.pages(table.to(device, non_blocking=True)).flatten())
+            group.served.forget(group.pages(on_device([numbers], device, torch.int64)).flatten())
 
     def before_step(self, group: Group) -> None:
         """Before each step of a group, outside of CUDA graphs."""

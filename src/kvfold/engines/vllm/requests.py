@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from kvfold.ops.pages import on_device
+
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
@@ -55,12 +57,10 @@ class Requests:
         """Least and most tokens [requests] and blocks [requests, blocks] of the resting requests, in device memory."""
         if group not in self._described:
             bounds = list(zip(*self.resting.values(), strict=True))
-            lengths = torch.tensor(bounds, pin_memory=device.type == "cuda", device="cpu")
             rows = [torch.tensor(self.blocks[name][group], device="cpu") for name in self.resting]
-            table = pad_sequence(rows, batch_first=True)
-            table = table.pin_memory() if device.type == "cuda" else table
-            least, most = lengths.to(device, non_blocking=True)
-            self._described[group] = least, most, table.to(device, non_blocking=True)
+            least, most = on_device(bounds, device, torch.int64)
+            table = on_device(pad_sequence(rows, batch_first=True), device, torch.int64)
+            self._described[group] = least, most, table
         return self._described[group]
 
 

@@ -124,8 +124,8 @@ def _neighbours(step: Step, windows: Windows) -> list[tuple[Kind, slice, Step]]:
 def build_graphs(pages: LayerPages, ratio: int, library: Library | None = None) -> None:
     """Let cuDNN build its graphs for layers like this one, with `ratio` query heads per KV head.
 
-    Also compile what merges parts, for all types of parts. A `library` builds no graphs. It is called with
-    two sequences and with one, as it has functions for both.
+    Also compile what merges parts, for all types of parts. A `library` builds no graphs. It is called with two
+    sequences and with one, as it has functions for both.
     """
     kv_heads, dims, device = pages.pool.shape[1], pages.layout.key.dims, pages.pool.device
     room, operand = _room(pages, pages.key.raw_dtype), _operand(device, pages.key.raw_dtype)
@@ -181,7 +181,7 @@ def _attend(
         direct = library is not None and len(read.chunks) == 1 and not read.near and target.logs is None
         direct &= final.dtype == operand
         for chunk in read.chunks:
-            k, v = _first(chunk.count, keys, values)
+            k, v = _first(len(chunk.tokens.locations), keys, values)
             dequantize(pages, chunk.tokens, (k, v), new, back, centred=not direct)
             if not chunk.read:
                 continue
@@ -242,7 +242,6 @@ class Chunk(NamedTuple):
     """Tokens that are unpacked together: those that flash attention reads, then those of recent windows."""
 
     tokens: Tokens
-    count: int
     read: int  # how many flash attention reads
     causal: bool  # whether the last query of a sequence reads one token more than the query before it, and so on
     ends: Ends | None = None  # for FlashAttention 3
@@ -266,7 +265,7 @@ def _reads(step: Step, windows: Windows, room: int, library: bool, heads: Heads)
     reads = [_read(step, windows, room, library, heads, group) for group in groups]
     if len(reads) == 1:
         reads = [reads[0]._replace(queries=None)]
-    return reads, max(chunk.count for read in reads for chunk in read.chunks)
+    return reads, max(len(chunk.tokens.locations) for read in reads for chunk in read.chunks)
 
 
 def _query_runs(step: Step, windows: Windows, most: int, library: bool) -> Iterator[Run]:
@@ -323,7 +322,7 @@ def _read(step: Step, windows: Windows, room: int, library: bool, heads: Heads, 
             near = Near(0, first.n, first.position, ranges[0].start, 0)
             diagonal = Diagonal.of([near], windows.recent, first.end, heads, device)
         tokens, ends = Tokens.of(step, windows.sink, spans), _ends(runs, ranges, device) if library else None
-        chunks.append(Chunk(tokens, len(tokens.locations), read, causal, ends, diagonal, causal or read in sizes))
+        chunks.append(Chunk(tokens, read, causal, ends, diagonal, causal or read in sizes))
     queries = slice(first.query, last.query + last.n)
     if not windows.recent:
         return Read(queries, chunks, None)
@@ -348,13 +347,9 @@ def _masked(n: int, recent: int) -> bool:
 
 def _room(pages: LayerPages, dtype: torch.dtype) -> int:
     """How many tokens are unpacked together, a power of two, if queries have `dtype`."""
-    fit = WORKSPACE // (_numbers(pages) * _operand(pages.pool.device, dtype).itemsize)
+    numbers = 2 * pages.pool.shape[1] * pages.layout.key.dims  # of the keys and values of a token
+    fit = WORKSPACE // (numbers * _operand(pages.pool.device, dtype).itemsize)
     return min(MOST_TOKENS, 1 << fit.bit_length() - 1)
-
-
-def _numbers(pages: LayerPages) -> int:
-    """Of the keys and values of a token."""
-    return 2 * pages.pool.shape[1] * pages.layout.key.dims
 
 
 def _operand(device: torch.device, dtype: torch.dtype) -> torch.dtype:
