@@ -5,9 +5,9 @@
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -70,21 +70,20 @@ class Tokens(NamedTuple):
 
     @classmethod
     def of(cls, step: Step, sink: int, spans: Sequence[Span]) -> Self:
-        """The tokens of spans, one span after the other. It takes some small launches, and does not wait."""
-        device = step.table.device
-        ends = [0, *accumulate(len(span.tokens) for span in spans)]
-        columns = [
-            (span.row, span.tokens.start - end, len(span.tokens), span.raw_from)
-            for span, end in zip(spans, ends[:-1], strict=True)
-        ]
-        row, shift, count, raw_from = on_device(columns, device).view(-1, 4).long().unbind(dim=1)
-        of_span = torch.repeat_interleave(count, output_size=ends[-1])
-        token, row = torch.arange(ends[-1], device=device) + shift[of_span], row[of_span]
-        locations = step.table[row, token // step.page_size] * step.page_size + token % step.page_size
-        own = token - step.starts[row]
-        sources = torch.where(own >= 0, own + step.query_starts[row], IN_SHADOW.value)
-        raw = (token < sink) | (token >= raw_from[of_span])
-        return cls(locations, torch.where(raw, sources, PACKED.value).int())
+        """The tokens of spans, one span after the other. The host does most of it: launches would take it longer."""
+        starts, query_starts = np.array(step.known.starts), np.array(step.known.query_starts)
+        counts = [len(span.tokens) for span in spans]
+        row = np.repeat([span.row for span in spans], counts)
+        raw_from = np.repeat([span.raw_from for span in spans], counts)
+        token = np.concatenate([np.arange(span.tokens.start, span.tokens.stop) for span in spans])
+        own = token - starts[row]
+        sources = np.where(own >= 0, own + query_starts[row], IN_SHADOW.value)
+        sources[(token >= sink) & (token < raw_from)] = PACKED.value
+        entry = row * step.table.shape[1] + token // step.page_size  # of the table
+        # `sources` is first, and so aligned: a kernel reads it
+        sources, entry, offset = on_device(np.stack((sources, entry, token % step.page_size)), step.table.device)
+        page = step.table.flatten().index_select(0, entry)
+        return cls(torch.add(offset, page, alpha=step.page_size), sources)
 
 
 class _Layer(NamedTuple):
@@ -104,13 +103,14 @@ def dequantize(
     back: tuple[bool, bool] = (False, False),
     centred: bool = True,
 ) -> None:
-    """Unpack the keys and values of tokens in one launch, `to` tensors [tokens, kv_heads, d] of one dtype.
+    """Unpack the keys and values of tokens in one launch, into the first rows of `to`: tensors [tokens, kv_heads, d] of
+    one dtype.
 
     `new` is what `store` returned; without it, no token is raw. `back`: whether keys, and values, are rotated back.
     Both stay centred. If not `centred`, values that are rotated back get their mean.
     """
-    layer, (count, kv_heads, _) = pages.once(_layer, back), to[0].shape
-    _dequantize[(ceil_div(count, layer.together), kv_heads, 2)](
+    layer, count = pages.once(_layer, back), tokens.locations.shape[0]
+    _dequantize[(ceil_div(count, layer.together), pages.pool.shape[1], 2)](
         *to,
         layer.pool,
         None if new is None else pages.shadows,

@@ -82,7 +82,7 @@ class Diagonal(NamedTuple):
     tiles: Tensor  # int32[tiles, 5]: per CTA, the five fields of `Near`
     lag: int
     reach: int
-    heads: Heads
+    options: dict[str, int]  # of the launch
 
     @classmethod
     def of(cls, sequences: list[Near], lag: int, reach: int, heads: Heads, device: torch.device) -> Self:
@@ -92,7 +92,17 @@ class Diagonal(NamedTuple):
         tiles = np.repeat(each, count, axis=0)
         tiles[:, [0, 2]] += before[:, None]
         tiles[:, 1] = np.minimum(tiles[:, 1] - before, heads.queries)
-        return cls(on_device(tiles, device), lag, reach, heads)
+        options = {
+            "GROUP": heads.group,
+            "RATIO": heads.ratio,
+            "DIMS": heads.dims,
+            "WIDTH": power_of_two(heads.dims),
+            "ROWS": heads.queries * heads.ratio,
+            "TOKENS": heads.tile.tokens,
+            "num_warps": heads.tile.warps,
+            "num_stages": heads.tile.stages,
+        }
+        return cls(on_device(tiles, device), lag, reach, options)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, part: Part | None, part_from: int, to: Target | None
@@ -101,9 +111,9 @@ class Diagonal(NamedTuple):
 
         The result is merged with `part`, which counts for queries from position `part_from` on.
         """
-        to, heads = to or empty_target(q), self.heads
+        to = to or empty_target(q)
         strides = [stride for x in part or () if x is not None for stride in x.stride()[:2]]
-        _diagonal[(len(self.tiles), k.shape[1])](
+        _diagonal[(self.tiles.shape[0], k.shape[1])](
             q,
             k,
             v,
@@ -116,14 +126,7 @@ class Diagonal(NamedTuple):
             part_from,
             q.stride(0),
             *(strides or [0] * 4),
-            GROUP=heads.group,
-            RATIO=heads.ratio,
-            DIMS=heads.dims,
-            WIDTH=power_of_two(heads.dims),
-            ROWS=heads.queries * heads.ratio,
-            TOKENS=heads.tile.tokens,
-            num_warps=heads.tile.warps,
-            num_stages=heads.tile.stages,
+            **self.options,
         )
         return Part(to.outs, to.logs)
 

@@ -181,11 +181,10 @@ def _attend(
         direct = library is not None and len(read.chunks) == 1 and not read.near and target.logs is None
         direct &= final.dtype == operand
         for chunk in read.chunks:
-            k, v = _first(len(chunk.tokens.locations), keys, values)
-            dequantize(pages, chunk.tokens, (k, v), new, back, centred=not direct)
+            dequantize(pages, chunk.tokens, (keys, values), new, back, centred=not direct)
             if not chunk.read:
                 continue
-            seen = queries, *_first(chunk.read, k, v), logits.scale
+            seen = queries, keys, values, logits.scale
             here = target if chunk is read.chunks[-1] and not read.near else None
             if library is not None and chunk.ends is not None:
                 found = Part(*library.attend(*seen, chunk.causal, chunk.ends, target.outs if direct else None))
@@ -193,18 +192,14 @@ def _attend(
             elif chunk.diagonal is not None:
                 part = chunk.diagonal.attend(*seen, part, 0, here)
             else:
-                part = _merged(part, _flash(*seen, chunk.causal, chunk.usual), here)
+                k, v = keys[: chunk.read], values[: chunk.read]
+                part = _merged(part, _flash(queries, k, v, logits.scale, chunk.causal, chunk.usual), here)
         if read.near:
-            read.near.attend(queries, k, v, logits.scale, part, windows.recent, target)
+            read.near.attend(queries, keys, values, logits.scale, part, windows.recent, target)
     if logits.sinks is not None and to.logs is not None:
         weights = LOG2_E.value * to.logs.unsqueeze(0)
         return merge(to.outs.unsqueeze(0), weights, value, final, sinks=learned_sinks(pages, q, logits))
     return final if back[1] else inverse(value, to.outs, final)
-
-
-def _first(count: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """The first tokens. A slice takes the host microseconds, also of all tokens."""
-    return (keys, values) if count == keys.shape[0] else (keys[:count], values[:count])
 
 
 def _back(pages: LayerPages, q: Tensor, logits: Logits) -> tuple[bool, bool]:
