@@ -29,7 +29,7 @@ class Decode:
         def launch(
             q: Tensor, outs: Tensor, weights: Tensor, pool: Tensor, table: Tensor, lengths: Tensor, scale: float,
             sink: int, recent: int, q_stride: int, table_stride: int, table_pages: int, query_starts: Tensor | None,
-            tokens: int | None, groups: int | None, *, RATIO: int, ORDER: int, unit: float = 1.0, **options: Any,
+            tokens: int | None, groups: int | None, unit: float = 1.0, *, RATIO: int, ORDER: int, **options: Any,
         ) -> None:  # fmt: skip
             splits, sequences = grid[0] // (groups or 1), grid[2]
             starts = range(sequences + 1) if query_starts is None else query_starts.tolist()

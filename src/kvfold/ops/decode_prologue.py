@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvfold.ops.launch import launcher
 from kvfold.ops.pages import LayerPages
 from kvfold.ops.pdl import AFTER, ALONE, release, wait
 from kvfold.ops.rotate import head_stride, terms_and_shift
@@ -58,14 +59,24 @@ def prologue(pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, overlaps: bool 
     memory = _Memory(step.shadow_of, pages.shadows.view(bits), new.view(bits), pages.faults)
     ratio, width = q_heads // kv_heads, min(WIDTH, dims)
     overlap = AFTER if overlaps else ALONE
-    _prologue[(ceil_div(tokens * (1 + ratio), ROWS), kv_heads, 2 * (dims // width))](
-        q, k, v, key, value, transformed, kv, step.locations, memory, tokens,
-        *(stride for x in (q, k, v) for stride in x.stride()[:2]),
-        RATIO=ratio, DIMS=dims, WIDTH=width, ROWS=ROWS, PAGE=pages.layout.page_size,
-        BFLOAT=new.dtype == torch.bfloat16, OVERLAP=overlap,
+    kernel = launcher(
+        _prologue,
+        device,
+        RATIO=ratio,
+        DIMS=dims,
+        WIDTH=width,
+        ROWS=ROWS,
+        PAGE=pages.layout.page_size,
+        BFLOAT=new.dtype == torch.bfloat16,
+        OVERLAP=overlap,
         maxnreg=128,  # the compiler would choose fewer, and load one part of a matrix after another
         **overlap.launch,
-    )  # fmt: skip
+    )
+    kernel(
+        (ceil_div(tokens * (1 + ratio), ROWS), kv_heads, 2 * (dims // width)),
+        *(q, k, v, key, value, transformed, kv, step.locations, memory, tokens),
+        *(stride for x in (q, k, v) for stride in x.stride()[:2]),
+    )
     return Transformed(transformed, kv, (new[0], new[1]))
 
 

@@ -5,7 +5,7 @@
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvfold.ops.constants import Constant
+from kvfold.ops.launch import Launcher
 from kvfold.ops.pages import LayerPages, Step, on_device
 from kvfold.ops.rotate import head_stride
 from kvfold.ops.sizes import ceil_div, power_of_two
@@ -42,7 +42,7 @@ class _Tile(NamedTuple):
 
 
 UNROTATED, ROTATED = _Tile(4096, 4), _Tile(8192, 4)
-PACKED, IN_SHADOW = Constant(-2), Constant(-1)  # see `Tokens`
+PACKED, IN_SHADOW = tl.constexpr(-2), tl.constexpr(-1)  # see `Tokens`
 
 
 class Span(NamedTuple):
@@ -86,15 +86,6 @@ class Tokens(NamedTuple):
         return cls(torch.add(offset, page, alpha=step.page_size), sources)
 
 
-class _Layer(NamedTuple):
-    """What the kernel gets of a layer, in all steps."""
-
-    pool: _Pool
-    numbers: tuple[Any, ...]  # from `key_unit` to `value_mean`
-    options: dict[str, Any]
-    together: int  # tokens
-
-
 def dequantize(
     pages: LayerPages,
     tokens: Tokens,
@@ -109,22 +100,22 @@ def dequantize(
     `new` is what `store` returned; without it, no token is raw. `back`: whether keys, and values, are rotated back.
     Both stay centred. If not `centred`, values that are rotated back get their mean.
     """
-    layer, count = pages.once(_layer, back), tokens.locations.shape[0]
-    _dequantize[(ceil_div(count, layer.together), pages.pool.shape[1], 2)](
+    together, kernel = pages.once(_launcher, back)
+    count = tokens.locations.shape[0]
+    kernel(
+        (ceil_div(count, together), pages.pool.shape[1], 2),
         *to,
-        layer.pool,
         None if new is None else pages.shadows,
         *(new or (None, None)),
         pages.step.shadow_of,
         *tokens,
-        *layer.numbers,
         0.0 if centred else 1.0,
         count,
-        **layer.options,
     )
 
 
-def _layer(pages: LayerPages, back: tuple[bool, bool]) -> _Layer:
+def _launcher(pages: LayerPages, back: tuple[bool, bool]) -> tuple[int, Launcher]:
+    """How many tokens a CTA takes, and the kernel."""
     pool, layout, dims = pages.pool, pages.layout, pages.layout.key.dims
     key, value = (
         codec.transform.once(_inverse, dims, pool.device) if wanted else ()
@@ -132,27 +123,26 @@ def _layer(pages: LayerPages, back: tuple[bool, bool]) -> _Layer:
     )
     tile = ROTATED if key or value else UNROTATED
     together = max(16, tile.numbers // power_of_two(dims))
-    numbers = (
-        pages.key.unit,
-        pages.value.unit,
-        key[0] if key else None,
-        head_stride(key),
-        value[0] if value else None,
-        head_stride(value),
-        pages.value.transform.mean if back[1] else None,
-    )
-    options = {
-        "KEY": key_side(layout),
-        "VALUE": value_side(layout),
-        "PAGE": layout.page_size,
-        "PAGE_BYTES": layout.page_bytes,
-        "KV_HEADS": pool.shape[1],
-        "TOKENS": together,
-        "enable_fp_fusion": False,  # to round as the definition does
-        "num_warps": tile.warps,
-    }
     words = pool.view(torch.float16), pool.view(pages.key.raw_dtype)
-    return _Layer(_Pool(pool, *words, lloyd_max.level_table(pool.device)), numbers, options, together)
+    return together, Launcher(
+        _dequantize,
+        pool=_Pool(pool, *words, lloyd_max.level_table(pool.device)),
+        key_unit=pages.key.unit,
+        value_unit=pages.value.unit,
+        key_matrix=key[0] if key else None,
+        key_stride=head_stride(key),
+        value_matrix=value[0] if value else None,
+        value_stride=head_stride(value),
+        value_mean=pages.value.transform.mean if back[1] else None,
+        KEY=key_side(layout),
+        VALUE=value_side(layout),
+        PAGE=layout.page_size,
+        PAGE_BYTES=layout.page_bytes,
+        KV_HEADS=pool.shape[1],
+        TOKENS=together,
+        enable_fp_fusion=False,  # to round as the definition does
+        num_warps=tile.warps,
+    )
 
 
 def _inverse(transform: Transform, dims: int, device: torch.device) -> tuple[Tensor, ...]:
@@ -190,22 +180,22 @@ def restore(addresses: Tensor, units: Tensor, first: LayerPages, pages: Tensor, 
 def _dequantize(
     k,
     v,
-    pool,  # `_Pool`
     shadows,  # None: no token is raw
     new_k,  # [tokens, kv_heads, d], as `store` returns them
     new_v,
     shadow_of,
     locations,  # see `Tokens`
     sources,
+    times,  # how often `value_mean` is added: one kernel serves both
+    count,
+    pool,  # `_Pool`
     key_unit,  # of 8-bit scales
     value_unit,
     key_matrix,  # [kv_heads or 1, d, d], and its stride from KV head to KV head
     key_stride,
     value_matrix,
     value_stride,
-    value_mean,  # float32[kv_heads, d], and how often it is added: one kernel serves both
-    times,
-    count,
+    value_mean,  # float32[kv_heads, d]
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
     PAGE: tl.constexpr,

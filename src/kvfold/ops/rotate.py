@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
+from kvfold.ops.launch import launcher
 from kvfold.ops.pdl import ALONE, BESIDE, LAST, Overlap, release, wait
 from kvfold.ops.sizes import ceil_div, power_of_two
 from kvfold.transforms import Transform
@@ -110,16 +111,9 @@ def _rotate_to(out: Tensor, x: Tensor, matrices: _Matrices, mean: Tensor | None,
     tile = MANY if tokens * q_heads >= MANY_VECTORS and dims <= MANY.columns else FEW
     row, column = first.stride()[-2:]
     width = min(tile.columns, power_of_two(dims))
-    _rotate[(ceil_div(tokens * ratio, tile.vectors), heads, ceil_div(dims, width))](
-        x,
-        matrices.terms,
-        matrices.factors,
-        mean,
-        out,
-        tokens,
-        *x.stride()[:2],
-        head_stride(matrices.terms),
-        *((column, row) if matrices.transposed else (row, column)),
+    kernel = launcher(
+        _rotate,
+        x.device,
         PRECISION=matrices.precision,
         RATIO=ratio,
         DIMS=dims,
@@ -129,6 +123,18 @@ def _rotate_to(out: Tensor, x: Tensor, matrices: _Matrices, mean: Tensor | None,
         OVERLAP=overlap,
         num_warps=tile.warps if dims <= 128 else 2 * tile.warps,  # a CTA holds its matrices in registers
         **overlap.launch,
+    )
+    kernel(
+        (ceil_div(tokens * ratio, tile.vectors), heads, ceil_div(dims, width)),
+        x,
+        matrices.terms,
+        matrices.factors,
+        mean,
+        out,
+        tokens,
+        *x.stride()[:2],
+        head_stride(matrices.terms),
+        *((column, row) if matrices.transposed else (row, column)),
     )
     return out
 

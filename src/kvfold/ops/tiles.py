@@ -16,18 +16,17 @@ import triton.language as tl
 
 from kvfold.format.layout import ODD_BYTES, PageLayout, SlotLayout
 from kvfold.ops import sizes
-from kvfold.ops.constants import Constant
 from kvfold.ops.segments import RULES, segment_rows
 from kvfold.quantizers import even
 
-AFFINE = Constant(RULES["affine"])
-CODEBOOK = Constant(RULES["codebook"])
-RAW = Constant(RULES["raw"])
-CHANNEL = Constant(RULES["channel"])
-EVEN = Constant(RULES["even"])
-LEAST = Constant(even.LEAST)
-DROPPED = Constant(even.DROPPED)
-SMALLEST = Constant(1 << even.MANTISSA)  # the byte of the smallest scale; below it, bytes stand for 0
+AFFINE = tl.constexpr(RULES["affine"])
+CODEBOOK = tl.constexpr(RULES["codebook"])
+RAW = tl.constexpr(RULES["raw"])
+CHANNEL = tl.constexpr(RULES["channel"])
+EVEN = tl.constexpr(RULES["even"])
+LEAST = tl.constexpr(even.LEAST)
+DROPPED = tl.constexpr(even.DROPPED)
+SMALLEST = tl.constexpr(1 << even.MANTISSA)  # the byte of the smallest scale; below it, bytes stand for 0
 
 
 class Side(NamedTuple):

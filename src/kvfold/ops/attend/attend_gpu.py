@@ -27,6 +27,7 @@ from kvfold.ops.attend.parts import (
     softmax,
     tile_rows,
 )
+from kvfold.ops.launch import launcher
 from kvfold.ops.pages import LayerPages, Logits
 from kvfold.ops.rotate import dual
 from kvfold.ops.tiles import (
@@ -82,7 +83,29 @@ def _attend_packed(
     for i, (key, value) in enumerate(sides):
         # levels and centroids are looked up; if prefetched, they would fill shared memory
         looked_up = CODEBOOK.value in key.rule + value.rule or any(x is not None for x in centroids)
-        _attend[(tiles.count, heads, len(outs))](
+        kernel = launcher(
+            _attend,
+            q.device,
+            KEY=key,
+            VALUE=value,
+            KEY_CENTROIDS=0 if centroids[0] is None else centroids[0].shape[1],
+            VALUE_CENTROIDS=0 if centroids[1] is None else centroids[1].shape[1],
+            HEAD=i * heads,
+            PAGE=layout.page_size,
+            PAGE_BYTES=layout.page_bytes,
+            KV_HEADS=tiles.kv_heads,
+            Q_HEADS=q.shape[1],
+            RATIO=tiles.ratio,
+            QUERIES=tiles.queries,
+            ROWS=tiles.rows,
+            STRIDE=tokens,
+            TOKENS=max(32, tokens),  # the product with values sums over 32 tokens at least (see tiles.py)
+            num_warps=tiles.num_warps,
+            num_stages=1 if looked_up else 3,
+            maxnreg=None if looked_up or layout.per_page else tiles.registers,  # lookups and page metadata need more
+        )
+        kernel(
+            (tiles.count, heads, len(outs)),
             q,
             outs,
             weights,
@@ -105,23 +128,6 @@ def _attend_packed(
             q.shape[0],
             step.table.stride(0),
             *q.stride()[:2],
-            KEY=key,
-            VALUE=value,
-            KEY_CENTROIDS=0 if centroids[0] is None else centroids[0].shape[1],
-            VALUE_CENTROIDS=0 if centroids[1] is None else centroids[1].shape[1],
-            HEAD=i * heads,
-            PAGE=layout.page_size,
-            PAGE_BYTES=layout.page_bytes,
-            KV_HEADS=tiles.kv_heads,
-            Q_HEADS=q.shape[1],
-            RATIO=tiles.ratio,
-            QUERIES=tiles.queries,
-            ROWS=tiles.rows,
-            STRIDE=tokens,
-            TOKENS=max(32, tokens),  # the product with values sums over 32 tokens at least (see tiles.py)
-            num_warps=tiles.num_warps,
-            num_stages=1 if looked_up else 3,
-            maxnreg=None if looked_up or layout.per_page else tiles.registers,  # lookups and page metadata need more
         )
 
 

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvfold.ops.attend.parts import LOG2_E, UNSEEN
+from kvfold.ops.launch import Launcher, launcher
 from kvfold.ops.pages import on_device
 from kvfold.ops.sizes import power_of_two
 
@@ -82,7 +83,7 @@ class Diagonal(NamedTuple):
     tiles: Tensor  # int32[tiles, 5]: per CTA, the five fields of `Near`
     lag: int
     reach: int
-    options: dict[str, int]  # of the launch
+    kernel: Launcher
 
     @classmethod
     def of(cls, sequences: list[Near], lag: int, reach: int, heads: Heads, device: torch.device) -> Self:
@@ -92,17 +93,19 @@ class Diagonal(NamedTuple):
         tiles = np.repeat(each, count, axis=0)
         tiles[:, [0, 2]] += before[:, None]
         tiles[:, 1] = np.minimum(tiles[:, 1] - before, heads.queries)
-        options = {
-            "GROUP": heads.group,
-            "RATIO": heads.ratio,
-            "DIMS": heads.dims,
-            "WIDTH": power_of_two(heads.dims),
-            "ROWS": heads.queries * heads.ratio,
-            "TOKENS": heads.tile.tokens,
-            "num_warps": heads.tile.warps,
-            "num_stages": heads.tile.stages,
-        }
-        return cls(on_device(tiles, device), lag, reach, options)
+        kernel = launcher(
+            _diagonal,
+            device,
+            GROUP=heads.group,
+            RATIO=heads.ratio,
+            DIMS=heads.dims,
+            WIDTH=power_of_two(heads.dims),
+            ROWS=heads.queries * heads.ratio,
+            TOKENS=heads.tile.tokens,
+            num_warps=heads.tile.warps,
+            num_stages=heads.tile.stages,
+        )
+        return cls(on_device(tiles, device), lag, reach, kernel)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, part: Part | None, part_from: int, to: Target | None
@@ -113,7 +116,8 @@ class Diagonal(NamedTuple):
         """
         to = to or empty_target(q)
         strides = [stride for x in part or () if x is not None for stride in x.stride()[:2]]
-        _diagonal[(self.tiles.shape[0], k.shape[1])](
+        self.kernel(
+            (self.tiles.shape[0], k.shape[1], 1),
             q,
             k,
             v,
@@ -126,7 +130,6 @@ class Diagonal(NamedTuple):
             part_from,
             q.stride(0),
             *(strides or [0] * 4),
-            **self.options,
         )
         return Part(to.outs, to.logs)
 

@@ -15,15 +15,15 @@ import triton.language as tl
 from torch import Tensor
 
 from kvfold.ops.attend.learned_sinks import sink_values
-from kvfold.ops.constants import Constant
+from kvfold.ops.launch import launcher
 from kvfold.ops.pages import LayerPages, Logits
 from kvfold.ops.pdl import AFTER, ALONE, LAST, release, wait
 from kvfold.ops.rotate import inverse
 from kvfold.ops.sizes import ceil_div, power_of_two
 from kvfold.transforms import Transform
 
-LOG2_E = Constant(math.log2(math.e))
-UNSEEN = Constant(-1e30)  # below every logit; finite, so that a row without tokens does not become NaN
+LOG2_E = tl.constexpr(math.log2(math.e))
+UNSEEN = tl.constexpr(-1e30)  # below every logit; finite, so that a row without tokens does not become NaN
 MAX_ROWS = 128  # of a tile: queries times query heads per KV head
 MAX_SPLITS = 128
 # the fewest parts that `merge` is compiled for, except in decode steps: their CUDA graphs fix the number
@@ -126,15 +126,10 @@ def merge(
     padded = max(1 if overlaps else FEWEST_PARTS, power_of_two(splits))
     width = min(power_of_two(dims), max(32, 2048 // padded))
     overlap = (LAST if value.rotation is None else AFTER) if overlaps else ALONE
-    _merge[(tokens * q_heads, ceil_div(dims, width))](
-        outs,
-        weights,
-        mean,
-        sinks,
-        merged,
-        splits,
-        q_heads,
-        1 if by_head is None else q_heads // len(by_head),
+    ratio = 1 if by_head is None else q_heads // len(by_head)
+    kernel = launcher(
+        _merge,
+        outs.device,
         DIMS=dims,
         KEY_DIMS=key_dims,
         KEY_PADDED=power_of_two(key_dims),
@@ -145,6 +140,7 @@ def merge(
         num_warps=2 if padded <= 8 else 4 if padded <= 128 else 8,
         **overlap.launch,
     )
+    kernel((tokens * q_heads, ceil_div(dims, width), 1), outs, weights, mean, sinks, merged, splits, q_heads, ratio)
     return merged if value.rotation is None else inverse(value, merged, out, overlaps)
 
 

@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvfold.ops.attend.parts import LOG2_E, UNSEEN, Cap, QueryTiles, capped, lacking, raw_from, softmax, tile_rows
+from kvfold.ops.launch import launcher
 from kvfold.ops.pages import LayerPages, Logits
 from kvfold.ops.pdl import ALONE, BESIDE_TO_END, release, wait
 from kvfold.ops.sizes import power_of_two
@@ -39,7 +40,29 @@ def attend(
     assert all(side.is_contiguous() for side in new)
     long = step.max_queries >= tiles.tokens
     overlap = BESIDE_TO_END if overlaps else ALONE
-    _windows[(tiles.count, tiles.kv_heads, len(outs))](
+    kernel = launcher(
+        _windows,
+        q.device,
+        PAGE=pages.layout.page_size,
+        KV_HEADS=tiles.kv_heads,
+        Q_HEADS=q_heads,
+        KEY_DIMS=dims,
+        VALUE_DIMS=outs.shape[-1],
+        KEY_PADDED=power_of_two(dims),
+        VALUE_PADDED=power_of_two(outs.shape[-1]),
+        RATIO=tiles.ratio,
+        QUERIES=tiles.queries,
+        ROWS=tiles.rows,
+        TOKENS=tiles.tokens,
+        LONG=long,
+        OVERLAP=overlap,
+        num_warps=tiles.num_warps,
+        num_stages=1,  # a CTA reads few tiles of older tokens: room for more CTAs is better than prefetching
+        maxnreg=tiles.registers,  # leaves room beside decoding
+        **overlap.launch,
+    )
+    kernel(
+        (tiles.count, tiles.kv_heads, len(outs)),
         q,
         outs,
         weights,
@@ -59,23 +82,6 @@ def attend(
         tokens,
         step.table.stride(0),
         *q.stride()[:2],
-        PAGE=pages.layout.page_size,
-        KV_HEADS=tiles.kv_heads,
-        Q_HEADS=q_heads,
-        KEY_DIMS=dims,
-        VALUE_DIMS=outs.shape[-1],
-        KEY_PADDED=power_of_two(dims),
-        VALUE_PADDED=power_of_two(outs.shape[-1]),
-        RATIO=tiles.ratio,
-        QUERIES=tiles.queries,
-        ROWS=tiles.rows,
-        TOKENS=tiles.tokens,
-        LONG=long,
-        OVERLAP=overlap,
-        num_warps=tiles.num_warps,
-        num_stages=1,  # a CTA reads few tiles of older tokens: room for more CTAs is better than prefetching
-        maxnreg=tiles.registers,  # leaves room beside decoding
-        **overlap.launch,
     )
 
 

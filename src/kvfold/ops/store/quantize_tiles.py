@@ -9,27 +9,26 @@ import torch
 import triton
 import triton.language as tl
 
-from kvfold.ops.constants import Constant
 from kvfold.ops.tiles import AFFINE, CODEBOOK, DROPPED, EVEN, LEAST, SMALLEST, bits_below
 from kvfold.quantizers import even, lloyd_max
 from kvfold.quantizers.affine import SMALLEST_SCALE
 
-SMALLEST_INTERVAL = Constant(SMALLEST_SCALE)
-UNSTORABLE = Constant(even.UNSTORABLE)
-FINE = Constant(even.FINE)
-BELOW_HALF = Constant((1 << even.DROPPED - 1) - 1)  # of the lowest bit of a scale
-TINY = Constant(torch.finfo(torch.float32).tiny)
-ROUNDER = Constant(1.5 * 2**23)  # added to numbers below 2^22, it rounds them, half to even, into its low bits
-SIXTEENTHS = Constant(1.5 * 2**19)  # rounds to multiples of 1/16
-HALF_END = Constant(65520.0)  # from here on, float16 rounds to Inf
-HALF_BITS = Constant(0x477FF000)  # the bits of HALF_END
-BFLOAT_BITS = Constant(0x7F7F8000)  # the bits of the number from which on bfloat16 rounds to Inf
-ROUNDS = Constant(not triton.knobs.runtime.interpret)  # to bfloat16; Triton's interpreter truncates
-MOST_STEPS = Constant(24)  # that `largest` takes
-STEEP = Constant(2.0**120)  # differences of numbers from 2^-96 on, times this, are at least 1
+SMALLEST_INTERVAL = tl.constexpr(SMALLEST_SCALE)
+UNSTORABLE = tl.constexpr(even.UNSTORABLE)
+FINE = tl.constexpr(even.FINE)
+BELOW_HALF = tl.constexpr((1 << even.DROPPED - 1) - 1)  # of the lowest bit of a scale
+TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
+ROUNDER = tl.constexpr(1.5 * 2**23)  # added to numbers below 2^22, it rounds them, half to even, into its low bits
+SIXTEENTHS = tl.constexpr(1.5 * 2**19)  # rounds to multiples of 1/16
+HALF_END = tl.constexpr(65520.0)  # from here on, float16 rounds to Inf
+HALF_BITS = tl.constexpr(0x477FF000)  # the bits of HALF_END
+BFLOAT_BITS = tl.constexpr(0x7F7F8000)  # the bits of the number from which on bfloat16 rounds to Inf
+ROUNDS = tl.constexpr(not triton.knobs.runtime.interpret)  # to bfloat16; Triton's interpreter truncates
+MOST_STEPS = tl.constexpr(24)  # that `largest` takes
+STEEP = tl.constexpr(2.0**120)  # differences of numbers from 2^-96 on, times this, are at least 1
 
-LEVELS = Constant({bits: lloyd_max.levels(bits) for bits in range(1, lloyd_max.MAX_BITS + 1)})
-BOUNDARIES = Constant({bits: tuple(lloyd_max.boundaries(bits).tolist()) for bits in LEVELS.value})
+LEVELS = tl.constexpr({bits: lloyd_max.levels(bits) for bits in range(1, lloyd_max.MAX_BITS + 1)})
+BOUNDARIES = tl.constexpr({bits: tuple(lloyd_max.boundaries(bits).tolist()) for bits in LEVELS.value})
 
 
 @triton.constexpr_function

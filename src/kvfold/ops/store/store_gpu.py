@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from kvfold.format.codec import Codec
 from kvfold.ops import tiles
 from kvfold.ops.attend.parts import sms
-from kvfold.ops.constants import Constant
+from kvfold.ops.launch import Launcher
 from kvfold.ops.pages import LayerPages
 from kvfold.ops.pdl import AFTER, ALONE, BESIDE, Overlap, release, wait
 from kvfold.ops.rotate import head_stride, terms_and_shift
@@ -38,7 +38,7 @@ from kvfold.quantizers import lloyd_max
 from kvfold.transforms import Transform
 
 NARROWEST = 16  # columns, the fewest that MMA takes
-QUAD = Constant(4)  # threads that share a row of an MMA's result; a thread has pairs of columns, QUAD pairs apart
+QUAD = tl.constexpr(4)  # threads that share a row of an MMA's result; a thread has pairs of columns, QUAD pairs apart
 
 
 class _Tile(NamedTuple):
@@ -93,25 +93,12 @@ class _Packing(NamedTuple):
 
 
 class _Memory(NamedTuple):
-    shadow_of: Tensor  # see pages.py
     pool: Tensor
     words: Tensor  # the pool as 16-bit words
     shadows: Tensor
     faults: Tensor
     levels: Tensor  # see lloyd_max.py
     boundaries: Tensor
-
-
-class _Layer(NamedTuple):
-    """What the kernel gets of a layer, in all steps."""
-
-    key: tuple[Operands, _Packing]
-    value: tuple[Operands, _Packing]
-    clips: tuple[tuple[float, float, float], ...]  # of keys and values
-    per_unit: tuple[float, float]
-    memory: tuple[Tensor, ...]  # `_Memory` without what belongs to the step
-    few: _Tile  # what a CTA takes of few tokens
-    many: _Tile
 
 
 def store(pages: LayerPages, k: Tensor, v: Tensor, overlaps: bool = False) -> tuple[Tensor, Tensor] | None:
@@ -122,12 +109,12 @@ def store(pages: LayerPages, k: Tensor, v: Tensor, overlaps: bool = False) -> tu
     A vector that cannot be stored gets zeros as metadata. Then any codes decode to zeros.
     """
     check(pages, k, v)
-    overlap, layer = AFTER if overlaps else ALONE, pages.once(_layer, k.dtype, True)
+    overlap = AFTER if overlaps else ALONE
     if not pages.windows:
-        _launch(pages, layer, (k, v), (None, None), overlap)
+        _launch(pages, True, (k, v), (None, None), overlap)
         return None
     new_k, new_v = (torch.empty(x.shape, dtype=pages.shadows.dtype, device=x.device) for x in (k, v))
-    _launch(pages, layer, (k, v), (new_k, new_v), overlap)
+    _launch(pages, True, (k, v), (new_k, new_v), overlap)
     return new_k, new_v
 
 
@@ -137,8 +124,7 @@ def pack(pages: LayerPages, kv: Tensor, overlaps: bool = False) -> None:
     With `overlaps`, the kernel runs beside the previous one. That one must wait before it releases this one: then the
     prologue has ended, and `kv` is written.
     """
-    layer = pages.once(_layer, kv.dtype, False)
-    _launch(pages, layer, (kv[0], kv[1]), (None, None), BESIDE if overlaps else ALONE)
+    _launch(pages, False, (kv[0], kv[1]), (None, None), BESIDE if overlaps else ALONE)
 
 
 def check(pages: LayerPages, k: Tensor, v: Tensor) -> None:
@@ -154,28 +140,26 @@ def check(pages: LayerPages, k: Tensor, v: Tensor) -> None:
 
 def _launch(
     pages: LayerPages,
-    layer: _Layer,
+    transforms: bool,
     states: tuple[Tensor, Tensor],
     new: tuple[Tensor | None, Tensor | None],
     overlap: Overlap,
 ) -> None:
-    """Store keys and values. `new` gets them raw."""
+    """Store keys and values, transformed if the kernel `transforms` them. `new` gets them raw."""
     (k, v), step = states, pages.step
     tokens, kv_heads, _ = k.shape
-    tile = layer.few if tokens * kv_heads < MANY_VECTORS else layer.many
+    tile, kernel = pages.once(_launcher, k.dtype, transforms, tokens * kv_heads >= MANY_VECTORS, overlap)
     programs = ceil_div(tokens, tile.tokens)
     if tile.resident:  # as many as fit at once, or fewer if none of them gets more tiles for it
         programs = ceil_div(programs, ceil_div(programs, max(1, tile.resident * sms(k.device) // (2 * kv_heads))))
-    _store[programs, kv_heads, 2](
-        _source(k, new[0]), *layer.key, _source(v, new[1]), *layer.value, *layer.clips, *layer.per_unit, step.locations,
-        _Memory(step.shadow_of, *layer.memory), tokens, pages.shadows.dtype == torch.bfloat16, pages.layout.page_size,
-        pages.layout.page_bytes, tile.tokens, tile.rows, tile.resident > 0, overlap,
-        num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **overlap.launch,
-    )  # fmt: skip
+    sources = _source(k, new[0]), _source(v, new[1])
+    kernel((programs, kv_heads, 2), *sources, step.locations, step.shadow_of, tokens)
 
 
-def _layer(pages: LayerPages, dtype: torch.dtype, transforms: bool) -> _Layer:
-    """For keys and values in this dtype. `transforms`: whether the kernel transforms them."""
+def _launcher(
+    pages: LayerPages, dtype: torch.dtype, transforms: bool, many: bool, overlap: Overlap
+) -> tuple[_Tile, Launcher]:
+    """For keys and values in this dtype, and what a CTA takes of them."""
     device, layout = pages.pool.device, pages.layout
     key, value = (
         (codec.transform if transforms else IDENTITY).once(
@@ -183,7 +167,14 @@ def _layer(pages: LayerPages, dtype: torch.dtype, transforms: bool) -> _Layer:
         )
         for codec, side in ((pages.key, tiles.key_side(layout)), (pages.value, tiles.value_side(layout)))
     )
-    memory = (
+    terms = [len(operands.matrices) for operands, _ in (key, value)]
+    if not many:
+        tile = FEW if max(terms) < 2 else FEW_TERMS
+    elif max(layout.key.dims, layout.value.dims) > 128:
+        tile = MANY_LONG
+    else:
+        tile = MANY_ROTATED if all(terms) else MANY
+    memory = _Memory(
         pages.pool,
         pages.pool.view(torch.int16),
         pages.shadows.view(torch.int16),
@@ -191,11 +182,29 @@ def _layer(pages: LayerPages, dtype: torch.dtype, transforms: bool) -> _Layer:
         lloyd_max.level_table(device),
         lloyd_max.boundary_table(device),
     )
-    terms = [len(operands.matrices) for operands, _ in (key, value)]
-    long = max(layout.key.dims, layout.value.dims) > 128
-    many = MANY_LONG if long else MANY_ROTATED if all(terms) else MANY
-    clips, per_unit = (_clip(pages.key), _clip(pages.value)), (1 / pages.key.unit, 1 / pages.value.unit)
-    return _Layer(key, value, clips, per_unit, memory, FEW if max(terms) < 2 else FEW_TERMS, many)
+    return tile, Launcher(
+        _store,
+        key=key[0],
+        KEY=key[1],
+        value=value[0],
+        VALUE=value[1],
+        key_clip=_clip(pages.key),
+        value_clip=_clip(pages.value),
+        key_per_unit=1 / pages.key.unit,
+        value_per_unit=1 / pages.value.unit,
+        memory=memory,
+        BFLOAT=pages.shadows.dtype == torch.bfloat16,
+        PAGE_SIZE=layout.page_size,
+        PAGE_BYTES=layout.page_bytes,
+        TOKENS=tile.tokens,
+        ROWS=tile.rows,
+        RESIDENT=tile.resident > 0,
+        OVERLAP=overlap,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        maxnreg=tile.registers,
+        **overlap.launch,
+    )
 
 
 def _source(x: Tensor, new: Tensor | None) -> _Source:
@@ -257,8 +266,8 @@ def _split_columns(parts: range, width: int, rotated: bool) -> list[tuple[int, i
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["locations"])
 def _store(
-    k, key, KEY: tl.constexpr, v, value, VALUE: tl.constexpr, key_clip, value_clip, key_per_unit, value_per_unit,
-    locations, memory, tokens, BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr,
+    k, v, locations, shadow_of, tokens, key, KEY: tl.constexpr, value, VALUE: tl.constexpr, key_clip, value_clip,
+    key_per_unit, value_per_unit, memory, BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, RESIDENT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     OF_KEYS: tl.constexpr = PAGE_SIZE * KEY.side.head_dim  # numbers of a shadow page
@@ -267,12 +276,12 @@ def _store(
     release(OVERLAP, "start")
     if tl.program_id(2) == 0:
         _store_side(
-            k, key, key_clip, key_per_unit, locations, memory, tokens, KEY, 0, SHADOW, BFLOAT, PAGE_SIZE,
+            k, key, key_clip, key_per_unit, locations, shadow_of, memory, tokens, KEY, 0, SHADOW, BFLOAT, PAGE_SIZE,
             PAGE_BYTES, TOKENS, ROWS, RESIDENT,
         )  # fmt: skip
     if tl.program_id(2) != 0:  # after `else`, the compiler would give both sides shared memory of their own
         _store_side(
-            v, value, value_clip, value_per_unit, locations, memory, tokens, VALUE, OF_KEYS, SHADOW,
+            v, value, value_clip, value_per_unit, locations, shadow_of, memory, tokens, VALUE, OF_KEYS, SHADOW,
             BFLOAT, PAGE_SIZE, PAGE_BYTES, TOKENS, ROWS, RESIDENT,
         )  # fmt: skip
     wait(OVERLAP, "end")
@@ -280,9 +289,9 @@ def _store(
 
 @triton.jit
 def _store_side(
-    source, operands, clip, per_unit, locations, memory, tokens, PACKING: tl.constexpr, FIRST: tl.constexpr,
-    SHADOW: tl.constexpr, BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, RESIDENT: tl.constexpr,
+    source, operands, clip, per_unit, locations, shadow_of, memory, tokens, PACKING: tl.constexpr,
+    FIRST: tl.constexpr, SHADOW: tl.constexpr, BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    PAGE_BYTES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, RESIDENT: tl.constexpr,
 ):  # fmt: skip
     """Store a side. It begins at number FIRST of a shadow page, which has SHADOW numbers."""
     if RESIDENT:
@@ -291,22 +300,22 @@ def _store_side(
         for tile in range(tl.program_id(0), tl.cdiv(tokens, TOKENS), tl.num_programs(0)):
             following = _words(source, tile + tl.num_programs(0), tokens, PACKING, TOKENS, ROWS)
             _store_tile(
-                tile, words, matrices, source, operands, clip, per_unit, locations, memory, tokens, PACKING, FIRST,
-                SHADOW, BFLOAT, PAGE_SIZE, PAGE_BYTES, TOKENS, ROWS,
+                tile, words, matrices, source, operands, clip, per_unit, locations, shadow_of, memory, tokens, PACKING,
+                FIRST, SHADOW, BFLOAT, PAGE_SIZE, PAGE_BYTES, TOKENS, ROWS,
             )  # fmt: skip
             words = following
     else:
         _store_tile(
-            tl.program_id(0), None, None, source, operands, clip, per_unit, locations, memory, tokens, PACKING, FIRST,
-            SHADOW, BFLOAT, PAGE_SIZE, PAGE_BYTES, TOKENS, ROWS,
+            tl.program_id(0), None, None, source, operands, clip, per_unit, locations, shadow_of, memory, tokens,
+            PACKING, FIRST, SHADOW, BFLOAT, PAGE_SIZE, PAGE_BYTES, TOKENS, ROWS,
         )  # fmt: skip
 
 
 @triton.jit
 def _store_tile(
-    tile, words, matrices, source, operands, clip, per_unit, locations, memory, tokens, PACKING: tl.constexpr,
-    FIRST: tl.constexpr, SHADOW: tl.constexpr, BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    tile, words, matrices, source, operands, clip, per_unit, locations, shadow_of, memory, tokens,
+    PACKING: tl.constexpr, FIRST: tl.constexpr, SHADOW: tl.constexpr, BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    PAGE_BYTES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Store a tile of a side. Its numbers (see `_words`) and the matrices are loaded here, if they are None."""
     SEGMENTS: tl.constexpr = len(PACKING.side.parts)
@@ -358,7 +367,7 @@ def _store_tile(
                 tl.store(at, tl.where(sound[:, None], packed[i][2].to(tl.int16, bitcast=True), 0), mask=stored[:, None])
 
     if source.new is not None:
-        shadow = tl.load(memory.shadow_of + page, mask=stored, other=-1)
+        shadow = tl.load(shadow_of + page, mask=stored, other=-1)
         in_shadow = memory.shadows + (shadow * heads + head) * SHADOW + FIRST + place * PACKING.side.head_dim
         in_new = source.new + (token.to(tl.int64) * heads + head) * PACKING.side.head_dim
         for i in tl.static_range(SEGMENTS):

@@ -7,9 +7,9 @@ lists what follows from that for each GPU.
 from typing import NamedTuple
 
 from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from kvfold.ops.attend.gluon.decode_tiles import TILE
-from kvfold.ops.constants import Constant
 from kvfold.ops.pdl import HOPPER
 
 # KiB of an SM's shared memory, by compute capability
@@ -26,7 +26,7 @@ SHARED = {
 }
 OWN = 1024  # bytes of shared memory that a CTA takes beside what it asks for
 WARPS = 8  # CTAs per SM, at most: two per scheduler
-STAGES = Constant(2)  # what is in shared memory: one is read while the other is copied
+STAGES = gl.constexpr(2)  # what is in shared memory: one is read while the other is copied
 
 
 class Card(NamedTuple):

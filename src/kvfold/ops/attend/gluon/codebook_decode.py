@@ -35,9 +35,8 @@ from kvfold.ops.attend.gluon.decode_tiles import (
     weights_operand,
 )
 from kvfold.ops.attend.gluon.level_lookup import Lookup, Word, codebook, coordinate, lane_lookups, lane_words, share
-from kvfold.ops.constants import Constant
 
-KEY_LANES, VALUE_LANES = Constant(levels.KEY_LANES), Constant(levels.VALUE_LANES)
+KEY_LANES, VALUE_LANES = gl.constexpr(levels.KEY_LANES), gl.constexpr(levels.VALUE_LANES)
 
 
 class CodebookWords(NamedTuple):

@@ -22,6 +22,7 @@ from kvfold.ops.attend.gluon.decode_tiles import TILE
 from kvfold.ops.attend.gluon.even_pages import even_sides
 from kvfold.ops.attend.parts import LOG2_E, Sinks, empty, learned_sinks, merge, sms
 from kvfold.ops.decode_prologue import prologue
+from kvfold.ops.launch import launcher
 from kvfold.ops.pages import LayerPages, Logits
 from kvfold.ops.pdl import ALONE, Overlap, Place
 from kvfold.ops.rotate import dual
@@ -180,7 +181,25 @@ def _attend(
     beside = new is not None
     overlap = Overlap("start" if beside and wait == "end" else wait, "start" if beside else "end")
     overlap = overlap if card.overlaps else ALONE
-    kernel.decode[(splits * groups, kv_heads, sequences)](
+    decode = launcher(
+        kernel.decode,
+        q.device,
+        KEY=kernel.key,
+        VALUE=kernel.value,
+        DIMS=dims,
+        PAGE=layout.page_size,
+        PAGE_WORDS=layout.page_bytes // 4,
+        RATIO=ratio,
+        **shape,
+        ORDER=order,
+        SHARED=card.shared,
+        OVERLAP=overlap,
+        num_warps=1,
+        maxnreg=kernel.registers,
+        **overlap.launch,
+    )
+    decode(
+        (splits * groups, kv_heads, sequences),
         q,
         outs,
         weights,
@@ -196,20 +215,7 @@ def _attend(
         step.query_starts if several else None,
         tokens if several else None,
         groups if several else None,
-        KEY=kernel.key,
-        VALUE=kernel.value,
-        DIMS=dims,
-        PAGE=layout.page_size,
-        PAGE_WORDS=layout.page_bytes // 4,
-        RATIO=ratio,
-        **shape,
-        ORDER=order,
-        SHARED=card.shared,
-        OVERLAP=overlap,
-        num_warps=1,
-        maxnreg=kernel.registers,
-        **({"unit": pages.value.unit} if layout.value.even else {}),
-        **overlap.launch,
+        *([pages.value.unit] if layout.value.even else []),
     )
     if kv is not None:
         pack(pages, kv, overlaps=card.overlaps)

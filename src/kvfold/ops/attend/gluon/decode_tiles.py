@@ -10,10 +10,8 @@ queries, several CTAs read the same tokens.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kvfold.ops.constants import Constant
-
 TILE = 64  # tokens
-UNSEEN = Constant(-1e30)
+UNSEEN = gl.constexpr(-1e30)
 
 
 @gluon.jit

@@ -54,17 +54,16 @@ from kvfold.ops.attend.gluon.even_pages import (
 )
 from kvfold.ops.attend.gluon.integer_decode import UNIT, codes_alone, read_values, value_operand
 from kvfold.ops.attend.gluon.integer_layouts import around_bits, registers, repeated, with_bits
-from kvfold.ops.constants import Constant
 from kvfold.ops.store.quantize_tiles import ROUNDER
 
 # A byte at the place of a float32 is 2^119 times too small. So units of queries are 2^64 times too large, which is far
 # from overflow, and softmax multiplies logits by the rest. Weights are 2^122 times too large; times a scale, they lie
 # in the middle of float16's range.
-QUERY = Constant(2.0**64)
-LOGIT = Constant(2.0**55)
-WEIGHT = Constant(122)
-BACK = Constant(2.0**-3)
-EXACT = Constant(2.0**22 - 2.0**12)  # products up to this are the low bits of ROUNDER + product
+QUERY = gl.constexpr(2.0**64)
+LOGIT = gl.constexpr(2.0**55)
+WEIGHT = gl.constexpr(122)
+BACK = gl.constexpr(2.0**-3)
+EXACT = gl.constexpr(2.0**22 - 2.0**12)  # products up to this are the low bits of ROUNDER + product
 
 
 def room(key: EvenSide, value: EvenSide, shared: int) -> int:

@@ -70,14 +70,13 @@ from kvfold.ops.attend.gluon.integer_layouts import (
     value_layout,
     with_bits,
 )
-from kvfold.ops.constants import Constant
 from kvfold.ops.store.quantize_tiles import ROUNDER
 
 # names that Triton 3.9 has changed
 async_load = getattr(async_copy, "async_load", async_copy.async_copy_global_to_shared)
-REINTERPRETS = Constant(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+REINTERPRETS = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
-UNIT = Constant(2.0**24)  # 1 / the smallest subnormal float16
+UNIT = gl.constexpr(2.0**24)  # 1 / the smallest subnormal float16
 
 
 class IntegerWords(NamedTuple):

@@ -4,9 +4,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kvfold.ops.attend.gluon.decode_tiles import log2
-from kvfold.ops.constants import Constant
 
-PLACES = Constant([[0, 1, 0], [0, 2, 0], [0, 4, 0]])
+PLACES = gl.constexpr([[0, 1, 0], [0, 2, 0], [0, 4, 0]])
 
 
 @gluon.constexpr_function
