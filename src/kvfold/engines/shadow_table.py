@@ -111,17 +111,16 @@ class ShadowTable:
 
     def _windows(self, starts: Tensor, lengths: Tensor, table: Tensor) -> Tensor:
         """The pages that windows reach into before the step and after it, -1: none."""
-        parts = [self._span(torch.zeros_like(starts), lengths.clamp_max(self.windows.sink), self.windows.sink, table)]
-        for ends in (starts, lengths):  # the next token reads `recent` tokens, itself included
-            parts.append(self._span(ends + 1 - self.windows.recent, ends, self.windows.recent - 1, table))
-        return torch.cat(parts, dim=1).flatten()
-
-    def _span(self, first: Tensor, end: Tensor, tokens: int, table: Tensor) -> Tensor:
-        """The pages of tokens `first` to `end` − 1, which are at most `tokens` tokens; -1: none."""
-        count = min(most_pages(tokens, self.page_size), table.shape[1])
-        index = first.clamp_min(0).unsqueeze(1) // self.page_size + torch.arange(count, device=table.device)
-        inside = index * self.page_size < end.unsqueeze(1)
-        return torch.where(inside, table.gather(1, index.clamp_max(table.shape[1] - 1)).long(), -1)
+        sink, recent = self.windows.sink, self.windows.recent
+        # per request: the sink, and twice the tokens that the next token reads, itself not included
+        first = torch.stack((torch.zeros_like(starts), starts + 1 - recent, lengths + 1 - recent), dim=1)
+        end = torch.stack((lengths.clamp_max(sink), starts, lengths), dim=1).unsqueeze(2)
+        first = first.clamp_min(0).unsqueeze(2)
+        count = min(most_pages(max(sink, recent - 1), self.page_size), table.shape[1])
+        index = first // self.page_size + torch.arange(count, device=table.device)
+        inside = torch.maximum(index * self.page_size, first) < end
+        pages = table.gather(1, index.clamp_max(table.shape[1] - 1).flatten(1)).long()
+        return torch.where(inside, pages.view_as(index), -1).flatten()
 
 
 def most_pages(tokens: int, page_size: int) -> int:

@@ -41,12 +41,15 @@ def launcher(kernel: Any, device: torch.device, **fixed: Any) -> Launcher:
 def kinds_of(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """Arguments of the same kinds run the same code. Triton asks whether an integer is 1 or needs 64 bits, and whether
     integers and addresses are multiples of 16."""
-    return tuple([_kind(x) for x in arguments])
-
-
-def _kind(x: Any) -> Any:
-    if isinstance(x, Tensor):
-        return x.dtype, x.data_ptr() % 16 == 0
-    if type(x) is int:
-        return x == 1, x % 16 == 0, -(2**31) <= x < 2**31
-    return kinds_of(x) if isinstance(x, tuple) else type(x)
+    return tuple(
+        [
+            (x.dtype, x.data_ptr() % 16 == 0)
+            if isinstance(x, Tensor)
+            else (x == 1, x % 16 == 0, -(2**31) <= x < 2**31)
+            if type(x) is int
+            else kinds_of(x)
+            if isinstance(x, tuple)
+            else type(x)
+            for x in arguments
+        ]
+    )
