@@ -441,6 +441,9 @@ def test_refusals():
         model(tokens, attention_mask=torch.zeros(2, 1, 12, 12), past_key_values=packed)
     with torch.no_grad():
         model(tokens, past_key_values=packed)
+    with pytest.raises(ValueError, match=r"four dimensions .* only in the first step"), torch.no_grad():
+        model(tokens, attention_mask=torch.ones(2, 1, 12, 24, dtype=torch.bool), past_key_values=packed)
+    assert packed.get_seq_length() == 12
     hole = torch.ones(2, 13, dtype=torch.long)
     hole[1, :4] = 0  # tokens that the cache already holds
     with pytest.raises(ValueError, match="left"), torch.no_grad():
