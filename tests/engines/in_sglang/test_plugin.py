@@ -185,6 +185,16 @@ def test_variables_that_are_refused_are_named(name, monkeypatch):
         hooks.refuse(SimpleNamespace(**ALLOWED))
 
 
+@pytest.mark.parametrize(
+    ("version", "warns"), [("0.5.9", True), (hooks.OLDEST, False), (hooks.NEWEST, False), ("0.5.99", True)]
+)
+def test_versions_that_kvfold_is_not_made_for_are_warned_of(version, warns, monkeypatch, caplog):
+    monkeypatch.setattr(hooks, "version", lambda _: version)
+    hooks.check_version()
+    warning = f"kvfold is made for SGLang {hooks.OLDEST} to {hooks.NEWEST}, and this is {version}"
+    assert caplog.messages == ([warning] if warns else [])
+
+
 # Failures
 
 LOAD = """

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 Source = tuple[str, bool, str | None, str]
 
-PAGE_SIZE = {"cuda": 64, "cpu": 16}
-OLDEST, NEWEST = "0.5.17", "0.5.23"  # versions of SGLang that kvfold is tested with
+GPU_PAGE_SIZE = 64  # by default
+OLDEST, NEWEST = "0.5.17", "0.5.23"  # versions of SGLang that kvfold is made for
 # Attention needs the lengths of a prefill step on the host: it runs between the parts of a breakable graph.
 PREFILL_GRAPHS = ("breakable", "disabled")
 PLAIN: dict[str, tuple[Any, ...]] = {  # arguments, and the values that go together with a packed cache
@@ -83,8 +83,7 @@ def install() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.server_args import ServerArgs
 
-    if Version(version("sglang")) > Version(NEWEST):
-        logger.warning("kvfold: SGLang %s is newer than %s, the last one tested", version("sglang"), NEWEST)
+    check_version()
     pools = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
     sizes = "sglang.srt.model_executor.pool_configurator"
     backends = "sglang.srt.model_executor.model_runner_components.attention_backend_setup"
@@ -110,6 +109,12 @@ def install() -> None:
         HookRegistry.register(target, hook, kind)
 
 
+def check_version() -> None:
+    """Warn of an SGLang that kvfold is not made for. If it lacks a hook, `require` refuses it."""
+    if not Version(OLDEST) <= Version(version("sglang")) <= Version(NEWEST):
+        logger.warning("kvfold is made for SGLang %s to %s, and this is %s", OLDEST, NEWEST, version("sglang"))
+
+
 def require(target: str) -> None:
     """Refuse an SGLang without `target`, because it would leave out the hook. Before 0.5.16, one function builds the
     pools of all models, which leaves no place for a hook."""
@@ -121,7 +126,7 @@ def require(target: str) -> None:
 
 def missing(what: str) -> ValueError:
     return ValueError(
-        f"SGLang {version('sglang')} has no {what}; kvfold is tested with {OLDEST} to {NEWEST}: "
+        f"SGLang {version('sglang')} has no {what}; kvfold is made for {OLDEST} to {NEWEST}: "
         "pip install 'kvfold[sglang]'"
     )
 
@@ -145,7 +150,7 @@ def prepare(config: Config, arguments: "ServerArgs") -> Geometry:
     """Refuse what cannot be served, before anything is loaded, and set the arguments that kvfold needs."""
     refuse(arguments)
     device = arguments.device or default_device()
-    arguments.page_size = arguments.page_size or PAGE_SIZE.get(device, ALIGNMENT)
+    arguments.page_size = arguments.page_size or (GPU_PAGE_SIZE if device == "cuda" else ALIGNMENT)
     groups = attention_groups(arguments)
     if config.recipe.windows and arguments.max_running_requests is None:
         arguments.max_running_requests = RUNNING * groups
