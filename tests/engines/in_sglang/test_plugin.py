@@ -608,9 +608,9 @@ def test_a_rank_of_a_pipeline_packs_its_own_layers(monkeypatch, tmp_path):
     monkeypatch.setenv("KVFOLD_RECIPE", "int4:centre=false")
     monkeypatch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(attn_tp_rank=0, attn_tp_size=1))
     own = partial(rank, str(tmp_path))
-    for start, end, packed, beside in ((0, 3, [2], [0, 1]), (3, 6, [5], [3, 4])):
+    for start, end, packed, local in ((0, 3, [2], [0, 1]), (3, 6, [5], [3, 4])):
         assert list(hooks.plan_of(own(start, end)).layouts) == packed
-        assert hooks.beside_in(own(start, end)) == beside
+        assert hooks.local_layers_in_pool(own(start, end)) == local
     whole = hooks.plan_of(own(0, 6))
     hooks.refuse_idle_ranks(whole, 2)
     with pytest.raises(ValueError, match="--pp-size 3 leaves a rank only layers 0, 1, which are not packed"):

@@ -163,8 +163,9 @@ def prepare(config: Config, arguments: "ServerArgs") -> Geometry:
     hierarchical_cache.prepare(arguments, plan.geometry)
     refuse_drafts(arguments, plan, groups)
     for name in BACKENDS:
-        if (given := getattr(arguments, name)) is not None and not beside(plan.geometry):
-            raise ValueError(f"--{name.replace('_', '-')} {given} does not go together with a packed cache")
+        if (given := getattr(arguments, name)) is not None and not local_layers(plan.geometry):
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag} {given} does not go together with a packed cache: leave it out")
     return plan.geometry
 
 
@@ -193,8 +194,8 @@ def refuse_prefixes(geometry: Geometry, arguments: "ServerArgs", error: Assertio
     )
 
 
-def beside(geometry: Geometry) -> list[int]:
-    """The layers with a cache that is not packed: SGLang's own attention runs there."""
+def local_layers(geometry: Geometry) -> list[int]:
+    """The layers with sliding windows or chunks. They are not packed: SGLang's own attention runs there."""
     return [number for number, layer in enumerate(geometry.layers) if layer.kind in ("sliding", "chunked")]
 
 
@@ -231,8 +232,8 @@ def cell_size(counted: int, sizes: Any, configurator: "KVCacheConfigurator", lay
     """Bytes per token, over all layers. SGLang counts `layers` layers of one size."""
     if configurator.is_draft_worker:
         return counted
-    other = counted // layers * len(beside_in(configurator))
-    return math.ceil(plan_of(configurator).token_bytes + other)
+    local = counted // layers * len(local_layers_in_pool(configurator))
+    return math.ceil(plan_of(configurator).token_bytes + local)
 
 
 def with_drafts(_: None, sizes: Any, configurator: "KVCacheConfigurator") -> None:
@@ -256,10 +257,10 @@ def draft_bytes(configurator: "KVCacheConfigurator") -> int:
     return draft_layers(configurator) * numbers * configurator.model_dtype.itemsize
 
 
-def beside_in(configurator: "KVCacheConfigurator") -> list[int]:
-    """The layers that are not packed, but in one pool with those that are."""
+def local_layers_in_pool(configurator: "KVCacheConfigurator") -> list[int]:
+    """The local layers of this rank, if SGLang keeps them in one pool with full layers."""
     own = range(configurator.layer_info.start_layer, configurator.layer_info.end_layer)
-    return [] if configurator.is_hybrid_swa else [n for n in beside(plan_of(configurator).geometry) if n in own]
+    return [] if configurator.is_hybrid_swa else [n for n in local_layers(plan_of(configurator).geometry) if n in own]
 
 
 def build_pool(build: Callable[..., "KVCache"], configurator: "KVCacheConfigurator", **options: Any) -> "KVCache":
@@ -268,7 +269,7 @@ def build_pool(build: Callable[..., "KVCache"], configurator: "KVCacheConfigurat
     if configurator.is_draft_worker:  # its cache stays in 16 bits
         return build(configurator, **options)
     plan, stock = plan_of(configurator), options["mha_pool_class"]
-    packed = partial(PackedPool, plan, shadows_of(plan), beside_in(configurator), stock)
+    packed = partial(PackedPool, plan, shadows_of(plan), local_layers_in_pool(configurator), stock)
 
     def choose(*size: int, **given: Any) -> "KVCache":
         return (stock if given.get("allocation_label") == "SWA" else packed)(*size, **given)
@@ -292,7 +293,7 @@ def verify(result: Any, configurator: "KVCacheConfigurator", **_: Any) -> None:
     counted = sizes._full_per_token * sizes._full_layers_num if full else sizes._cell_size
     if math.ceil(counted) != math.ceil(takes):
         raise ValueError(f"kvfold: SGLang counts {counted:g} bytes for a token, and it takes {takes:g}")
-    if (own := packed.beside or getattr(result.token_to_kv_pool, "swa_kv_pool", None)) is not None:
+    if (own := packed.local_pool or getattr(result.token_to_kv_pool, "swa_kv_pool", None)) is not None:
         token_bytes = sum(own.get_kv_size_bytes()) / (own.size + own.page_size)
         logger.info(
             f"kvfold: {own.layer_num} layers in SGLang's own pool: {token_bytes:,.0f} bytes per token, for "
@@ -311,7 +312,7 @@ def build_backend(
         return build(model_runner=model_runner, **options)
     refuse_prefill_graphs()
     packed = packed_backend(model_runner)
-    if not beside(packed.served.plan.geometry):
+    if not local_layers(packed.served.plan.geometry):
         return packed
     return MixedBackend(packed, build(model_runner=model_runner, **options))
 
