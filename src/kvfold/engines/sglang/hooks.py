@@ -183,7 +183,9 @@ def refuse_idle_ranks(plan: Plan, ranks: int) -> None:
     for rank in range(ranks):
         layers = range(*get_pp_indices(len(plan.geometry.layers), rank, ranks))
         if plan.codecs.keys().isdisjoint(layers):
-            raise ValueError(f"--pp-size {ranks} leaves a rank only layers {listed(layers)}, which are not packed")
+            raise ValueError(
+                f"--pp-size {ranks} leaves a rank only layers {listed(layers)}, which are not packed: use fewer ranks"
+            )
 
 
 @aborting
@@ -208,12 +210,12 @@ def refuse(arguments: "ServerArgs") -> None:
         flag = f"--{name.replace('_', '-')}"
         if hasattr(arguments, name):
             if (given := getattr(arguments, name)) not in values:
-                raise ValueError(f"{flag} {given} does not go together with a packed cache")
+                raise ValueError(f"{flag} {given} does not go together with a packed cache: leave it out")
         elif name not in SINCE or Version(version("sglang")) >= Version(SINCE[name]):
             raise missing(f"{flag}, which kvfold has to check")
     for name in VARIABLES:
         if hasattr(envs, name) and getattr(envs, name).get():
-            raise ValueError(f"{name} does not go together with a packed cache")
+            raise ValueError(f"{name} does not go together with a packed cache: unset it")
 
 
 def page_budget(available: int, configurator: "KVCacheConfigurator", *_: Any) -> int:
