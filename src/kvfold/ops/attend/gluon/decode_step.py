@@ -44,6 +44,8 @@ def unsupported(layout: PageLayout, ratio: int) -> str | None:
     for side, slot in (("keys", layout.key), ("values", layout.value)):
         if reason := check(slot, side):
             return f"{side} {reason}"
+        if slot.dims not in (64, 128, 256):
+            return f"{side} have {slot.dims} coordinates, not 64, 128 or 256"
     if layout.key.dims != layout.value.dims:
         return f"keys have {layout.key.dims} coordinates and values {layout.value.dims}, not equally many"
     if layout.page_size % 16:
@@ -81,8 +83,6 @@ def _no_integers(slot: SlotLayout, side: str) -> str | None:
         return "are not affine integers of 2, 4 or 8 bits"
     if len(slot.segments) > 2:
         return f"have {len(slot.segments)} groups, not 1 or 2"
-    if slot.dims not in (64, 128, 256):
-        return f"have {slot.dims} coordinates, not 64, 128 or 256"
     return None
 
 
@@ -94,8 +94,6 @@ def _no_codebooks(slot: SlotLayout, side: str) -> str | None:
         return f"have codes of {many[0].bits} bits, not 1 to {levels.MAX_BITS}"
     if odd := [segment for segment in slot.segments if segment.dims not in (32, 64, 128, 256)]:
         return f"have a segment of {odd[0].dims} coordinates, not 32, 64, 128 or 256"
-    if slot.dims not in (64, 128, 256):
-        return f"have {slot.dims} coordinates, not 64, 128 or 256"
     if side == "values" and len(slot.segments) > 1:
         return f"have {len(slot.segments)} segments, not one"
     return None
