@@ -29,7 +29,7 @@ from kvfold.ops.sizes import ceil_div, power_of_two
 from kvfold.ops.store.store_gpu import pack, store
 from kvfold.transforms import Hadamard
 
-MAX_SPLITS = 256
+MAX_CTAS = 256  # that share the tokens of a sequence, per KV head
 QUERIES = 16  # of a sequence in a step, at most
 # Per CTA. Before its first tile, a CTA with several queries works as long as for four tiles. So if it has few tiles,
 # half as many CTAs are faster.
@@ -218,7 +218,7 @@ def _attend(
 
 def _splits(heads: int, tiles: int, warps: int, device: torch.device) -> int:
     """Over how many CTAs the tokens of a sequence are split, per KV head, so that all CTAs run at once."""
-    return max(1, min(warps * sms(device) // heads, tiles, MAX_SPLITS))
+    return max(1, min(warps * sms(device) // heads, tiles, MAX_CTAS))
 
 
 @lru_cache
