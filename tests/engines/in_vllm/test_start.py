@@ -208,7 +208,7 @@ def test_packed_layers_of_unequal_size_beside_others_are_refused(config):
     changed = of_model(config, fields, get_layers_start_end_indices=lambda _: (0, 6))
     changed.additional_config = {"kvfold": {"recipe": "int4:centre=false,skip=2"}}
     with pytest.raises(
-        ValueError, match="with sliding layers, vLLM needs packed layers of one size, and those of int4"
+        ValueError, match=r"with sliding layers, vLLM needs packed layers of one size, .* differ: leave out skip"
     ):
         plan.make_plan(changed)
 
@@ -331,6 +331,10 @@ def test_memory_is_taken_once_however_often_an_engine_is_made(config, monkeypatc
     assert changed.cache_config.kv_cache_memory_bytes == left
     engine.Engine(changed)
     assert changed.cache_config.kv_cache_memory_bytes == left
+    changed.cache_config = copy.copy(config.cache_config)
+    changed.cache_config.kv_cache_memory_bytes = 2**20
+    with pytest.raises(ValueError, match=r"leave nothing .*: lower --max-num-seqs, or raise --kv-cache-memory"):
+        engine.Engine(changed)
 
 
 # What vLLM loads
