@@ -3,6 +3,7 @@
 import pytest
 import torch
 from batch_invariance import batch_invariant
+from page_views import key_views, value_views
 from recorded_graphs import KERNELS
 from transformers import (
     DynamicCache,
@@ -200,8 +201,8 @@ def test_same_keys_and_values_give_the_same_bytes_and_reads(recipe):
         live = [
             view[page, :, offset % view.shape[2]][: full if slot.per_page else 75]
             for slot, both in (
-                (pages.key.layout, pages.layout.key_views(pages.pool)),
-                (pages.value.layout, pages.layout.value_views(pages.pool)),
+                (pages.key.layout, key_views(pages.layout, pages.pool)),
+                (pages.value.layout, value_views(pages.layout, pages.pool)),
             )
             for view in both
         ]
@@ -228,7 +229,7 @@ def live_bytes(packed):
     views = [
         view
         for layout, pool in zip(packed.paged.layouts, packed.paged.pools, strict=True)
-        for view in (*layout.key_views(pool), *layout.value_views(pool))
+        for view in (*key_views(layout, pool), *value_views(layout, pool))
     ]
     return [view[page, :, offset].contiguous().view(torch.uint8) for view in views]
 
