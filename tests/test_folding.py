@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from page_views import value_views
 from tiny_models import HYBRIDS, random_tokens, tiny
 
 from kvfold.artifact import Artifact
@@ -65,7 +66,7 @@ def values(packed: PackedCache, layer: int) -> tuple[torch.Tensor, torch.Tensor]
     """Codes of 2 bits and metadata of all values of a layer, by page."""
     layout = packed.paged.layouts[layer]
     pages = packed.paged.pools[layer][packed.paged.tables.pages[0]]
-    codes, meta = layout.value_views(pages)
+    codes, meta = value_views(layout, pages)
     return torch.stack([codes >> shift & 3 for shift in (0, 2, 4, 6)]), meta
 
 

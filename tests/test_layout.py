@@ -2,6 +2,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from page_views import key_views, value_views
 
 from kvfold.format.layout import (
     PageLayout,
@@ -271,7 +272,7 @@ def test_arrays_of_a_page_are_disjoint_aligned_and_cover_it(layout, pages, heads
     assert pool.shape == (pages, heads, layout.page_bytes)
     assert pool.dtype == torch.uint8
     pool.zero_()
-    views = (*layout.key_views(pool), *layout.value_views(pool))
+    views = (*key_views(layout, pool), *value_views(layout, pool))
     slots = (layout.key, layout.key, layout.value, layout.value)
     for index, (view, slot) in enumerate(zip(views, slots, strict=True)):
         is_meta = index % 2
@@ -313,8 +314,8 @@ def test_order_of_the_arrays_and_of_the_tokens_in_them():
     page = torch.arange(layout.page_bytes, dtype=torch.uint8)
     # K codes 3·12 = 36 -> 48, V codes 3·16 = 48, K metadata 3·4 = 12 -> 16, V metadata 12 -> 16
     assert layout.page_bytes == 128
-    k_codes, k_meta = layout.key_views(page)
-    v_codes, v_meta = layout.value_views(page)
+    k_codes, k_meta = key_views(layout, page)
+    v_codes, v_meta = value_views(layout, page)
     assert k_codes.tolist() == [list(range(12)), list(range(12, 24)), list(range(24, 36))]
     assert v_codes.tolist() == [list(range(48, 64)), list(range(64, 80)), list(range(80, 96))]
     assert k_meta.view(torch.uint8).tolist() == [list(range(start, start + 4)) for start in (96, 100, 104)]
@@ -325,33 +326,15 @@ def test_views_alias_the_pool():
     layout = PageLayout(affine_slot(128, 4, 64), affine_slot(128, 2), 16)
     pool = layout.allocate(3, 2)
     pool.fill_(0xFF)
-    codes, meta = layout.value_views(pool)
-    codes[2, 1, 5] = 7
-    meta[2, 1, 5] = 1.0
+    _, ((codes,), (meta,)) = ((views.codes, views.meta) for views in layout.views(pool, together=False))
+    codes[2, 5, 1] = 7
+    meta[2, 5, 1] = 1.0
     changed = (pool != 0xFF).nonzero()
     assert changed[:, :2].unique(dim=0).tolist() == [[2, 1]]
     # V codes follow 16·64 bytes of K codes; V metadata follows 16·32 bytes of V codes and 16·8 of K metadata
     v_codes, v_meta = 1024 + 5 * 32, 1024 + 512 + 128 + 5 * 4
     assert changed[:, 2].tolist() == [*range(v_codes, v_codes + 32), *range(v_meta, v_meta + 4)]
     assert pool[2, 1, v_meta : v_meta + 4].tolist() == [0x00, 0x3C, 0x00, 0x3C]  # float16 1.0, little endian
-
-
-def test_views_of_gathered_and_transposed_pages():
-    layout = PageLayout(affine_slot(64, 4), affine_slot(64, 4), 4)
-    pool = layout.allocate(5, 3).random_(generator=torch.Generator().manual_seed(0))
-    table = torch.tensor([[4, 0], [2, 2]])
-    gathered = pool[table].transpose(1, 2)  # [2, heads, 2, page_bytes]
-    codes, meta = layout.key_views(gathered)
-    assert codes.shape == (2, 3, 2, 4, 32)
-    assert meta.shape == (2, 3, 2, 4, 2)
-    for row in range(2):
-        for i, page in enumerate(table[row].tolist()):
-            for head in range(3):
-                bytes_ = pool[page, head].tolist()
-                for token in range(4):
-                    assert codes[row, head, i, token].tolist() == bytes_[32 * token : 32 * token + 32]
-                    found = meta[row, head, i, token].contiguous().view(torch.uint8).tolist()
-                    assert found == bytes_[256 + 4 * token : 256 + 4 * token + 4]
 
 
 @settings(deadline=None, derandomize=True, max_examples=100)
@@ -362,7 +345,7 @@ def test_sides_are_the_same_bytes_as_keys_and_values(layout, alike, together):
     if alike:
         layout = PageLayout(layout.key, layout.key, layout.page_size)
     pool = layout.allocate(3, 2).random_(generator=torch.Generator().manual_seed(1))
-    views = (layout.key_views(pool), layout.value_views(pool))
+    views = (key_views(layout, pool), value_views(layout, pool))
     parts = layout.views(pool, together)
     assert [side for sides, _, _ in parts for side in range(2)[sides]] == [0, 1]
     assert len(parts) == (1 if together else 2)
@@ -379,9 +362,9 @@ def test_sides_are_the_same_bytes_as_keys_and_values(layout, alike, together):
 def test_an_empty_pool_has_views():
     for slot in (affine_slot(64, 2), raw_slot(64)):
         layout = PageLayout(slot, slot, 16)
-        codes, meta = layout.key_views(layout.allocate(0, 2))
-        assert codes.shape == (0, 2, 16, slot.code_bytes)
-        assert meta.shape == (0, 2, 16, slot.meta_bytes // 2)
+        for _, (codes,), (meta,) in layout.views(layout.allocate(0, 2), together=False):
+            assert codes.shape == (0, 16, 2, 1, slot.code_bytes)
+            assert meta.shape == (0, 16, 2, 1, slot.meta_bytes // 2)
 
 
 @settings(deadline=None, derandomize=True, max_examples=100)

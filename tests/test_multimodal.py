@@ -155,11 +155,12 @@ def test_what_images_need_is_refused_where_it_is_missing():
     """In Gemma 3, tokens of an image see each other."""
     model = make("Gemma3")
     prompt, made = image_prompt("Gemma3", model.config), kvfold.calibrate(model, random_tokens(60), 60)
-    cache = kvfold.cache(model, "int4", made)
     with torch.no_grad():
-        model(random_tokens(10)[None], past_key_values=cache)
-        with pytest.raises(ValueError, match=r"only in the first step: .* images at the beginning of the prompt"):
-            model(**prompt, past_key_values=cache)
+        for earlier in (10, 30):  # 30: as many as in the prompt
+            model(random_tokens(earlier)[None], past_key_values=(cache := kvfold.cache(model, "int4", made)))
+            with pytest.raises(ValueError, match=r"only in the first step: .* images at the beginning of the prompt"):
+                model(**prompt, past_key_values=cache)
+            assert {layer.get_seq_length() for layer in cache.layers} == {0}  # sliding layers cannot take a step back
         with pytest.raises(ValueError, match="kivi-2 quantizes whole pages, which tokens of an image cannot read"):
             model(**prompt, past_key_values=kvfold.cache(model, "kivi-2", made))
 

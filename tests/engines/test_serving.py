@@ -124,6 +124,7 @@ def test_the_report_names_the_kernels_of_a_gpu():
     ("recipe", "model", "reason"),
     [
         ("int4", {}, "needs an artifact of the model: run `kvfold calibrate MODEL --recipe int4 --out DIR`, or use"),
+        ("fold", {}, "^fold needs an artifact of the model: run `kvfold tune MODEL --bits 3 --out DIR`$"),
         ("kivi-2", {}, r"kivi-2 is for evaluation, .* \(whole pages .*\): serve fold4, fold3 or fold2"),
         ("int4:centre=false,skip=7", {}, "layer 7 cannot be skipped: the packed layers are 0, 1"),
         ("int4:centre=false", {"kv_lora_rank": 512}, "MLA"),

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from batch_invariance import batch_invariant
+from page_views import key_views, value_views
 from recorded_graphs import KERNELS
 from transformers import (
     DynamicCache,
@@ -200,8 +201,8 @@ def test_same_keys_and_values_give_the_same_bytes_and_reads(recipe):
         live = [
             view[page, :, offset % view.shape[2]][: full if slot.per_page else 75]
             for slot, both in (
-                (pages.key.layout, pages.layout.key_views(pages.pool)),
-                (pages.value.layout, pages.layout.value_views(pages.pool)),
+                (pages.key.layout, key_views(pages.layout, pages.pool)),
+                (pages.value.layout, value_views(pages.layout, pages.pool)),
             )
             for view in both
         ]
@@ -228,7 +229,7 @@ def live_bytes(packed):
     views = [
         view
         for layout, pool in zip(packed.paged.layouts, packed.paged.pools, strict=True)
-        for view in (*layout.key_views(pool), *layout.value_views(pool))
+        for view in (*key_views(layout, pool), *value_views(layout, pool))
     ]
     return [view[page, :, offset].contiguous().view(torch.uint8) for view in views]
 
@@ -441,6 +442,9 @@ def test_refusals():
         model(tokens, attention_mask=torch.zeros(2, 1, 12, 12), past_key_values=packed)
     with torch.no_grad():
         model(tokens, past_key_values=packed)
+    with pytest.raises(ValueError, match=r"four dimensions .* only in the first step"), torch.no_grad():
+        model(tokens, attention_mask=torch.ones(2, 1, 12, 24, dtype=torch.bool), past_key_values=packed)
+    assert packed.get_seq_length() == 12
     hole = torch.ones(2, 13, dtype=torch.long)
     hole[1, :4] = 0  # tokens that the cache already holds
     with pytest.raises(ValueError, match="left"), torch.no_grad():

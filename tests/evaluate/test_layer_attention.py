@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from page_views import key_views
 from tiny_models import random_tokens, tiny
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -201,7 +202,7 @@ def test_centred_and_fitted_recipes_are_read_as_the_cache_reads_them(model, stat
             model(random_tokens(TOKENS).unsqueeze(0), past_key_values=packed)
         q, k = states[0]  # of the first layer, whose keys do not depend on the cache
         pages = packed.paged.pools[0][packed.paged.tables.pages[0]]  # [pages, kv_heads, page_bytes]
-        codes, meta = packed.paged.layouts[0].key_views(pages)
+        codes, meta = key_views(packed.paged.layouts[0], pages)
         codec = packed.codecs[0][0]
         slots = torch.cat((codes, meta.contiguous().view(torch.uint8)), dim=-1)  # [pages, kv_heads, page_size, bytes]
         stored = codec.decode(slots.transpose(1, 2).flatten(0, 1))[:TOKENS].transpose(0, 1).double().numpy()

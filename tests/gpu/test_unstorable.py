@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from page_views import value_views
 
 if not torch.cuda.is_available():
     pytest.skip(f"kernels for GPUs need one, and torch {torch.__version__} sees none", allow_module_level=True)
@@ -69,7 +70,7 @@ def test_nan_of_one_sequence_changes_no_other(recipe, op, text):
         assert own[HALF].isfinite().all()
         tables = pages.step.table
         assert torch.equal(pool[tables[others]], expected[1][tables[others]])
-        views = pages.layout.value_views(pool)
+        views = value_views(pages.layout, pool)
         for sequence, head in ((POISONED, 0), (HALF, 3)):
             page, offset = divmod(int(locations[sequence]), case.page)
             codes, meta = (x[page, head, offset] for x in views)

@@ -6,6 +6,7 @@ tests/paged/test_cache.py runs both through random histories.
 import numpy as np
 import pytest
 import torch
+from page_views import key_views
 
 from kvfold.ops import naive
 from kvfold.paged import PagedCache
@@ -67,7 +68,7 @@ def test_kitty_boosts_the_strongest_channels_of_each_page_and_head(boost, booste
     cache, new, k, v = filled(f"kitty-2:sink=0,recent=0,boost={boost}", d, 300)
     pages = cache.pages(0)
     read_k, read_v = (x.double().numpy() for x in naive.read(pages, 0, 299, new))
-    codes, meta = pages.layout.key_views(pages.pool)
+    codes, meta = key_views(pages.layout, pages.pool)
     assert codes.shape[-1] == 16 + boosted // 4
     assert meta.shape[-2:] == (1, 128 + boosted // 2)
     for number, start in enumerate((0, 128)):

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from lloyd_max_error import distortion
 
-from kvfold.quantizers.lloyd_max import distortion, levels
+from kvfold.quantizers.lloyd_max import levels
 from kvfold.recipes import parse
 
 

@@ -179,6 +179,8 @@ def test_two_tiles_are_read_at_once_where_as_many_ctas_fit(bits: int, heads: int
         (KEYS[2], [(96, 4), (32, 2)], "values have a segment of 96 coordinates, not 32, 64, 128 or 256"),
         ([(16, 4), (32, 2), (16, 1)], [(64, 2)], "keys have a segment of 16 coordinates, not 32, 64, 128 or 256"),
         ([(32, 1)] * 8, [(256, 2)], "keys have 8 segments, not at most 6"),
+        ([(64, 4), (32, 2)], [(64, 2), (32, 4)], "keys have 96 coordinates, not 64, 128 or 256"),
+        (KEYS[2], [(128, 4), (64, 2)], "values have 192 coordinates, not 64, 128 or 256"),
     ],
 )
 def test_what_else_is_read_by_triton_and_why(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from even_codecs import even_codecs
+from page_views import key_views, value_views
 from random_layers import fitted
 
 from kvfold.fitted import Fitted
@@ -384,8 +385,8 @@ def test_errors_are_those_of_rounding(recipe, dtype):
     x = twins.extend([12])
     triton.store(twins.got.pages(0), *x.to(DEVICE))
     pool, layout = twins.got.pools[0].cpu()[twins.got.tables.pages[0]], twins.got.layouts[0]
-    for tokens, codec, views in zip(x, case.codecs, (layout.key_views, layout.value_views), strict=True):
-        codes, meta = (array.transpose(1, 2).flatten(0, 1) for array in views(pool))  # [tokens, kv_heads, …]
+    for tokens, codec, views in zip(x, case.codecs, (key_views, value_views), strict=True):
+        codes, meta = (array.transpose(1, 2).flatten(0, 1) for array in views(layout, pool))  # [tokens, kv_heads, …]
         y = transformed(tokens, codec)
         for segment, part_codes, part_meta in codec.layout.split(codes, meta):
             part = y[..., segment.start : segment.stop]
@@ -437,8 +438,8 @@ def decoded(cache: PagedCache) -> list[torch.Tensor]:
     """The three tokens of a cache with a page of four, as they are read."""
     layout, pool = cache.layouts[0], cache.pools[0].cpu()[cache.tables.pages[0]]
     return [
-        codec.to("cpu").dequantize(*(array[:, :, :3] for array in views(pool)))
-        for codec, views in zip(cache.codecs[0], (layout.key_views, layout.value_views), strict=True)
+        codec.to("cpu").dequantize(*(array[:, :, :3] for array in views(layout, pool)))
+        for codec, views in zip(cache.codecs[0], (key_views, value_views), strict=True)
     ]
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from even_codecs import even_codecs
+from page_views import value_views
 from test_attend import World, codecs
 from test_store import DEVICE, Case, Plain, Twins, places, plain, store_of
 from torch import Tensor
@@ -200,7 +201,7 @@ def test_what_only_the_copy_cannot_hold_is_zero_in_both(implementation):
     assert (new[0][2, 1, :7] != 0).all()
     shadow = int(twins.got.step.shadow_of[page])
     assert (twins.got.pages(0).shadow_sides[1][shadow, 1, place] == 0).all()
-    _, meta = twins.got.layouts[0].value_views(twins.got.pools[0])
+    _, meta = value_views(twins.got.layouts[0], twins.got.pools[0])
     assert (meta[page, 1, place] == 0).all()
     assert (meta[page, 0, place, 0] != 0).all()
 

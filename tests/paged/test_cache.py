@@ -14,6 +14,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from page_views import key_views, value_views
 from random_layers import random_layer
 
 from kvfold.fitted import Fitted
@@ -455,8 +456,8 @@ class World:
             )
             unfilled = dead.any(dim=2, keepdim=True)
             for slot, (codes, meta) in (
-                (layout.key, layout.key_views(pool)),
-                (layout.value, layout.value_views(pool)),
+                (layout.key, key_views(layout, pool)),
+                (layout.value, value_views(layout, pool)),
             ):
                 of_codes, of_meta = (unfilled.expand_as(dead), unfilled) if slot.per_page else (dead, dead)
                 codes[of_codes] = 0xFF
@@ -739,7 +740,7 @@ def test_a_page_is_quantized_when_it_fills_and_not_before():
     for count, (token,) in enumerate(tokens.split(1), start=1):
         feed(setup, cache, token[None])
         for layer in range(LAYERS):
-            codes, meta = cache.layouts[layer].key_views(cache.pools[layer])
+            codes, meta = key_views(cache.layouts[layer], cache.pools[layer])
             for number, page in enumerate(cache.tables.pages[0]):
                 untouched = (codes[page] == 0xFF).all() and (meta[page].view(torch.int16) == -1).all()
                 assert untouched == (count < 4 * (number + 1))
@@ -755,7 +756,9 @@ def test_the_sink_does_not_widen_the_ranges_of_its_page(recipe):
     for some in (tokens, larger):
         cache = make_cache(setup, 1)
         feed(setup, cache, some)
-        pools.append([views for layer in range(LAYERS) for views in cache.layouts[layer].key_views(cache.pools[layer])])
+        pools.append(
+            [views for layer in range(LAYERS) for views in key_views(cache.layouts[layer], cache.pools[layer])]
+        )
         used = torch.tensor(cache.tables.pages[0][setup.windows.sink // 4 :])
     for mine, theirs in zip(*pools, strict=True):
         assert same_bits(mine[used], theirs[used])
@@ -785,7 +788,7 @@ def live_bytes(cache: PagedCache, layer: int, row: int) -> list[bytes]:
         page = cache.tables.pages[row][token // size]
         views = [
             view
-            for slot, both in ((layout.key, layout.key_views(pool)), (layout.value, layout.value_views(pool)))
+            for slot, both in ((layout.key, key_views(layout, pool)), (layout.value, value_views(layout, pool)))
             for view in both
             if not slot.per_page or token < length // size * size
         ]

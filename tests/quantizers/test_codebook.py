@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from lloyd_max_error import distortion
 
 from kvfold.quantizers import codebook
-from kvfold.quantizers.lloyd_max import distortion, levels
+from kvfold.quantizers.lloyd_max import levels
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:

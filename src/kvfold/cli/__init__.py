@@ -39,7 +39,7 @@ START = """\
   kvfold doctor                        what this machine can do
   kvfold demo                          what 4, 3 and 2 bits gain and cost
   kvfold plan Qwen3-8B --memory 80GiB  how many tokens and requests fit
-  kvfold check Qwen/Qwen3-8B           whether the model loses anything
+  kvfold check Qwen/Qwen3-8B           whether the model loses too much
   kvfold serve Qwen/Qwen3-8B           the OpenAI API, with a 4-bit cache
 
 All commands: [bold]kvfold --help[/]. One of them: [bold]kvfold serve --help[/].
@@ -47,7 +47,7 @@ They complete in your shell after [bold]kvfold --install-completion[/]."""
 UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]  # of typer's click, which has no public name
 
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode="markdown")
-bench = typer.Typer(help="Benchmarks: speeds as ratios, measured in one run.")
+bench = typer.Typer(help="Benchmarks of kernels, steps and servers.\n\nExample: `kvfold bench kernels --explain`")
 app.add_typer(bench, name="bench")
 
 

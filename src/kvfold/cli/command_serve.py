@@ -38,7 +38,8 @@ def serve(
     given, artifact = artifact, artifact or carried_folder(model, [recipe])
     check(model, [parsed], artifact=kvfold.Artifact.load(artifact) if artifact else None, served=True)
     with TemporaryDirectory(prefix="kvfold-metrics-") as metrics:
-        # Every process writes its counts here. /metrics adds them up. prometheus_client reads the variable on import.
+        # Every process writes its counts here, and /metrics reads all of them. prometheus_client reads the variable on
+        # import.
         os.environ.setdefault("PROMETHEUS_MULTIPROC_DIR", metrics)
         try:
             server = import_module(f"kvfold.engines.{engine}.serve_{engine}")

@@ -99,8 +99,8 @@ class Plan:
             artifact.metadata.model.check_files(model, weights)
         elif recipe.centre or recipe.learns:
             raise ValueError(
-                f"{recipe} needs an artifact of the model: run `kvfold calibrate MODEL --recipe {recipe.fitted_as} "
-                "--out DIR`" + ("" if recipe.learns else ", or use centre=false")
+                f"{recipe} needs an artifact of the model: run `{recipe.fitted_by}`"
+                + ("" if recipe.learns else ", or use centre=false")
             )
         Fitted.of(recipe, geometry, artifact).check_served()
         checked = _checked(config, artifact)

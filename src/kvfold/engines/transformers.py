@@ -227,31 +227,35 @@ class PackedCache(Cache):
         `again`: the queries are those of another layer, which reads the tokens that this one has packed.
         """
         n, padding, number = q.shape[2], mask, self.geometry.packed.index(layer)
-        if mask is not None and mask.ndim == 4:
-            self._check(mask, n)
-            padding = mask.any(dim=2).squeeze(1)
-        if number == 0 and not self.begun and not again:
-            self.begin(q.shape[0], n, padding)
-        assert self.paged is not None
-        self.begun = 0
-        states, out = [x.transpose(1, 2) for x in (q, k, v)], q.new_empty(q.shape[0], n, q.shape[1], v.shape[-1])
+        begins = number == 0 and not self.begun and not again
+        earlier = self.tokens if begins else self.tokens - n
+        out = q.new_empty(q.shape[0], n, q.shape[1], v.shape[-1])
         try:
+            if mask is not None and mask.ndim == 4:
+                self._check(mask, earlier)
+                padding = mask.any(dim=2).squeeze(1)
+            if begins:
+                self.begin(q.shape[0], n, padding)
+            assert self.paged is not None
+            self.begun = 0
+            queries, keys, values = (x.transpose(1, 2) for x in (q, k, v))
             if again:
-                self.paged.read(number, states[0], logits, out)
+                self.paged.read(number, queries, logits, out)
             else:
-                self.paged.attend(number, states[0], states[1], states[2], logits, out)
+                self.paged.attend(number, queries, keys, values, logits, out)
+            if mask is not None and mask is not padding:
+                codecs, windows = self.codecs[layer], self.recipe.windows
+                out = attend_masked(q, k, v, mask, logits, codecs, windows, self.raw_dtype).to(q.dtype)
         except Exception:
             # A step that fails leaves no tokens behind. Other layers cannot take it back, so all tokens go with it.
-            self.crop(-n) if all(type(own) is PackedLayer for own in self.layers) else self.reset()
+            packed = all(type(own) is PackedLayer for own in self.layers)
+            self.crop(earlier - self.tokens) if packed else self.reset()
             raise
-        if mask is None or mask is padding:
-            return out
-        codecs, windows = self.codecs[layer], self.recipe.windows
-        return attend_masked(q, k, v, mask, logits, codecs, windows, self.raw_dtype).to(q.dtype)
+        return out
 
-    def _check(self, mask: Tensor, n: int) -> None:
-        """Refuse a mask of four dimensions that `attend_masked` does not take."""
-        if mask.dtype != torch.bool or self.tokens not in (0, n):
+    def _check(self, mask: Tensor, earlier: int) -> None:
+        """Refuse a mask of four dimensions that `attend_masked` does not take, after `earlier` tokens."""
+        if mask.dtype != torch.bool or earlier:
             raise ValueError(
                 "a packed cache takes a mask of four dimensions only if it is boolean, and only in the first step: "
                 "pass attention_mask [batch, tokens], and images at the beginning of the prompt"

@@ -383,17 +383,6 @@ class PageLayout:
         k, v = shadows.split([self.page_size * slot.dims for slot in (self.key, self.value)], dim=-1)
         return k.unflatten(-1, (self.page_size, -1)), v.unflatten(-1, (self.page_size, -1))
 
-    def key_views(self, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """Pages uint8[..., page_bytes] -> views of their K codes uint8[..., page_size, code_bytes] and K metadata
-        float16[..., page_size or 1, entries]. For slots that are one array of a page."""
-        (codes,), (meta,) = self._arrays(pages, 0)
-        return codes, meta
-
-    def value_views(self, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """The same for values."""
-        (codes,), (meta,) = self._arrays(pages, 1)
-        return codes, meta
-
     def views(self, pool: Tensor, together: bool) -> list[Views]:
         """The views of a pool uint8[pages, kv_heads, page_bytes].
 

@@ -26,14 +26,6 @@ def levels(bits: int) -> tuple[float, ...]:
     return (*below.tolist(), *(-below[::-1]).tolist())
 
 
-@lru_cache
-def distortion(bits: int) -> float:
-    """The mean squared error on N(0, 1). It is 1 − E[x̂²], because every level is the mean of its cell."""
-    below = np.array(levels(bits)[: 2 ** (bits - 1)])
-    mass, mean = _cells(below)
-    return float(1 - 2 * mass @ mean**2)
-
-
 def boundaries(bits: int) -> Tensor:
     """The midpoints between neighbouring levels, float32[2^bits − 1]."""
     table = torch.tensor(levels(bits), dtype=torch.float64)

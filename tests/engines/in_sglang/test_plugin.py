@@ -114,8 +114,8 @@ def test_shadow_pages_come_off_the_budget_first(artifact):
         ("int5", {}, "unknown recipe 'int5'"),
         ("kivi-2", {}, "kivi-2 is for evaluation, as no kernel stores it"),
         ("oscar-int2:group=32", {}, "the artifact was not calibrated for oscar-int2:group=32"),
-        ("int4", {"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype fp8_e4m3 does not go together"),
-        ("int4", {"attention_backend": "torch_native"}, "--attention-backend torch_native does not go together"),
+        ("int4", {"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype fp8_e4m3 does not go together .*: leave it out"),
+        ("int4", {"attention_backend": "torch_native"}, "--attention-backend torch_native .*: leave it out"),
         ("int4", {"speculative_algorithm": "NGRAM"}, "form a tree: add --speculative-ngram-max-bfs-breadth 1"),
         ("int4", {"hicache_storage_backend": "nixl"}, "--hicache-storage-backend nixl does not go together"),
         ("int4", {"disaggregation_mode": "prefill"}, "--disaggregation-mode prefill does not go together"),
@@ -150,7 +150,7 @@ ALLOWED = {name: values[0] for name, values in hooks.PLAIN.items()}
 @pytest.mark.parametrize("flag", sorted(hooks.PLAIN.keys() - {"enable_hierarchical_cache"}))
 def test_flags_that_are_refused_are_named(flag):
     hooks.refuse(SimpleNamespace(**ALLOWED))
-    with pytest.raises(ValueError, match=f"^--{flag.replace('_', '-')} another does not go together"):
+    with pytest.raises(ValueError, match=f"^--{flag.replace('_', '-')} another does not go together .*: leave it out$"):
         hooks.refuse(SimpleNamespace(**ALLOWED | {flag: "another"}))
 
 
@@ -181,8 +181,18 @@ def test_variables_that_are_refused_are_named(name, monkeypatch):
     monkeypatch.setenv(name, "1")
     if not hasattr(envs, name):
         pytest.skip(f"this SGLang has no {name}")
-    with pytest.raises(ValueError, match=f"{name} does not go together"):
+    with pytest.raises(ValueError, match=f"{name} does not go together .*: unset it$"):
         hooks.refuse(SimpleNamespace(**ALLOWED))
+
+
+@pytest.mark.parametrize(
+    ("version", "warns"), [("0.5.9", True), (hooks.OLDEST, False), (hooks.NEWEST, False), ("0.5.99", True)]
+)
+def test_versions_that_kvfold_is_not_made_for_are_warned_of(version, warns, monkeypatch, caplog):
+    monkeypatch.setattr(hooks, "version", lambda _: version)
+    hooks.check_version()
+    warning = f"kvfold is made for SGLang {hooks.OLDEST} to {hooks.NEWEST}, and this is {version}"
+    assert caplog.messages == ([warning] if warns else [])
 
 
 # Failures
@@ -598,12 +608,12 @@ def test_a_rank_of_a_pipeline_packs_its_own_layers(monkeypatch, tmp_path):
     monkeypatch.setenv("KVFOLD_RECIPE", "int4:centre=false")
     monkeypatch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(attn_tp_rank=0, attn_tp_size=1))
     own = partial(rank, str(tmp_path))
-    for start, end, packed, beside in ((0, 3, [2], [0, 1]), (3, 6, [5], [3, 4])):
+    for start, end, packed, local in ((0, 3, [2], [0, 1]), (3, 6, [5], [3, 4])):
         assert list(hooks.plan_of(own(start, end)).layouts) == packed
-        assert hooks.beside_in(own(start, end)) == beside
+        assert hooks.local_layers_in_pool(own(start, end)) == local
     whole = hooks.plan_of(own(0, 6))
     hooks.refuse_idle_ranks(whole, 2)
-    with pytest.raises(ValueError, match="--pp-size 3 leaves a rank only layers 0, 1, which are not packed"):
+    with pytest.raises(ValueError, match="--pp-size 3 leaves a rank only layers 0, 1, which are not packed: use fewer"):
         hooks.refuse_idle_ranks(whole, 3)
 
 

@@ -208,7 +208,7 @@ def test_packed_layers_of_unequal_size_beside_others_are_refused(config):
     changed = of_model(config, fields, get_layers_start_end_indices=lambda _: (0, 6))
     changed.additional_config = {"kvfold": {"recipe": "int4:centre=false,skip=2"}}
     with pytest.raises(
-        ValueError, match="with sliding layers, vLLM needs packed layers of one size, and those of int4"
+        ValueError, match=r"with sliding layers, vLLM needs packed layers of one size, .* differ: leave out skip"
     ):
         plan.make_plan(changed)
 
@@ -331,6 +331,10 @@ def test_memory_is_taken_once_however_often_an_engine_is_made(config, monkeypatc
     assert changed.cache_config.kv_cache_memory_bytes == left
     engine.Engine(changed)
     assert changed.cache_config.kv_cache_memory_bytes == left
+    changed.cache_config = copy.copy(config.cache_config)
+    changed.cache_config.kv_cache_memory_bytes = 2**20
+    with pytest.raises(ValueError, match=r"leave nothing .*: lower --max-num-seqs, or raise --kv-cache-memory"):
+        engine.Engine(changed)
 
 
 # What vLLM loads
@@ -347,12 +351,20 @@ plugins.plugins_loaded = False
 """
 ASK = MAKE.replace("'float32'", "'float32', additional_config={'kvfold': {'recipe': 'int4'}}")
 GPU = "from vllm.platforms import current_platform; type(current_platform).is_cpu = lambda _: False; "  # a stand-in
+OTHER = "from vllm.v1.attention.backends import registry; "
+OTHER += "registry.register_backend(registry.AttentionBackendEnum.CUSTOM, 'other.Backend'); "  # as another plugin does
 UNUSED = f"""
+from types import SimpleNamespace
 from prometheus_client import REGISTRY
 from vllm.config import set_current_vllm_config
+from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+{OTHER}
 with set_current_vllm_config({MAKE}):
     print(AttentionBackendEnum.CPU_ATTN.get_class().__module__)
+print(AttentionBackendEnum.CUSTOM.get_path())
+selector = SimpleNamespace(use_sparse=False, use_mla=False)
+print(current_platform.get_attn_backend_cls(AttentionBackendEnum.CUSTOM, selector))
 print(*sorted(name for name in sys.modules if name.startswith("kvfold")))
 print(*[metric.name for metric in REGISTRY.collect() if "kvfold" in metric.name])
 """
@@ -366,6 +378,7 @@ ENDS = [  # KVFOLD_RECIPE, what is run, and what the last line names
     ("", MOVED + ASK, "register_backend"),
     ("int4", MOVED + MAKE, "register_backend"),
     ("int5", MAKE, "unknown recipe 'int5'"),
+    ("int4", OTHER + MAKE, "another plugin has the backend CUSTOM, other.Backend: set VLLM_PLUGINS=kvfold"),
     ("", GPU + ASK.replace("dtype", "attention_backend='FLASH_ATTN', dtype"), "--attention-backend FLASH_ATTN"),
     ("", GPU + ASK.replace("dtype", f"attention_config={PER_KIND}, dtype"), "--attention-backend TRITON_ATTN"),
 ]
@@ -386,9 +399,11 @@ def starts() -> list[Ended]:
     return forked(IMPORTS, [*(({}, code) for code in others), *ends, ({"VLLM_PLUGINS": ""}, SERVE)])
 
 
-def test_nothing_of_kvfold_is_loaded_where_nothing_asks_for_it(starts):
+def test_nothing_changes_where_nothing_asks_for_kvfold(starts):
     assert starts[0].printed.splitlines() == [
         "vllm.v1.attention.backends.cpu_attn",
+        "other.Backend",
+        "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend",
         "kvfold kvfold.engines kvfold.engines.start kvfold.engines.vllm kvfold.engines.vllm.configuration "
         "kvfold.engines.vllm.plugin",
         "",

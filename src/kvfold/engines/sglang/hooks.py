@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 Source = tuple[str, bool, str | None, str]
 
-PAGE_SIZE = {"cuda": 64, "cpu": 16}
-OLDEST, NEWEST = "0.5.17", "0.5.23"  # versions of SGLang that kvfold is tested with
+GPU_PAGE_SIZE = 64  # by default
+OLDEST, NEWEST = "0.5.17", "0.5.23"  # versions of SGLang that kvfold is made for
 # Attention needs the lengths of a prefill step on the host: it runs between the parts of a breakable graph.
 PREFILL_GRAPHS = ("breakable", "disabled")
 PLAIN: dict[str, tuple[Any, ...]] = {  # arguments, and the values that go together with a packed cache
@@ -83,8 +83,7 @@ def install() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.server_args import ServerArgs
 
-    if Version(version("sglang")) > Version(NEWEST):
-        logger.warning("kvfold: SGLang %s is newer than %s, the last one tested", version("sglang"), NEWEST)
+    check_version()
     pools = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
     sizes = "sglang.srt.model_executor.pool_configurator"
     backends = "sglang.srt.model_executor.model_runner_components.attention_backend_setup"
@@ -110,6 +109,12 @@ def install() -> None:
         HookRegistry.register(target, hook, kind)
 
 
+def check_version() -> None:
+    """Warn of an SGLang that kvfold is not made for. If it lacks a hook, `require` refuses it."""
+    if not Version(OLDEST) <= Version(version("sglang")) <= Version(NEWEST):
+        logger.warning("kvfold is made for SGLang %s to %s, and this is %s", OLDEST, NEWEST, version("sglang"))
+
+
 def require(target: str) -> None:
     """Refuse an SGLang without `target`, because it would leave out the hook. Before 0.5.16, one function builds the
     pools of all models, which leaves no place for a hook."""
@@ -121,7 +126,7 @@ def require(target: str) -> None:
 
 def missing(what: str) -> ValueError:
     return ValueError(
-        f"SGLang {version('sglang')} has no {what}; kvfold is tested with {OLDEST} to {NEWEST}: "
+        f"SGLang {version('sglang')} has no {what}; kvfold is made for {OLDEST} to {NEWEST}: "
         "pip install 'kvfold[sglang]'"
     )
 
@@ -145,7 +150,7 @@ def prepare(config: Config, arguments: "ServerArgs") -> Geometry:
     """Refuse what cannot be served, before anything is loaded, and set the arguments that kvfold needs."""
     refuse(arguments)
     device = arguments.device or default_device()
-    arguments.page_size = arguments.page_size or PAGE_SIZE.get(device, ALIGNMENT)
+    arguments.page_size = arguments.page_size or (GPU_PAGE_SIZE if device == "cuda" else ALIGNMENT)
     groups = attention_groups(arguments)
     if config.recipe.windows and arguments.max_running_requests is None:
         arguments.max_running_requests = RUNNING * groups
@@ -158,8 +163,9 @@ def prepare(config: Config, arguments: "ServerArgs") -> Geometry:
     hierarchical_cache.prepare(arguments, plan.geometry)
     refuse_drafts(arguments, plan, groups)
     for name in BACKENDS:
-        if (given := getattr(arguments, name)) is not None and not beside(plan.geometry):
-            raise ValueError(f"--{name.replace('_', '-')} {given} does not go together with a packed cache")
+        if (given := getattr(arguments, name)) is not None and not local_layers(plan.geometry):
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag} {given} does not go together with a packed cache: leave it out")
     return plan.geometry
 
 
@@ -177,7 +183,9 @@ def refuse_idle_ranks(plan: Plan, ranks: int) -> None:
     for rank in range(ranks):
         layers = range(*get_pp_indices(len(plan.geometry.layers), rank, ranks))
         if plan.codecs.keys().isdisjoint(layers):
-            raise ValueError(f"--pp-size {ranks} leaves a rank only layers {listed(layers)}, which are not packed")
+            raise ValueError(
+                f"--pp-size {ranks} leaves a rank only layers {listed(layers)}, which are not packed: use fewer ranks"
+            )
 
 
 @aborting
@@ -188,8 +196,8 @@ def refuse_prefixes(geometry: Geometry, arguments: "ServerArgs", error: Assertio
     )
 
 
-def beside(geometry: Geometry) -> list[int]:
-    """The layers with a cache that is not packed: SGLang's own attention runs there."""
+def local_layers(geometry: Geometry) -> list[int]:
+    """The layers with sliding windows or chunks. They are not packed: SGLang's own attention runs there."""
     return [number for number, layer in enumerate(geometry.layers) if layer.kind in ("sliding", "chunked")]
 
 
@@ -202,12 +210,12 @@ def refuse(arguments: "ServerArgs") -> None:
         flag = f"--{name.replace('_', '-')}"
         if hasattr(arguments, name):
             if (given := getattr(arguments, name)) not in values:
-                raise ValueError(f"{flag} {given} does not go together with a packed cache")
+                raise ValueError(f"{flag} {given} does not go together with a packed cache: leave it out")
         elif name not in SINCE or Version(version("sglang")) >= Version(SINCE[name]):
             raise missing(f"{flag}, which kvfold has to check")
     for name in VARIABLES:
         if hasattr(envs, name) and getattr(envs, name).get():
-            raise ValueError(f"{name} does not go together with a packed cache")
+            raise ValueError(f"{name} does not go together with a packed cache: unset it")
 
 
 def page_budget(available: int, configurator: "KVCacheConfigurator", *_: Any) -> int:
@@ -226,8 +234,8 @@ def cell_size(counted: int, sizes: Any, configurator: "KVCacheConfigurator", lay
     """Bytes per token, over all layers. SGLang counts `layers` layers of one size."""
     if configurator.is_draft_worker:
         return counted
-    other = counted // layers * len(beside_in(configurator))
-    return math.ceil(plan_of(configurator).token_bytes + other)
+    local = counted // layers * len(local_layers_in_pool(configurator))
+    return math.ceil(plan_of(configurator).token_bytes + local)
 
 
 def with_drafts(_: None, sizes: Any, configurator: "KVCacheConfigurator") -> None:
@@ -251,10 +259,10 @@ def draft_bytes(configurator: "KVCacheConfigurator") -> int:
     return draft_layers(configurator) * numbers * configurator.model_dtype.itemsize
 
 
-def beside_in(configurator: "KVCacheConfigurator") -> list[int]:
-    """The layers that are not packed, but in one pool with those that are."""
+def local_layers_in_pool(configurator: "KVCacheConfigurator") -> list[int]:
+    """The local layers of this rank, if SGLang keeps them in one pool with full layers."""
     own = range(configurator.layer_info.start_layer, configurator.layer_info.end_layer)
-    return [] if configurator.is_hybrid_swa else [n for n in beside(plan_of(configurator).geometry) if n in own]
+    return [] if configurator.is_hybrid_swa else [n for n in local_layers(plan_of(configurator).geometry) if n in own]
 
 
 def build_pool(build: Callable[..., "KVCache"], configurator: "KVCacheConfigurator", **options: Any) -> "KVCache":
@@ -263,7 +271,7 @@ def build_pool(build: Callable[..., "KVCache"], configurator: "KVCacheConfigurat
     if configurator.is_draft_worker:  # its cache stays in 16 bits
         return build(configurator, **options)
     plan, stock = plan_of(configurator), options["mha_pool_class"]
-    packed = partial(PackedPool, plan, shadows_of(plan), beside_in(configurator), stock)
+    packed = partial(PackedPool, plan, shadows_of(plan), local_layers_in_pool(configurator), stock)
 
     def choose(*size: int, **given: Any) -> "KVCache":
         return (stock if given.get("allocation_label") == "SWA" else packed)(*size, **given)
@@ -287,7 +295,7 @@ def verify(result: Any, configurator: "KVCacheConfigurator", **_: Any) -> None:
     counted = sizes._full_per_token * sizes._full_layers_num if full else sizes._cell_size
     if math.ceil(counted) != math.ceil(takes):
         raise ValueError(f"kvfold: SGLang counts {counted:g} bytes for a token, and it takes {takes:g}")
-    if (own := packed.beside or getattr(result.token_to_kv_pool, "swa_kv_pool", None)) is not None:
+    if (own := packed.local_pool or getattr(result.token_to_kv_pool, "swa_kv_pool", None)) is not None:
         token_bytes = sum(own.get_kv_size_bytes()) / (own.size + own.page_size)
         logger.info(
             f"kvfold: {own.layer_num} layers in SGLang's own pool: {token_bytes:,.0f} bytes per token, for "
@@ -306,7 +314,7 @@ def build_backend(
         return build(model_runner=model_runner, **options)
     refuse_prefill_graphs()
     packed = packed_backend(model_runner)
-    if not beside(packed.served.plan.geometry):
+    if not local_layers(packed.served.plan.geometry):
         return packed
     return MixedBackend(packed, build(model_runner=model_runner, **options))
 

@@ -18,8 +18,8 @@ class PackedPool(KVCache):
     """Pages uint8[pages, kv_heads, page_bytes] per packed layer, and shadow pages for the windows. SGLang decides which
     token lies where. It reads no bytes.
 
-    Some models have sliding layers that SGLang keeps in one pool with the full layers. Then `beside` are the numbers of
-    these sliding layers, and `stock` makes SGLang's own pool for them. Both have the same locations.
+    Some models have local layers, with sliding windows or chunks, that SGLang keeps in one pool with the full layers.
+    Then `local_layers` are their numbers, and `stock` makes SGLang's own pool for them. Both have the same locations.
     """
 
     hicache_write_back_staging = None  # SGLang asks for it
@@ -28,7 +28,7 @@ class PackedPool(KVCache):
         self,
         plan: Plan,
         shadow_pages: int,
-        beside: Sequence[int],
+        local_layers: Sequence[int],
         stock: Callable[..., KVCache],
         size: int,
         *,
@@ -52,11 +52,11 @@ class PackedPool(KVCache):
             self.served.attach(number, pool)
         self.rows = [pools[number].flatten(1) for number in sorted(pools)]  # per packed layer: uint8[pages, bytes]
         self.loaded: list[Tensor] = []  # tokens of pages that came from host memory since the last step
-        self.places = {number: place for place, number in enumerate(beside)}
-        self.beside = None
-        if beside:
+        self.places = {number: place for place, number in enumerate(local_layers)}
+        self.local_pool = None
+        if local_layers:
             own = {"page_size": page_size, "device": device, "enable_memory_saver": enable_memory_saver}
-            self.beside = stock(size, layer_num=len(beside), **own, **options)
+            self.local_pool = stock(size, layer_num=len(local_layers), **own, **options)
         self._finalize_allocation_log(size)
         self.served.announce(pages - 1)
 
@@ -83,37 +83,41 @@ class PackedPool(KVCache):
     @property
     def token_bytes(self) -> float:
         """Bytes per token, over all layers in this pool."""
-        beside = 0 if self.beside is None else sum(self.beside.get_kv_size_bytes()) / (self.size + self.page_size)
-        return self.served.plan.token_bytes + beside
+        return self.served.plan.token_bytes + self.local_bytes / (self.size + self.page_size)
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes of the pool of local layers."""
+        return 0 if self.local_pool is None else sum(self.local_pool.get_kv_size_bytes())
 
     def get_kv_size_bytes(self) -> tuple[int, int]:
         """SGLang adds the two numbers, which are keys and values in its own pools."""
         layers = self.served.layers.values()
         packed = sum(layer.pages.pool.nbytes + layer.pages.shadows.nbytes for layer in layers)
-        return packed, 0 if self.beside is None else sum(self.beside.get_kv_size_bytes())
+        return packed, self.local_bytes
 
-    def _beside(self, layer: int) -> tuple[KVCache, int]:
-        """The pool of a layer that is not packed, and the layer's number in it."""
-        if self.beside is None or layer not in self.places:
+    def _local(self, layer: int) -> tuple[KVCache, int]:
+        """The pool of a local layer, and the layer's number in it."""
+        if self.local_pool is None or layer not in self.places:
             raise NotImplementedError(
                 f"keys and values of layer {layer} are packed: only kvfold's attention backend reads and writes them"
             )
-        return self.beside, self.places[layer]
+        return self.local_pool, self.places[layer]
 
     def get_key_buffer(self, layer_id: int) -> Tensor:
-        pool, place = self._beside(layer_id)
+        pool, place = self._local(layer_id)
         return pool.get_key_buffer(place)
 
     def get_value_buffer(self, layer_id: int) -> Tensor:
-        pool, place = self._beside(layer_id)
+        pool, place = self._local(layer_id)
         return pool.get_value_buffer(place)
 
     def get_kv_buffer(self, layer_id: int) -> tuple[Tensor, Tensor]:
-        pool, place = self._beside(layer_id)
+        pool, place = self._local(layer_id)
         return pool.get_kv_buffer(place)
 
     def set_kv_buffer(self, layer: RadixAttention, *arguments: Any, **options: Any) -> None:
-        pool, place = self._beside(layer.layer_id)
+        pool, place = self._local(layer.layer_id)
         pool.set_kv_buffer(layer, *arguments, **options, layer_id_override=place)
 
     def move_kv_cache(self, tgt_loc: Tensor, src_loc: Tensor) -> None:

@@ -68,7 +68,8 @@ class Engine:
             if cache.kv_cache_memory_bytes <= 0:
                 raise ValueError(
                     f"kvfold: {shadow_pages} shadow pages for the windows of --max-num-seqs {scheduler.max_num_seqs} "
-                    "requests leave nothing of the memory for the cache"
+                    "requests leave nothing of the memory for the cache: lower --max-num-seqs, or raise "
+                    "--kv-cache-memory-bytes"
                 )
         with memory_pool(config, FREED):
             self.served = Served(plan, shadow_pages, logger)
@@ -149,7 +150,10 @@ class Engine:
                     f"of {plan.page_size} tokens"
                 )
             if plan.windows and (caches.cache_hit_alignment_tokens or 0) % tokens:
-                raise ValueError("kvfold: prefix hits would end inside of packed blocks, and shadow pages not follow")
+                raise ValueError(
+                    "kvfold: prefix hits would end inside of packed blocks, and shadow pages not follow: add "
+                    "--no-enable-prefix-caching"
+                )
             self.groups.append(Group(self.served.only(numbers), index, tokens // plan.page_size))
         self.requests = Requests()
         for group in self.groups:
@@ -203,7 +207,8 @@ def check_layers(config: VllmConfig) -> None:
     found = set() if engine is None else {extract_layer_index(name) for name in engine.modules}
     if missing := sorted((set(layers_of(config)) & set(geometry_of(config).packed)) - found):
         raise ValueError(
-            f"kvfold: vLLM gives layers {listed(missing)} to another backend, which would serve them in 16 bits"
+            f"kvfold: vLLM gives layers {listed(missing)} to another backend, which would serve them in 16 bits: serve "
+            "this model with SGLang, or without a recipe"
         )
 
 

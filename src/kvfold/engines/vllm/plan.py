@@ -161,6 +161,6 @@ def make_plan(config: VllmConfig, rank: int = 0, device: torch.device | str = "c
     if others and len({layout.page_bytes for layout in plan.layouts.values()}) > 1:
         raise ValueError(
             f"kvfold: in a model with {' and '.join(sorted(others))} layers, vLLM needs packed layers of one size, and "
-            f"those of {plan.recipe} differ"
+            f"those of {plan.recipe} differ: leave out skip, or use a recipe with given widths, such as fold4"
         )
     return plan

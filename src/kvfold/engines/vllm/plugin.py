@@ -1,5 +1,8 @@
 """The entry point of vLLM's plugins. Nothing changes unless a recipe is asked for.
 
+Whether one is, a process may learn after vLLM has loaded the plugin. So the plugin always takes the backend CUSTOM,
+unless another plugin has it.
+
 KVFOLD_RECIPE asks for one, or `--additional-config '{"kvfold": {"recipe": …, "artifact": …}}'`.
 
 kvfold is vLLM's attention backend CUSTOM. The plugin selects it for layers with full attention. The others keep the
@@ -37,16 +40,17 @@ def register() -> None:
 
 
 def register_backend() -> None:
-    """Make CUSTOM mean kvfold, and check that it is used."""
+    """Make CUSTOM mean kvfold, unless another plugin has it, and check that it is used."""
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends import registry
 
-    registry.register_backend(registry.AttentionBackendEnum.CUSTOM, BACKEND)
+    if not registry.AttentionBackendEnum.CUSTOM.is_overridden():
+        registry.register_backend(registry.AttentionBackendEnum.CUSTOM, BACKEND)
     platform = type(current_platform)
     if not hasattr(platform.update_block_size_for_backend, "__wrapped__"):
         platform.update_block_size_for_backend = classmethod(checked(platform.update_block_size_for_backend))
     if current_platform.is_cpu() and not hasattr(platform.get_attn_backend_cls, "__wrapped__"):
-        platform.get_attn_backend_cls = classmethod(custom(platform.get_attn_backend_cls))
+        platform.get_attn_backend_cls = classmethod(custom_on_cpu(platform.get_attn_backend_cls))
 
 
 def checked(update: Callable[..., None]) -> Callable[..., None]:
@@ -63,12 +67,12 @@ def checked(update: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
-def custom(choose: Callable[..., str]) -> Callable[..., str]:
+def custom_on_cpu(choose: Callable[..., str]) -> Callable[..., str]:
     """Wrap vLLM's choice of a backend on a CPU, which always is its own."""
 
     @wraps(choose)
     def wrapped(_: type, selected_backend: Any, *others: Any, **options: Any) -> str:
-        chosen = getattr(selected_backend, "name", None) == "CUSTOM"
+        chosen = getattr(selected_backend, "name", None) == "CUSTOM" and selected_backend.get_path() == BACKEND
         return BACKEND if chosen else choose(selected_backend, *others, **options)
 
     return wrapped
@@ -93,13 +97,16 @@ def prepare(config: "VllmConfig") -> None:
         return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+    custom = AttentionBackendEnum.CUSTOM
+    if custom.is_overridden() and custom.get_path() != BACKEND:
+        raise ValueError(f"another plugin has the backend CUSTOM, {custom.get_path()}: set VLLM_PLUGINS=kvfold")
     attention = config.attention_config
     per_kind = attention.backend_per_kind
     packing = {attention.backend, *(backend for kind, backend in per_kind.items() if kind not in OTHERS)}
-    if others := packing - {None, AttentionBackendEnum.CUSTOM}:
+    if others := packing - {None, custom}:
         names = ", ".join(sorted(backend.name for backend in others))
         raise ValueError(f"--attention-backend {names} does not read packed pages: leave it out, or name CUSTOM")
-    attention.backend = AttentionBackendEnum.CUSTOM
+    attention.backend = custom
     attention.backend_per_kind = {**dict.fromkeys(OTHERS), **per_kind}  # None: vLLM chooses
     _override_checkpoint(config)
 

@@ -30,7 +30,7 @@ from kvfold.ops.sizes import ceil_div, power_of_two
 from kvfold.ops.store.store_gpu import pack, store
 from kvfold.transforms import Hadamard
 
-MAX_SPLITS = 256
+MAX_CTAS = 256  # that share the tokens of a sequence, per KV head
 QUERIES = 16  # of a sequence in a step, at most
 # Per CTA. Before its first tile, a CTA with several queries works as long as for four tiles. So if it has few tiles,
 # half as many CTAs are faster.
@@ -45,6 +45,8 @@ def unsupported(layout: PageLayout, ratio: int) -> str | None:
     for side, slot in (("keys", layout.key), ("values", layout.value)):
         if reason := check(slot, side):
             return f"{side} {reason}"
+        if slot.dims not in (64, 128, 256):
+            return f"{side} have {slot.dims} coordinates, not 64, 128 or 256"
     if layout.key.dims != layout.value.dims:
         return f"keys have {layout.key.dims} coordinates and values {layout.value.dims}, not equally many"
     if layout.page_size % 16:
@@ -82,8 +84,6 @@ def _no_integers(slot: SlotLayout, side: str) -> str | None:
         return "are not affine integers of 2, 4 or 8 bits"
     if len(slot.segments) > 2:
         return f"have {len(slot.segments)} groups, not 1 or 2"
-    if slot.dims not in (64, 128, 256):
-        return f"have {slot.dims} coordinates, not 64, 128 or 256"
     return None
 
 
@@ -95,8 +95,6 @@ def _no_codebooks(slot: SlotLayout, side: str) -> str | None:
         return f"have codes of {many[0].bits} bits, not 1 to {levels.MAX_BITS}"
     if odd := [segment for segment in slot.segments if segment.dims not in (32, 64, 128, 256)]:
         return f"have a segment of {odd[0].dims} coordinates, not 32, 64, 128 or 256"
-    if slot.dims not in (64, 128, 256):
-        return f"have {slot.dims} coordinates, not 64, 128 or 256"
     if side == "values" and len(slot.segments) > 1:
         return f"have {len(slot.segments)} segments, not one"
     return None
@@ -226,7 +224,7 @@ def _attend(
 
 def _splits(heads: int, tiles: int, warps: int, device: torch.device) -> int:
     """Over how many CTAs the tokens of a sequence are split, per KV head, so that all CTAs run at once."""
-    return max(1, min(warps * sms(device) // heads, tiles, MAX_SPLITS))
+    return max(1, min(warps * sms(device) // heads, tiles, MAX_CTAS))
 
 
 @lru_cache
