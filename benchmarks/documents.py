@@ -326,16 +326,16 @@ def sglang_decode() -> str:
 
 
 def drafts() -> str:
-    """Speculative decoding in SGLang; each row beside the 16-bit cache with as many users."""
+    """Speculative decoding in SGLang; each row beside the 16-bit cache with as many users and tokens."""
     rows = [row for row in read("drafts-h200.csv") if row["engine"] == "SGLang"]
-    dense = {row["users"]: row for row in rows if row["recipe"] == "auto"}
+    dense = {(row["input"], row["users"]): row for row in rows if row["recipe"] == "auto"}
     lines = []
-    for row in rows:
-        speed = float(row["decode_tps"]) / float(dense[row["users"]]["decode_tps"])
+    for row in sorted(rows, key=lambda row: (int(row["input"]), int(row["users"]))):
+        speed = float(row["decode_tps"]) / float(dense[row["input"], row["users"]]["decode_tps"])
         share, per_step = f"{100 * float(row['acceptance']):.1f} %", f"{float(row['tokens_per_step']):.2f}"
-        cells = [row["users"], cache_of(row), f"{float(row['decode_tps']):,.0f} ({speed:.2f}×)", share, per_step]
-        lines.append(cells)
-    return table(["users", "cache", "tokens per second", "drafts accepted", "tokens per step"], lines)
+        load = [f"{int(row['input']):,}", row["users"], cache_of(row)]
+        lines.append([*load, f"{float(row['decode_tps']):,.0f} ({speed:.2f}×)", share, per_step])
+    return table(["tokens in", "users", "cache", "tokens per second", "drafts accepted", "tokens per step"], lines)
 
 
 def steps() -> str:
