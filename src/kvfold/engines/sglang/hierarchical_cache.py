@@ -36,16 +36,18 @@ def prepare(arguments: "ServerArgs", geometry: Geometry) -> None:
     if not arguments.enable_hierarchical_cache:
         return
     if arguments.speculative_algorithm:
-        raise ValueError("--enable-hierarchical-cache does not go together with --speculative-algorithm")
+        raise ValueError(
+            "--enable-hierarchical-cache does not go together with --speculative-algorithm: leave one of them out"
+        )
     if arguments.hicache_storage_backend and arguments.enable_memory_saver:
         raise ValueError(
-            "--hicache-storage-backend does not go together with --enable-memory-saver: stored pages would outlive the "
-            "weights that they belong to"
+            "--hicache-storage-backend does not go together with --enable-memory-saver, since stored pages would "
+            "outlive the weights that they belong to: leave one of them out"
         )
     if others := [number for number, layer in enumerate(geometry.layers) if layer.kind != "full"]:
         raise ValueError(
             f"--enable-hierarchical-cache needs a model whose layers are all packed, and layers {listed(others)} of "
-            f"{geometry.architecture} are not"
+            f"{geometry.architecture} are not: leave it out"
         )
     if arguments.hicache_ratio is None and not arguments.hicache_size:
         arguments.hicache_ratio = 2.0  # SGLang finds a smaller one itself, but only for its own pools
@@ -66,7 +68,9 @@ def name_storage(
 ) -> "HiCacheStorageConfig":
     """Let names of stored pages tell who packed them. Called when storage is attached, at start or later."""
     if controller.storage_backend_type not in STORAGE:
-        raise ValueError(f"--hicache-storage-backend {controller.storage_backend_type} does not store packed pages")
+        raise ValueError(
+            f"--hicache-storage-backend {controller.storage_backend_type} does not store packed pages: take file"
+        )
     plan = controller.mem_pool_device.served.plan
     packed_by = f"{_name()}-{plan.page_size}-{str(plan.raw_dtype).removeprefix('torch.')}"
     config.model_name = f"{config.model_name or ''}-{packed_by}"
@@ -81,7 +85,10 @@ def _name() -> str:
     assert config is not None
     arguments = get_server_args()
     if (weights := digest_model(arguments.model_path, arguments.revision)) is None:
-        raise ValueError(f"files of pages are named after the weights: {arguments.model_path} has no safetensors files")
+        raise ValueError(
+            f"files of pages are named after the weights, and this machine has no safetensors files of "
+            f"{arguments.model_path}: run `hf download {arguments.model_path}`, or leave out --hicache-storage-backend"
+        )
     return name_of_pages(
         config, weights, arguments.revision, arguments.quantization, arguments.json_model_override_args
     )

@@ -147,7 +147,7 @@ class Engine:
             if padded or tokens % plan.page_size or not whole:
                 raise ValueError(
                     f"kvfold: vLLM's blocks of {tokens} tokens for layers {listed(numbers)} are not whole packed pages "
-                    f"of {plan.page_size} tokens"
+                    f"of {plan.page_size} tokens: serve this model without a recipe"
                 )
             if plan.windows and (caches.cache_hit_alignment_tokens or 0) % tokens:
                 raise ValueError(
