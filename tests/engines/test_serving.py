@@ -80,6 +80,7 @@ def test_the_report_says_what_is_served():
     for part in ("int4:sink=4,centre=false,skip=1", "1 packed, 1 in 16 bits", "1,600 tokens fit", "8 shadow pages"):
         assert part in report
     assert "with fewer, 0.95 to 1.00 times as fast" in report, "where packed pages do not pay"
+    assert "fold4: 0.80 times the tokens per second" in report
     assert "1.00 to 1.05 times" in plan("int4:centre=false").report(pages=100, shadows=0), "without windows"
 
 
