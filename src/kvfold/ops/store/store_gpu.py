@@ -130,10 +130,11 @@ def pack(pages: LayerPages, kv: Tensor, overlaps: bool = False) -> None:
 def check(pages: LayerPages, k: Tensor, v: Tensor) -> None:
     if k.dtype != v.dtype:
         raise ValueError(f"the kernel stores keys and values of one dtype, not {k.dtype} and {v.dtype}")
+    if k.dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"the kernel stores bfloat16 and float16, not {k.dtype}")
+    tokens, kv_heads = pages.step.locations.shape[0], pages.pool.shape[1]
     for x, slot in ((k, pages.layout.key), (v, pages.layout.value)):
-        expected = (len(pages.step.locations), pages.pool.shape[1], slot.dims)
-        if x.dtype not in (torch.bfloat16, torch.float16):
-            raise ValueError(f"the kernel stores bfloat16 and float16, not {x.dtype}")
+        expected = tokens, kv_heads, slot.dims
         if x.shape != expected:
             raise ValueError(f"{tuple(x.shape)} are not the {expected} [tokens, kv_heads, d] of the step")
 
@@ -208,9 +209,11 @@ def _launcher(
 
 
 def _source(x: Tensor, new: Tensor | None) -> _Source:
-    in_words = x.data_ptr() % 4 == x.stride(0) % 2 == x.stride(1) % 2 == 0  # two numbers each, see `_words`
-    x = x if x.stride(-1) == 1 and in_words else x.contiguous()
-    return _Source(x, x.stride(0), x.stride(1), None if new is None else new.view(torch.int16))
+    token, head, number = x.stride()
+    if number != 1 or token % 2 or head % 2 or x.data_ptr() % 4:  # two numbers are a word, see `_words`
+        x = x.clone(memory_format=torch.contiguous_format)
+        token, head, _ = x.stride()
+    return _Source(x, token, head, None if new is None else new.view(torch.int16))
 
 
 def _clip(codec: Codec) -> tuple[float, float, float]:
