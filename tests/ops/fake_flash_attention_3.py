@@ -48,11 +48,13 @@ def varlen(
     causal: bool,
     num_splits: int,
 ) -> tuple[Tensor, Tensor]:
-    """Sequences one after the other, [tokens, heads, d]: outputs, and log-sum-exps [heads, tokens]. Tokens after them
-    are not read."""
+    """Sequences one after the other, [tokens, heads, d]: outputs, and log-sum-exps [heads, tokens].
+
+    Nothing may lie behind the last sequence: FlashAttention 3 multiplies by zero what its last tile holds of that, and
+    NaN stays NaN.
+    """
     assert num_splits in (0, 1)
     sizes = []
-    k, v = (x[: cu_seqlens_k[-1]] for x in (k, v))
     for ends, most, x in ((cu_seqlens_q, max_seqlen_q, q), (cu_seqlens_k, max_seqlen_k, k)):
         sizes.append(ends.diff().tolist())
         assert (ends.dtype, int(ends[0]), int(ends[-1]), max(sizes[-1])) == (torch.int32, 0, len(x), most)

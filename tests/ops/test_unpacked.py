@@ -288,6 +288,7 @@ def test_outputs_go_where_they_are_wanted(recipes, recent, counts):
 FIRST, NEXT = ((0,), (8,), 1), ((9,), (7,), 1)  # tokens before and new ones per sequence, and chunks
 SEVERAL = ((0, 6, 0, 1, 4, 0), (2, 1, 3, 2, 0, 5), 2)  # together they do not fit
 BESIDE_LONG = ((2, 36, 5), (3, 11, 4), 8)  # a long context between short ones
+LONG_LAST = ((1, 1, 30), (5, 3, 10), 7)  # the first chunk is smaller than others
 ALONE = ((0, 4, 0), (2, 6, 3), 3)  # together they would fit, but one of them fills more than half of a chunk
 
 
@@ -297,6 +298,7 @@ ALONE = ((0, 4, 0), (2, 6, 3), 3)  # together they would fit, but one of them fi
         ("saw-int4", {}, 0, FIRST),
         ("saw-int4", {}, 0, SEVERAL),
         ("saw-int4", {}, 0, ALONE),
+        ("saw-int4", {}, 2, LONG_LAST),
         ("saw-int4:values=true,order=16", {}, 1, NEXT),
         ("saw-int4:values=true,order=16", {}, 1, SEVERAL),
         ("int4", {"sink": 3}, 2, BESIDE_LONG),

@@ -35,14 +35,14 @@ class Library(NamedTuple):
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, ends: Ends, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Attention of q [n, q_heads, d] over k, v [tokens, kv_heads, d]: outputs, or `out`, and log-sum-exps [n,
-        q_heads]. Tokens after the last sequence are not read.
+        q_heads].
 
         `causal`: the last query of a sequence reads all of its tokens, every other query one token less than the next.
         A query that reads none has an output that means nothing.
         """
         options: dict[str, Any] = {"softmax_scale": scale, "causal": causal}
         if len(ends.queries) == 2 and self.name != VLLM:  # one sequence: up to twice as fast without ends
-            return self._attend_alone(q, k[: ends.most_tokens], v[: ends.most_tokens], options, out)
+            return self._attend_alone(q, k, v, options, out)
         # 0: it chooses, by the longest sequence alone. Where all of them fill the GPU, splits would only take memory.
         options["num_splits"] = 1 if q.shape[0] * q.shape[1] >= MANY_ROWS else 0
         options |= {"cu_seqlens_q": ends.queries, "max_seqlen_q": ends.most_queries}

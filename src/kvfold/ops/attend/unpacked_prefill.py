@@ -184,7 +184,10 @@ def _attend(
             dequantize(pages, chunk.tokens, (keys, values), new, back, centred=not direct)
             if not chunk.read:
                 continue
-            seen = queries, keys, values, logits.scale
+            # no more tokens than are read: FlashAttention 3 multiplies what lies behind them by zero, be it NaN
+            whole = chunk.read == keys.shape[0]  # a slice takes the host microseconds
+            k, v = (keys, values) if whole else (keys[: chunk.read], values[: chunk.read])
+            seen = queries, k, v, logits.scale
             here = target if chunk is read.chunks[-1] and not read.near else None
             if library is not None and chunk.ends is not None:
                 found = Part(*library.attend(*seen, chunk.causal, chunk.ends, target.outs if direct else None))
@@ -192,8 +195,7 @@ def _attend(
             elif chunk.diagonal is not None:
                 part = chunk.diagonal.attend(*seen, part, 0, here)
             else:
-                k, v = keys[: chunk.read], values[: chunk.read]
-                part = _merged(part, _flash(queries, k, v, logits.scale, chunk.causal, chunk.usual), here)
+                part = _merged(part, _flash(*seen, chunk.causal, chunk.usual), here)
         if read.near:
             read.near.attend(queries, keys, values, logits.scale, part, windows.recent, target)
     if logits.sinks is not None and to.logs is not None:
