@@ -7,7 +7,7 @@ import pytest
 import torch
 from model_configs import MODELS
 from tiny_models import HYBRIDS, tiny
-from transformers import AutoConfig, Cache, DynamicCache, PreTrainedModel
+from transformers import AutoConfig, Cache, DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer
 
 import kvfold
@@ -209,6 +209,22 @@ def test_a_step_that_fails_empties_the_cache(name):
     weight.data.copy_(saved)
     assert cache.get_seq_length() == cache.unpacked_bytes == 0
     assert torch.equal(logits_of(model, ids, cache), logits_of(model, ids, cache.empty()))
+
+
+def test_a_refused_step_that_no_layer_has_taken_leaves_the_cache_as_it_was():
+    """The packed layer comes first, and refuses padding among tokens that the cache holds."""
+    kinds = ["full_attention", "sliding_attention"]
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Gemma3TextConfig(**sizes, num_hidden_layers=2, head_dim=32, vocab_size=97, layer_types=kinds)
+    model = Gemma3ForCausalLM(config).eval()
+    cache, ids, hole = kvfold.cache(model, "int4:centre=false"), tokens(20), torch.ones(1, 20, dtype=torch.long)
+    logits_of(model, ids[:, :12], cache)
+    hole[0, 5] = 0
+    with pytest.raises(ValueError, match="left"), torch.no_grad():
+        model(ids[:, 12:], attention_mask=hole, past_key_values=cache)
+    assert {layer.get_seq_length() for layer in cache.layers} == {12}
+    expected = logits_of(model, ids, cache.empty(), [12, 8])[:, 12:]
+    assert torch.equal(logits_of(model, ids[:, 12:], cache), expected)
 
 
 def test_bytes_of_packed_and_of_other_layers():

@@ -247,9 +247,13 @@ class PackedCache(Cache):
                 codecs, windows = self.codecs[layer], self.recipe.windows
                 out = attend_masked(q, k, v, mask, logits, codecs, windows, self.raw_dtype).to(q.dtype)
         except Exception:
-            # A step that fails leaves no tokens behind. Other layers cannot take it back, so all tokens go with it.
-            packed = all(type(own) is PackedLayer for own in self.layers)
-            self.crop(earlier - self.tokens) if packed else self.reset()
+            # A step that fails leaves no tokens behind. Layers that are not packed cannot take it back: if one may have
+            # its tokens, all tokens go with it.
+            others = [place for place, own in enumerate(self.layers) if type(own) is not PackedLayer]
+            if not others and earlier:
+                self.crop(earlier - self.tokens)
+            elif not earlier or self.tokens > earlier or others[0] <= layer:
+                self.reset()
             raise
         return out
 

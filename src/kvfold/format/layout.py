@@ -25,7 +25,7 @@ META_BYTES = 2  # of a metadata entry, except for the scales of evenly spaced le
 SCALE_BYTES = 1  # of these
 ODD_BYTES = "numbers of 16 bits lie at odd bytes"
 EVEN_WIDTHS = (1, 2, 4, 8)  # bits of evenly spaced levels: kernels multiply codes as they lie in their bytes
-ALIGNMENT = 16  # bytes: arrays inside a page are aligned for 16-byte loads
+ALIGNMENT = 16  # bytes, for 16-byte loads of arrays inside a page: they fit if a page has a multiple of as many tokens
 
 Rule = Literal["affine", "codebook", "even", "channel", "raw"]
 

@@ -40,7 +40,7 @@ def launcher(kernel: Any, device: torch.device, **fixed: Any) -> Launcher:
 
 def kinds_of(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """Arguments of the same kinds run the same code. Triton asks whether an integer is 1 or needs 64 bits, and whether
-    integers and addresses are multiples of 16."""
+    integers and addresses are multiples of 16. Integers are plain ones, below 2^63."""
     kinds: list[Any] = []
     for x in arguments:
         kind = type(x)
