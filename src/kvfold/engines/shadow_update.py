@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvfold.ops.launch import launcher
 from kvfold.ops.sizes import power_of_two
 
 TILE = 1024  # locations or pages at a time
@@ -29,7 +30,18 @@ def update(
     given, pages, shadows = torch.empty(3, max(1, reached), dtype=torch.int64, device=table.device)
     count = torch.empty(1, dtype=torch.int32, device=table.device)
     room = len(state[2]) - 1
-    _update[(1,)](
+    kernel = launcher(
+        _update,
+        table.device,
+        SINK_PAGES=columns[0],
+        RECENT_PAGES=columns[1],
+        PAGE=page_size,
+        ROOM=power_of_two(max(1, room)),
+        TILE=TILE,
+        num_warps=8,
+    )
+    kernel(
+        (1, 1, 1),
         *state,
         locations,
         starts,
@@ -46,12 +58,6 @@ def update(
         room,
         sink,
         recent,
-        SINK_PAGES=columns[0],
-        RECENT_PAGES=columns[1],
-        PAGE=page_size,
-        ROOM=power_of_two(max(1, room)),
-        TILE=TILE,
-        num_warps=8,
     )
     return pages, shadows, count
 

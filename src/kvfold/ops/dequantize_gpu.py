@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvfold.ops.launch import Launcher
+from kvfold.ops.launch import Launcher, launcher
 from kvfold.ops.pages import LayerPages, Step, on_device
 from kvfold.ops.rotate import head_stride
 from kvfold.ops.sizes import ceil_div, power_of_two
@@ -157,15 +157,9 @@ def restore(addresses: Tensor, units: Tensor, first: LayerPages, pages: Tensor, 
     """`Restore.__call__` for layers with the layout of `first`. `addresses` int64[layers, 2]: pools and shadows.
     `units` float32[layers, 2]: of the scales of keys and values."""
     layout, kv_heads = first.layout, first.pool.shape[1]
-    _restore[(len(addresses), kv_heads)](
-        addresses,
-        units,
-        lloyd_max.level_table(first.pool.device),
-        pages,
-        shadows,
-        count,
-        first.pool,
-        first.shadows,
+    kernel = launcher(
+        _restore,
+        first.pool.device,
         KEY=key_side(layout),
         VALUE=value_side(layout),
         PAGE=layout.page_size,
@@ -174,6 +168,9 @@ def restore(addresses: Tensor, units: Tensor, first: LayerPages, pages: Tensor, 
         TOKENS=power_of_two(layout.page_size),
         enable_fp_fusion=False,
     )
+    levels = lloyd_max.level_table(first.pool.device)
+    states = first.pool, first.shadows
+    kernel((len(addresses), kv_heads, 1), addresses, units, levels, pages, shadows, count, *states)
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvfold.ops.launch import launcher
 from kvfold.ops.sizes import power_of_two
 
 
@@ -32,13 +33,8 @@ def decode_inputs(
     stride = rows // 4 * 4 + 4  # a multiple of 16 bytes, since Triton compiles kernels anew for another alignment
     numbers = torch.empty(4, stride, dtype=torch.int32, device=lengths.device)
     width = power_of_two(rows + 1)
-    _decode_inputs[(1,)](
-        *(locations, lengths, requests, known, places, numbers, rows, stride, known.shape[1]),
-        PAGE=page_size,
-        WIDTH=width,
-        QUERIES=queries,
-        COUNTED=counted,
-    )
+    kernel = launcher(_decode_inputs, lengths.device, PAGE=page_size, WIDTH=width, QUERIES=queries, COUNTED=counted)
+    kernel((1, 1, 1), locations, lengths, requests, known, places, numbers, rows, stride, known.shape[1])
     return DecodeInputs(places, numbers[0, : rows + 1], *numbers[1:, :rows])
 
 

@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvfold.ops.launch import launcher
+
 WORD = 8  # bytes
 PROGRAMS = 32  # they keep PCIe busy, and leave most of the GPU to others
 TILE = 1024  # words that a program copies at a time
@@ -15,12 +17,8 @@ def copy_pages(sources: Tensor, targets: Tensor, row_bytes: int, source_pages: T
     `sources` and `targets` are the addresses of the layers, int64[layers]. Host memory has to be pinned. All tensors
     are on the GPU. Waits for nothing.
     """
-    _copy_pages[(PROGRAMS,)](
-        *(sources, targets, source_pages, target_pages, len(source_pages), len(sources)),
-        WORDS=row_bytes // WORD,
-        TILE=TILE,
-        num_warps=8,
-    )
+    kernel = launcher(_copy_pages, sources.device, WORDS=row_bytes // WORD, TILE=TILE, num_warps=8)
+    kernel((PROGRAMS, 1, 1), sources, targets, source_pages, target_pages, len(source_pages), len(sources))
 
 
 @triton.jit(do_not_specialize=["pages", "layers"], do_not_specialize_on_alignment=["sources", "targets"])

@@ -35,6 +35,7 @@ from kvfold.ops.attend.diagonal_kernel import Diagonal, Heads, Near, Part, Targe
 from kvfold.ops.attend.flash_attention_3 import Ends, Library
 from kvfold.ops.attend.parts import LOG2_E, learned_sinks, merge
 from kvfold.ops.dequantize_gpu import Span, Tokens, dequantize
+from kvfold.ops.launch import launcher
 from kvfold.ops.pages import LayerPages, Logits, Step, on_device
 from kvfold.ops.rotate import dual, inverse
 from kvfold.ops.sizes import ceil_div, power_of_two
@@ -426,17 +427,22 @@ def _merged(one: Part | None, other: Part, to: Target | None) -> Part:
     n, q_heads, dims = other.outs.shape
     to, rows = to or empty_target(other.outs), 16
     strides = [x.stride()[:2] for part in (one, other) if part for x in (part.outs, part.logs) if x is not None]
-    _merge_rows[(ceil_div(n * q_heads, rows),)](
-        *(one or (None, None)),
-        *other,
-        *to,
-        n * q_heads,
-        *(stride for pair in [(0, 0)] * (4 - len(strides)) + strides for stride in pair),
+    kernel = launcher(
+        _merge_rows,
+        other.outs.device,
         Q_HEADS=q_heads,
         RATIO=1 if to.mean is None else q_heads // len(to.mean),
         DIMS=dims,
         WIDTH=power_of_two(dims),
         ROWS=rows,
+    )
+    kernel(
+        (ceil_div(n * q_heads, rows), 1, 1),
+        *(one or (None, None)),
+        *other,
+        *to,
+        n * q_heads,
+        *(stride for pair in [(0, 0)] * (4 - len(strides)) + strides for stride in pair),
     )
     return Part(to.outs, to.logs)
 
