@@ -24,7 +24,7 @@ from kvfold.geometry import Geometry
 from kvfold.paged import PagedCache
 from kvfold.quantizers import lloyd_max
 from kvfold.recipes import parse
-from kvfold.transforms import Hadamard, Matrix, Transform
+from kvfold.transforms import Hadamard, Matrix, PermutedHadamard, Transform
 
 knobs = pytest.importorskip("triton").knobs
 if not torch.cuda.is_available() and not knobs.runtime.interpret:
@@ -338,6 +338,13 @@ def test_keys_and_values_of_different_layouts():
     key = Codec(affine_slot(64, 4), Transform(torch.randn(2, 64), Hadamard(64)))
     value = Codec(codebook_slot([(64, 3)]), Transform(None, Hadamard(32)))
     run(Plain((key, value), windows=Windows(2, 3)))
+
+
+@pytest.mark.parametrize("mean", [None, torch.linspace(-4, 4, 96).view(2, 48)], ids=["", "centred"])
+def test_blocks_of_different_sizes_in_one_segment(mean):
+    """The columns of its rotation have different factors."""
+    rotation = PermutedHadamard(torch.arange(48).flip(0)[None], (16, 32))
+    run(plain(affine_slot(48, 4, 48), mean=mean, rotation=rotation), [[6, 2]])
 
 
 VIEWS = {

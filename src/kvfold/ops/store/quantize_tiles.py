@@ -25,6 +25,8 @@ HALF_BITS = tl.constexpr(0x477FF000)  # the bits of HALF_END
 BFLOAT_BITS = tl.constexpr(0x7F7F8000)  # the bits of the number from which on bfloat16 rounds to Inf
 ROUNDS = tl.constexpr(not triton.knobs.runtime.interpret)  # to bfloat16; Triton's interpreter truncates
 MOST_STEPS = tl.constexpr(24)  # that `largest` takes
+SIGN = tl.constexpr(-(2**31))
+STEEP_BITS = tl.constexpr((120 + 127) << 23)
 STEEP = tl.constexpr(2.0**120)  # differences of numbers from 2^-96 on, times this, are at least 1
 
 LEVELS = tl.constexpr({bits: lloyd_max.levels(bits) for bits in range(1, lloyd_max.MAX_BITS + 1)})
@@ -217,14 +219,13 @@ def _codebook(ys, levels, boundaries, PACKING: tl.constexpr, SEGMENT: tl.constex
     codes = ()
     squares = tl.zeros_like(ys[0])
     for part in tl.static_range(len(ys)):
-        code, square = _nearest_level(ys[part] * factor, levels, boundaries, BITS)
+        # A little below y, which matters for 0 only: it belongs to the lower level.
+        code, squares = _nearest_level(tl.fma(ys[part], factor, -TINY), squares, levels, boundaries, BITS)
         if len(ys) * ys[0].shape[1] > DIMS:
             inside = (tl.arange(0, ys[0].shape[1]) < coded(DIMS, PACKING.side.run[SEGMENT], part))[None, :]
             code = tl.where(inside, code, 0)
-            square = tl.where(inside, square, 0.0)
-        squares += square
         codes += (code,)
-    norm = tl.sqrt(square_of_norm / tl.sum(squares, axis=1))
+    norm = tl.sqrt(square_of_norm / (tl.sum(squares, axis=1) + DIMS * more_square(BITS, 0)))
     return codes, norm < HALF_END, norm.to(tl.float16)[:, None]
 
 
@@ -273,34 +274,35 @@ def _unit(x):
 
 
 @triton.jit
-def _nearest_level(y, levels, boundaries, BITS: tl.constexpr):
-    """The code of the nearest level, and the square of that level. Levels are symmetric.
+def _nearest_level(y, squares, levels, boundaries, BITS: tl.constexpr):
+    """Twice the code of the nearest level, plus ROUNDER. And `squares` plus the square of that level, less the smallest
+    such square. Levels are symmetric.
 
     The boundaries below |y| are counted: sums of 0 and 1. If they are too many, only some of them are, and a binary
     search through the table finds the other bits. Codes of NaN are any.
     """
     COUNTED: tl.constexpr = counted(BITS)
-    positive = y > 0
-    sign = tl.where(positive, 1.0, -1.0)
-    # Numbers on a boundary belong to the lower level: below 0, that is the one with the larger magnitude.
     bits = y.to(tl.int32, bitcast=True)
-    size = tl.where(positive, bits, bits + 1).to(tl.float32, bitcast=True) * sign
-    count = tl.full(y.shape, 0.5, tl.float32)
-    square = tl.full(y.shape, more_square(BITS, 0), tl.float32)
+    steep = (bits & SIGN | STEEP_BITS).to(tl.float32, bitcast=True)  # STEEP with the sign of y
+    # Numbers on a boundary belong to the lower level: below 0, that is the one with the larger magnitude.
+    negative = (bits.to(tl.uint32, bitcast=True) >> 31).to(tl.int32, bitcast=True)
+    size = (bits + negative).to(tl.float32, bitcast=True)
+    count = tl.full(y.shape, 1 / STEEP, tl.float32)  # twice the boundaries, plus 1, without the factor STEEP
     for i in tl.static_range(1, 1 << COUNTED):
-        above = _unit(tl.fma(size, STEEP, -STEEP * boundary(BITS, i << (BITS - 1 - COUNTED))))
-        count += above
+        above = _unit(tl.fma(size, steep, -STEEP * boundary(BITS, i << (BITS - 1 - COUNTED))))
+        count = tl.fma(above, 2 / STEEP, count)
         if BITS == COUNTED + 1:
-            square = tl.fma(above, more_square(BITS, i), square)
-    code = (tl.fma(sign, count, (1 << COUNTED) - 0.5) + ROUNDER).to(tl.int32, bitcast=True)
+            squares = tl.fma(above, more_square(BITS, i), squares)
+    code = tl.fma(steep, count, ROUNDER + (2 << COUNTED) - 1).to(tl.int32, bitcast=True)
     if BITS > COUNTED + 1:
-        code = (code & ((2 << COUNTED) - 1)) << (BITS - 1 - COUNTED)
+        code = ((code >> 1) & ((2 << COUNTED) - 1)) << (BITS - 1 - COUNTED)
         for i in tl.static_range(COUNTED + 1, BITS):
             half = (1 << BITS) >> (i + 1)
             code = tl.where(y <= tl.load(boundaries + (1 << BITS) - 1 + code + half), code, code + half)
         level = tl.load(levels + (1 << BITS) + code)
-        square = level * level
-    return code, square
+        squares += tl.fma(level, level, -more_square(BITS, 0))
+        code = 2 * code
+    return code, squares
 
 
 @triton.constexpr_function
@@ -324,7 +326,8 @@ def more_square(bits, code):
 
 @triton.jit
 def store_codes(codes, slots, rows, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
-    """Pack the codes of a segment, from these pointers on; the inverse of `tiles.load_codes`."""
+    """Pack the codes of a segment, from these pointers on; the inverse of `tiles.load_codes`. Codes of codebooks are
+    twice as large."""
     for plane in tl.static_range(4):
         if PACKING.side.bits[SEGMENT] & (8 >> plane):
             _store_plane(codes, slots, rows, PACKING, SEGMENT, 8 >> plane)
@@ -334,16 +337,24 @@ def store_codes(codes, slots, rows, PACKING: tl.constexpr, SEGMENT: tl.constexpr
 def _store_plane(codes, slots, rows, PACKING: tl.constexpr, SEGMENT: tl.constexpr, WIDTH: tl.constexpr):
     """Byte j of run r of a plane holds code j of part r in its low bits, then code j of part r + RUNS, ..."""
     BELOW: tl.constexpr = bits_below(PACKING.side.bits[SEGMENT], WIDTH)
-    # mask off the higher planes of a code; the bits of ROUNDER are so high that no byte gets them
-    MASK: tl.constexpr = (1 << (BELOW + WIDTH)) - 1 if PACKING.side.bits[SEGMENT] > BELOW + WIDTH else -1
+    ABOVE: tl.constexpr = PACKING.side.bits[SEGMENT] > BELOW + WIDTH
+    LOW: tl.constexpr = BELOW + (1 if PACKING.side.rule[SEGMENT] == CODEBOOK else 0)  # the plane's lowest bit of a code
     RUN: tl.constexpr = PACKING.side.run[SEGMENT]
     RUNS: tl.constexpr = len(codes) * WIDTH // 8
     byte = slots[:, None] + BELOW * PACKING.side.eighth[SEGMENT] + tl.arange(0, codes[0].shape[1])[None, :]
     for i in tl.static_range(RUNS):
-        packed = (codes[i] & MASK) >> BELOW
+        packed = _plane(codes[i], BELOW, LOW, ABOVE, WIDTH)
         for j in tl.static_range(1, 8 // WIDTH):
-            packed += ((codes[i + j * RUNS] & MASK) >> BELOW) << (j * WIDTH)
-        tl.store(byte + i * RUN, packed.to(tl.uint8), mask=within(rows, RUN, codes[0].shape[1]))
+            packed += _plane(codes[i + j * RUNS], BELOW, LOW, ABOVE, WIDTH) << (j * WIDTH)
+        tl.store(byte + i * RUN, (packed >> LOW).to(tl.uint8), mask=within(rows, RUN, codes[0].shape[1]))
+
+
+@triton.jit
+def _plane(code, BELOW: tl.constexpr, LOW: tl.constexpr, ABOVE: tl.constexpr, WIDTH: tl.constexpr):
+    """Mask off the other planes. The bits of ROUNDER are so high that no byte gets them."""
+    if ABOVE or BELOW > 0:
+        code = code & (((1 << WIDTH) - 1) << LOW)
+    return code
 
 
 @triton.jit

@@ -75,7 +75,7 @@ class Operands(NamedTuple):
 
     matrices: tuple[Tensor, ...]  # 16-bit [kv_heads or 1, rows, columns]: A = factors·Σ matrices; none: A = 1
     head: int  # stride from KV head to KV head
-    factors: Tensor | None  # float32[columns]; None without matrices
+    factors: Tensor | tuple[Tensor | float, ...] | None  # of columns; here per segment. None without matrices
     shift: Tensor | None  # float32[kv_heads, columns]: −mean·A
 
 
@@ -249,11 +249,21 @@ def _prepare(
     first = accumulate((count * width for count, width in zip(parts, widths, strict=True)), initial=0)
     terms, factors, shift = terms_and_shift(transform, side.head_dim, dtype, device)
     rows = -side.head_dim % 128
-    matrices = tuple(pad(term, (0, 1, 0, rows))[..., order].contiguous() for term in terms)
     # coordinate -1 is the padding, zero
-    factors, shift = (None if x is None else pad(x, (0, 1))[..., order].contiguous() for x in (factors, shift))
+    matrices = tuple(pad(term, (0, 1, 0, rows))[..., order].contiguous() for term in terms)
+    shift = None if shift is None else pad(shift, (0, 1))[..., order].contiguous()
+    per_segment = None
+    if factors is not None:
+        columns = [count * width for count, width in zip(parts, widths, strict=True)]
+        per_segment = tuple(_one_or_all(x) for x in pad(factors, (0, 1))[order].split(columns))
     numbers = (tuple(first)[:-1], len(order), len(set(widths)) == 1, rotated, clipped, bfloat)
-    return Operands(matrices, head_stride(matrices), factors, shift), _Packing(side, widths, *numbers)
+    return Operands(matrices, head_stride(matrices), per_segment, shift), _Packing(side, widths, *numbers)
+
+
+def _one_or_all(factors: Tensor) -> float | Tensor:
+    """The factors of a segment; one number if they are the same. Columns without a coordinate have zeros."""
+    different = set(factors.tolist()) - {0.0}
+    return different.pop() if len(different) == 1 else factors.contiguous()
 
 
 def _split_columns(parts: range, width: int, rotated: bool) -> list[tuple[int, int]]:
@@ -400,13 +410,8 @@ def _loaded(vectors, operands, exists, head, PACKING: tl.constexpr, SEGMENT: tl.
 def _rotated(vectors, words, matrices, operands, exists, head, PACKING: tl.constexpr, ROWS: tl.constexpr):
     """(x − mean)·A: per segment, its parts; 0 in columns without a coordinate."""
     sums = ()
-    factors = ()
-    shifts = ()
     for i in tl.static_range(len(PACKING.side.parts)):
         sums += (tl.zeros([vectors.shape[0], PACKING.side.parts[i] * PACKING.width[i]], tl.float32),)
-        factors += (tl.load(operands.factors + _columns(PACKING, i))[None, :],)
-        if operands.shift is not None:
-            shifts += (tl.load(operands.shift + head * PACKING.columns + _columns(PACKING, i))[None, :],)
     if matrices is None:
         for first in range(0, PACKING.side.head_dim, ROWS):
             x = _numbers(vectors, exists, first, PACKING, ROWS)
@@ -415,10 +420,14 @@ def _rotated(vectors, words, matrices, operands, exists, head, PACKING: tl.const
         sums = _products(_halves(words, vectors.dtype.element_ty), matrices, sums)
     ys = ()
     for i in tl.static_range(len(PACKING.side.parts)):
+        factor = operands.factors[i]
+        if factor.dtype.is_ptr():
+            factor = tl.load(factor + tl.arange(0, sums[i].shape[1]))[None, :]
         if operands.shift is None:
-            ys += (_split(sums[i] * factors[i], PACKING.side.parts[i]),)
+            ys += (_split(sums[i] * factor, PACKING.side.parts[i]),)
         else:
-            ys += (_split(tl.fma(sums[i], factors[i], shifts[i]), PACKING.side.parts[i]),)
+            shift = tl.load(operands.shift + head * PACKING.columns + _columns(PACKING, i))[None, :]
+            ys += (_split(tl.fma(sums[i], factor, shift), PACKING.side.parts[i]),)
     return ys
 
 
