@@ -5,6 +5,7 @@ the host is refused.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -15,13 +16,15 @@ from torch.utils._pytree import tree_leaves
 
 from kvfold.bench.cuda_graphs import WARM_UP
 from kvfold.ops.attend import attend_gpu as attend
-from kvfold.ops.dispatch import Choice, Ops
+from kvfold.ops.cards import card_of
+from kvfold.ops.dispatch import AMPERE, Choice, Ops
 from kvfold.ops.store import store_gpu as store
 from kvfold.paged import PagedCache
 
 aten = torch.ops.aten
 REFUSED = (aten._local_scalar_dense, aten.nonzero, aten.lift_fresh, aten.masked_select)
-KERNELS = Ops(*(Choice("triton", "interpreted", run) for run in (store.store, attend.attend, attend.attend)))
+STORE = partial(store.store, card_of(AMPERE))
+KERNELS = Ops(*(Choice("triton", "interpreted", run) for run in (STORE, attend.attend, attend.attend)))
 
 
 class Recording(TorchDispatchMode):

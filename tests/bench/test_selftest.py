@@ -17,9 +17,9 @@ from kvfold.bench import selftest
 from kvfold.bench.selftest import CASES, CPU_CASES, Case, Tokens
 from kvfold.cli import app
 from kvfold.format.layout import PageLayout
+from kvfold.ops.cards import HOPPER
 from kvfold.ops.dispatch import Ops, choose
 from kvfold.ops.pages import LayerPages
-from kvfold.ops.pdl import HOPPER
 from kvfold.ops.restore import Restore
 from kvfold.recipes import RECIPES, parse
 

@@ -13,8 +13,8 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from kvfold.format.layout import PageLayout, affine_slot, codebook_slot, even_slot
-from kvfold.ops.attend.gluon.cards import card_of
 from kvfold.ops.attend.gluon.decode_step import _kernel, _shape
+from kvfold.ops.cards import card_of
 from kvfold.ops.pdl import ALONE, Overlap
 
 KEYS = {

@@ -1,4 +1,4 @@
-"""The kernels of decode steps, compiled as they would be launched on GPUs that are not here.
+"""The kernels of steps, compiled as they would be launched on GPUs that are not here.
 
 That is done by a process of its own: in Triton's interpreter, which is on in tests without a GPU, nothing can be
 compiled.
@@ -25,15 +25,17 @@ from kvfold.bench import selftest
 from kvfold.bench.selftest import Tokens
 from kvfold.bench.targets import parse
 from kvfold.format.layout import PageLayout
-from kvfold.ops.attend.gluon.cards import card_of
-from kvfold.ops.attend.gluon.decode_step import _kernel
+from kvfold.ops.attend import unpacked_prefill as unpacked
+from kvfold.ops.attend.diagonal_kernel import Part
+from kvfold.ops.attend.gluon.decode_step import QUERIES, _kernel
+from kvfold.ops.cards import card_of
 from kvfold.ops.dispatch import choose
 
 DUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
 class Step(NamedTuple):
-    """A decode step of one layer on one GPU."""
+    """A step of one layer on one GPU: of two sequences that decode, or of two prompts."""
 
     target: str
     recipe: str
@@ -42,6 +44,10 @@ class Step(NamedTuple):
     page: int = 64
     all: bool = True  # its kernels, not only `decode`
     queries: int = 1  # per sequence
+
+    @property
+    def decodes(self) -> bool:
+        return self.queries <= QUERIES
 
 
 @dataclass(frozen=True)
@@ -112,6 +118,9 @@ class _Compiler:
 if __name__ == "__main__":
     compiler = _Compiler()
     JITFunction.run = lambda kernel, *args, **options: compiler.run(kernel, *args, **options)
+    # as on a GPU, but for flash attention itself
+    unpacked._operand = lambda device, dtype: dtype
+    unpacked._flash = lambda q, *_: Part(torch.empty_like(q), torch.empty(q.shape[1::-1]).T)
     for step in json.loads(sys.argv[1]):
         compiler.add(Step(*step))
     print(json.dumps([asdict(row) for row in compiler.rows.values()]))

@@ -10,9 +10,9 @@ from kvfold.format.codec import Codec
 from kvfold.format.layout import PageLayout, affine_slot, channel_slot
 from kvfold.format.windows import Windows
 from kvfold.ops.attend import attend_torch
+from kvfold.ops.cards import HOPPER
 from kvfold.ops.dispatch import AMPERE, check_dtype, choose
 from kvfold.ops.pages import Logits
-from kvfold.ops.pdl import HOPPER
 from kvfold.paged import PagedCache
 from kvfold.recipes import parse
 

@@ -20,10 +20,9 @@ from kvfold.format.layout import PageLayout, Segment, SlotLayout, affine_slot, c
 from kvfold.ops.attend.gluon import codebook_decode as kernel
 from kvfold.ops.attend.gluon import decode_step as gluon
 from kvfold.ops.attend.gluon import level_lookup as levels
-from kvfold.ops.attend.gluon.cards import card_of
 from kvfold.ops.attend.gluon.decode_step import unsupported
+from kvfold.ops.cards import HOPPER, card_of
 from kvfold.ops.dispatch import AMPERE, Choice, Ops, choose
-from kvfold.ops.pdl import HOPPER
 from kvfold.ops.store import store_gpu as store
 from kvfold.recipes import parse
 
@@ -186,7 +185,7 @@ def test_a_step_stores_and_reads_what_the_definitions_do(case, monkeypatch):
         pytest.skip("the kernels around the fast ones are interpreted here; tests/gpu has them all")
     emulated_gluon.use(monkeypatch)
     card = card_of((9, 0))
-    stored = Choice("triton", "interpreted", partial(store.store, overlaps=True))
+    stored = Choice("triton", "interpreted", partial(store.store, card))
     read = partial(gluon.attend, card, stored=False)
     both = partial(gluon.store_and_attend, card)
     ops = Ops(stored, Choice("gluon", "emulated", partial(gluon.attend, card), both, read, gluon.QUERIES), stored)

@@ -18,10 +18,11 @@ from torch import Tensor
 from kvfold.format.codec import Codec
 from kvfold.format.layout import PageLayout, affine_slot, even_slot
 from kvfold.ops.attend.gluon import even_decode, even_layouts
-from kvfold.ops.attend.gluon.cards import card_of, tiles_at_once
 from kvfold.ops.attend.gluon.decode_step import _kernel, _shape, unsupported
 from kvfold.ops.attend.gluon.decode_tiles import TILE
 from kvfold.ops.attend.gluon.even_pages import even_sides
+from kvfold.ops.attend.gluon.occupancy import tiles_at_once
+from kvfold.ops.cards import card_of
 
 REGISTERS = 65536  # of an SM
 SPILLED = {SEVERAL[0]: 112}  # bytes per thread, at most: docs/gpus.md says why

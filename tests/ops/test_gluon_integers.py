@@ -5,8 +5,8 @@ import pytest
 
 from kvfold.format.layout import affine_slot
 from kvfold.ops.attend.gluon import integer_decode as kernel
-from kvfold.ops.attend.gluon.cards import meta_stages
 from kvfold.ops.attend.gluon.decode_tiles import TILE
+from kvfold.ops.attend.gluon.occupancy import meta_stages
 
 
 def registers(asm: str, words: list[int], count: int) -> list[int]:

@@ -1,4 +1,5 @@
-"""The kernels of decode steps fit on GPUs that are not here: as compiled for them, and as NVIDIA states their sizes."""
+"""The kernels of decode steps and of prompts fit on GPUs that are not here: as compiled for them, and as NVIDIA states
+their sizes."""
 
 import re
 
@@ -6,8 +7,8 @@ import pytest
 from compiled_steps import Compiled, Step, compile_all
 
 from kvfold.bench.targets import parse
-from kvfold.ops.attend.gluon.cards import card_of
 from kvfold.ops.attend.window_kernel import alignment
+from kvfold.ops.cards import card_of
 
 pytestmark = pytest.mark.timeout(7200)  # with --whole-product
 
@@ -31,8 +32,17 @@ SPILLED = {  # bytes per thread, at most: docs/gpus.md says why
     ("decode", "tq-k4v4", 256): 80,
     ("decode", "fold4", 256): 8,
     ("decode", "gtq-k2v2", 128): 24,
+    ("_store", "gtq-k2v2", 128): 88,
+    ("_store", "gtq-k3v3", 64): 16,
+    ("_store", "oscar-int2:group=128", 128): 8,
+    ("_store", "fold4", 256): 56,
+    ("_store", "saw-int4:values=true,sink=4,recent=40", 256): 80,
+    ("_dequantize", "gtq-k2v2", 128): 16,
+    ("_dequantize", "gtq-k3v3", 64): 40,
 }
 SPILLED_BY_SEVERAL = 112  # the same, of kernels for several queries per sequence
+SPILLED_BY_PORTABLE = 1088
+SHORT, LONG = 40, 4100  # prompts that the portable kernel reads, and that are unpacked
 LAYOUTS = [  # all of them with --whole-product
     ("saw-int4", 128),
     ("saw-int4:values=true,sink=4,recent=40", 256),
@@ -66,12 +76,17 @@ STEPS = [  # test_gluon_even.py has more of evenly spaced levels
     Step("sm_120", "fold4", 128, 4, 16, all=False),
     Step("sm_86", "fold4", 128, 4, 16, all=False, queries=4),
     Step("sm_100", "saw-int4", 128, 4, all=False, queries=8),
+    Step("sm_80", "saw-int4", 128, 4, queries=SHORT),
+    Step("sm_80", "fold4", 128, 4, queries=LONG),
+    Step("sm_86", "saw-int4", 128, 4, queries=LONG),
+    Step("sm_100", "oscar-int2:group=128", 128, 4, queries=LONG),
+    Step("sm_120", "saw-int4:values=true,sink=4,recent=40", 256, 4, queries=LONG),
 ]
 
 
 @pytest.fixture(scope="module")
 def kernels(request: pytest.FixtureRequest) -> list[Compiled]:
-    heads = [(4, 1), (8, 1), (4, 4), (8, 8)]  # query heads per KV head, queries
+    heads = [(4, 1), (8, 1), (4, 4), (8, 8), (4, SHORT), (4, LONG)]  # query heads per KV head, queries
     whole = [
         Step(target, *layout, ratio, queries=queries)
         for target in SHARED
@@ -95,6 +110,8 @@ def test_every_kernel_fits_on_an_sm_and_spills_nothing(target: str, kernels: lis
         spilled = SPILLED.get((kernel.kernel, *kernel.step[1:3]), 0)
         if kernel.kernel == "decode" and kernel.step.queries > 1:
             spilled = SPILLED_BY_SEVERAL
+        if kernel.kernel == "_attend":
+            spilled = SPILLED_BY_PORTABLE
         assert kernel.stack <= spilled, (kernel.kernel, kernel.step)
 
 
@@ -119,7 +136,8 @@ def test_kernels_have_no_instruction_of_newer_gpus(target: str, kernels: list[Co
         for instructions, first in NEWER.items():
             if parse(target) < first:
                 assert re.search(instructions, kernel.ptx) is None, (kernel.kernel, kernel.step)
-        assert ("griddepcontrol" in kernel.ptx) == (parse(target) >= (9, 0)), (kernel.kernel, kernel.step)
+        if kernel.step.decodes:
+            assert ("griddepcontrol" in kernel.ptx) == (parse(target) >= (9, 0)), (kernel.kernel, kernel.step)
 
 
 def test_windows_are_loaded_in_vectors(kernels: list[Compiled]) -> None:
@@ -139,8 +157,10 @@ def test_vectors_after_one_another_are_aligned_as_stated(dims: int) -> None:
 
 def test_all_kernels_of_a_step_were_compiled(kernels: list[Compiled]) -> None:
     for target in ("sm_80", "sm_100"):
-        names = {kernel.kernel for kernel in of(kernels, target)}
+        names = {kernel.kernel for kernel in of(kernels, target) if kernel.step.decodes}
         assert names >= {"_prologue", "decode", "_store", "_windows", "_merge", "_rotate"}
+    names = {kernel.kernel for kernel in kernels if not kernel.step.decodes}
+    assert names >= {"_store", "_dequantize", "_diagonal", "_merge_rows", "_rotate", "_attend"}
 
 
 @pytest.mark.parametrize("target", SHARED)
@@ -150,6 +170,19 @@ def test_sizes_are_those_that_nvidia_states(target: str) -> None:
     assert card.overlaps == (parse(target) >= (9, 0))
 
 
+PRODUCTS = {"wgmma": r"\bwgmma\.mma_async", "tcgen05": r"\btcgen05\.mma", "mma": r"\bmma\.sync"}
+
+
+@pytest.mark.parametrize("target", SHARED)
+def test_products_are_those_that_triton_chooses(target: str, kernels: list[Compiled]) -> None:
+    """`_diagonal` multiplies 64 rows, in four or eight warps."""
+    for kernel in of(kernels, target):
+        if kernel.kernel == "_diagonal":
+            assert [name for name, found in PRODUCTS.items() if re.search(found, kernel.ptx)] == [
+                card_of(parse(target)).products
+            ]
+
+
 def test_an_unknown_gpu_is_taken_for_the_smallest() -> None:
-    assert card_of((15, 3)) == (1024 * min(shared for shared, _ in SHARED.values()), True)
-    assert card_of((8, 3)) == (1024 * min(shared for shared, _ in SHARED.values()), False)
+    assert card_of((15, 3)) == (1024 * min(shared for shared, _ in SHARED.values()), True, "mma")
+    assert card_of((8, 3)) == (1024 * min(shared for shared, _ in SHARED.values()), False, "mma")

@@ -17,7 +17,7 @@ from kvfold.ops.attend import attend_gpu as portable
 from kvfold.ops.attend import attend_torch
 from kvfold.ops.attend import unpacked_prefill as unpacked
 from kvfold.ops.attend.gluon import decode_step as gluon
-from kvfold.ops.attend.gluon.cards import card_of
+from kvfold.ops.cards import card_of
 from kvfold.ops.pages import LayerPages
 
 pytestmark = pytest.mark.usefixtures("_poisoned_memory")

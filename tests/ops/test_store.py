@@ -6,7 +6,7 @@ On a machine without a GPU it runs in Triton's interpreter, with TRITON_INTERPRE
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import pytest
@@ -31,10 +31,12 @@ if not torch.cuda.is_available() and not knobs.runtime.interpret:
     pytest.skip("the kernel takes a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
 from kvfold.ops import naive  # noqa: E402
+from kvfold.ops.cards import HOPPER, card_of  # noqa: E402
 from kvfold.ops.decode_prologue import prologue  # noqa: E402
 from kvfold.ops.store import store_gpu as triton  # noqa: E402
 
 DEVICE = torch.device("cpu" if knobs.runtime.interpret else "cuda")
+CARD = card_of(HOPPER)._replace(overlaps=False)
 PAGES = 24
 ULP = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 
@@ -91,7 +93,7 @@ class Twins:
     """The same cache twice, full of the same garbage: one for the definition, one for the kernel."""
 
     def __init__(self, case: Case | Plain, sequences: int, seed: int = 0) -> None:
-        self.case, self.generator = case, torch.Generator().manual_seed(seed)
+        self.case, self.card, self.generator = case, CARD, torch.Generator().manual_seed(seed)
         self.expected, self.got = (self._cache(sequences, seed, device) for device in (torch.device("cpu"), DEVICE))
         self.pool, self.shadows = (
             torch.randint(0, 256, tensor.view(torch.uint8).shape, dtype=torch.uint8, generator=self.generator)
@@ -151,7 +153,7 @@ class Twins:
     def store(self, x: torch.Tensor, view=lambda x: x) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Both ways; `view` makes the kernel's inputs. Returns what both returned, by side."""
         new = naive.store(self.expected.pages(0), *x)
-        got = triton.store(self.got.pages(0), *(view(side.to(DEVICE)) for side in x))
+        got = triton.store(self.card, self.got.pages(0), *(view(side.to(DEVICE)) for side in x))
         assert not self.got.faults.any()
         assert (new is None) == (got is None)
         return [] if new is None else [(a, b.cpu()) for a, b in zip(new, got, strict=True)]
@@ -307,7 +309,7 @@ def test_a_token_of_each_sequence_is_turned_then_packed(case, ratio):
     matrix = transform.rotation.dense(case.dims, torch.device("cpu")).double().expand(case.kv_heads, -1, -1)[heads]
     queries = torch.einsum("shd,hde->she", q.cpu().double(), matrix)
     torch.testing.assert_close(turned.q.cpu().double(), queries, rtol=0, atol=1e-4)
-    triton.pack(twins.got.pages(0), turned.kv)
+    triton.pack(CARD, twins.got.pages(0), turned.kv)
     assert not twins.got.faults.any()
     assert not torch.equal(twins.got.pools[0], pool)
     twins.check([(a[live], b.cpu()[live]) for a, b in zip(expected, turned.new, strict=True)])
@@ -361,10 +363,12 @@ def test_inputs_need_not_be_contiguous(recipe, view):
     run(Case(recipe), [[5, 3, 7]], view)
 
 
+@pytest.mark.parametrize("products", triton.MANY)
 @pytest.mark.parametrize("recipe", ["int4", "saw-int4", "saw-int4:values=true,recent=4", "oscar-int2", "gtq-k3v3"])
-def test_many_tokens(recipe):
+def test_many_tokens(recipe, products):
     """More than a tile of each size. On the smallest GPU, a program takes several tiles of rotated vectors."""
     twins = Twins(Case(recipe, page_size=16, kv_heads=2), 3)
+    twins.card = CARD._replace(products=products)
     for many in (triton.MANY_VECTORS, 16):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(triton, "MANY_VECTORS", many)
@@ -390,7 +394,7 @@ def test_errors_are_those_of_rounding(recipe, dtype):
     case = Case(recipe, 64, dtype, page_size=4)
     twins = Twins(case, 1)
     x = twins.extend([12])
-    triton.store(twins.got.pages(0), *x.to(DEVICE))
+    triton.store(CARD, twins.got.pages(0), *x.to(DEVICE))
     pool, layout = twins.got.pools[0].cpu()[twins.got.tables.pages[0]], twins.got.layouts[0]
     for tokens, codec, views in zip(x, case.codecs, (key_views, value_views), strict=True):
         codes, meta = (array.transpose(1, 2).flatten(0, 1) for array in views(layout, pool))  # [tokens, kv_heads, …]
@@ -487,7 +491,8 @@ def store_of(implementation: str) -> Callable:
         return naive.store
     if implementation == "store_cpu" and DEVICE.type == "cuda":
         pytest.skip("numba compiles for CPUs")
-    return pytest.importorskip(f"kvfold.ops.store.{implementation}").store
+    store = pytest.importorskip(f"kvfold.ops.store.{implementation}").store
+    return partial(store, CARD) if implementation == "store_gpu" else store
 
 
 @pytest.mark.parametrize("implementation", ["naive", "store_cpu", "store_gpu"])
@@ -510,10 +515,10 @@ def test_other_types_are_refused():
     twins = Twins(Case("int4"), 1)
     x = twins.extend([2]).float()
     with pytest.raises(ValueError, match=r"not torch\.float32"):
-        triton.store(twins.got.pages(0), *x.to(DEVICE))
+        triton.store(CARD, twins.got.pages(0), *x.to(DEVICE))
     k, v = x.bfloat16().to(DEVICE)
     with pytest.raises(ValueError, match=r"one dtype, not torch\.bfloat16 and torch\.float16"):
-        triton.store(twins.got.pages(0), k, v.half())
+        triton.store(CARD, twins.got.pages(0), k, v.half())
 
 
 @pytest.mark.parametrize(
@@ -522,7 +527,7 @@ def test_other_types_are_refused():
 def test_other_shapes_are_refused(wrong):
     twins = Twins(Case("int4"), 1)
     with pytest.raises(ValueError, match="of the step"):
-        triton.store(twins.got.pages(0), *wrong(twins.extend([2])).to(DEVICE))
+        triton.store(CARD, twins.got.pages(0), *wrong(twins.extend([2])).to(DEVICE))
 
 
 @pytest.mark.parametrize("recipe", ["kivi-2", "kmeans-int4:centroids=4", "gtq-k3v3:per_head=true"])
@@ -532,7 +537,7 @@ def test_layouts_without_a_kernel_are_refused(recipe):
     cache.extend([2])
     x = torch.zeros(2, 2, 64, dtype=torch.bfloat16, device=DEVICE)
     with pytest.raises(ValueError, match="no kernel"):
-        triton.store(cache.pages(0), x, x)
+        triton.store(CARD, cache.pages(0), x, x)
 
 
 # --- large pools
@@ -556,7 +561,7 @@ def test_pages_past_two_gibibytes(large):
     x = twins.extend([20, 5])
     large.extend([20, 5])
     naive.store(twins.expected.pages(0), *x)
-    triton.store(large.pages(0), *x.to(DEVICE))
+    triton.store(CARD, large.pages(0), *x.to(DEVICE))
     assert large.pools[0].nbytes > 2**31
     used = [page for pages in large.tables.pages for page in pages]
     assert max(used) * large.pools[0].stride(0) > 2**31

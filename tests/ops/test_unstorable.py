@@ -3,13 +3,14 @@ nothing else changes by a bit."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
 from even_codecs import even_codecs
 from page_views import value_views
 from test_attend import World, codecs
-from test_store import DEVICE, Case, Plain, Twins, places, plain, store_of
+from test_store import CARD, DEVICE, Case, Plain, Twins, places, plain, store_of
 from torch import Tensor
 
 from kvfold.format.codec import Codec
@@ -130,7 +131,7 @@ def test_the_kernel_for_cpus_stores_zeros(case, bad):
 
 @pytest.mark.parametrize(("case", "bad"), [*BOTH[:3], *BOTH[3:24:4], *BOTH[24::2]])  # one or two of most cases
 def test_the_kernel_for_gpus_stores_zeros(case, bad):
-    Poisoned(case, bad).check(triton.store, any_codes=True)
+    Poisoned(case, bad).check(partial(triton.store, CARD), any_codes=True)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -163,7 +164,7 @@ def test_what_is_turned_and_packed_is_zero(case, bad):
 
     def store(pages, k, v):
         turned = prologue(pages, q, k, v)
-        triton.pack(pages, turned.kv)
+        triton.pack(CARD, pages, turned.kv)
         others = torch.arange(9, device=DEVICE) != 3
         assert torch.equal(turned.q[others], clean[others])
         return turned.new
@@ -222,7 +223,7 @@ def test_what_clipping_takes_away_is_stored(implementation):
 
 def test_blocks_of_many_tokens(monkeypatch):
     monkeypatch.setattr(triton, "MANY_VECTORS", 1)
-    Poisoned(Case("saw-int4:recent=4", page_size=16), torch.nan).check(triton.store, any_codes=True)
+    Poisoned(Case("saw-int4:recent=4", page_size=16), torch.nan).check(partial(triton.store, CARD), any_codes=True)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, 65536.0])

@@ -28,7 +28,7 @@ from kvfold.bench.random_fits import random_artifact
 from kvfold.engines.serving import Config, Plan, Served
 from kvfold.ops.attend import parts
 from kvfold.ops.attend.gluon import decode_step as gluon
-from kvfold.ops.attend.gluon.cards import card_of
+from kvfold.ops.cards import card_of
 from kvfold.ops.attend import attend_gpu as portable
 from kvfold.ops.attend import unpacked_prefill as unpacked
 from kvfold.ops.attend.diagonal_kernel import Part
@@ -103,7 +103,8 @@ hopper = fast[0], Choice("", "", partial(unpacked.attend, library=library))
 slow = Choice("", "", portable.attend), Choice("", "", portable.attend)
 
 def ops(decode, extend):
-    return Ops(Choice("", "", partial(store.store, overlaps=decode.store_and_attend is not None)), decode, extend)
+    card = CARD._replace(overlaps=decode.store_and_attend is not None)
+    return Ops(Choice("", "", partial(store.store, card)), decode, extend)
 
 def served(requests, kind):
     starts, lengths = ([r[i] for r in requests] for i in (0, 1))

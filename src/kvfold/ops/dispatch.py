@@ -11,6 +11,7 @@ from torch import Tensor
 from kvfold.format.layout import PageLayout
 from kvfold.ops import naive
 from kvfold.ops.attend import attend_torch
+from kvfold.ops.cards import Card, card_of
 from kvfold.ops.pages import LayerPages, Logits
 
 New = tuple[Tensor, Tensor] | None
@@ -90,7 +91,6 @@ def choose(
         from kvfold.ops.attend import attend_gpu as attend
         from kvfold.ops.attend import flash_attention_3
         from kvfold.ops.attend import unpacked_prefill as unpacked
-        from kvfold.ops.pdl import HOPPER
         from kvfold.ops.store import store_gpu as store
     except OLD_TRITON as error:
         return _slow(
@@ -98,9 +98,8 @@ def choose(
         )
     if reason := tiles.unreadable(layout):
         return _slow(reason)
-    stored = Choice(
-        "triton", "segments are affine, even, codebooks or raw", partial(store.store, overlaps=own >= HOPPER)
-    )
+    card = card_of(own)
+    stored = Choice("triton", "segments are affine, even, codebooks or raw", partial(store.store, card))
     if unstored := tiles.unsupported_side(layout):
         reason = "there is no kernel that stores these {}: {}".format(*unstored)
         warn(f"{reason}; PyTorch's operators do that on the GPU, many times slower", stacklevel=2)
@@ -115,7 +114,7 @@ def choose(
             partial(unpacked.attend, library=library),
             warm_up=partial(unpacked.build_graphs, library=library),
         )
-    return Ops(stored, _decode(layout, ratio, own, cap, stored, attend.attend), extend)
+    return Ops(stored, _decode(layout, ratio, card, cap, stored, attend.attend), extend)
 
 
 def check_dtype(ops: Iterable[Ops], dtype: torch.dtype) -> None:
@@ -130,14 +129,13 @@ def check_dtype(ops: Iterable[Ops], dtype: torch.dtype) -> None:
 def _decode(
     layout: PageLayout,
     ratio: int,
-    capability: tuple[int, int],
+    card: Card,
     cap: bool,
     store: Choice,
     portable: Callable[..., Tensor],
 ) -> Choice:
     """The decode op on NVIDIA's GPUs since Ampere."""
     try:
-        from kvfold.ops.attend.gluon import cards
         from kvfold.ops.attend.gluon import decode_step as gluon
     except OLD_TRITON as error:
         reason: str | None = f"that needs Triton 3.6 or newer, which torch 2.10 has: pip install -U torch ({error})"
@@ -146,7 +144,6 @@ def _decode(
     if reason:
         warn(f"the portable kernel decodes, several times slower than the fast one: {reason}", stacklevel=3)
         return Choice("triton", reason, portable)
-    card = cards.card_of(capability)
     both = partial(gluon.store_and_attend, card) if store.implementation == "triton" else None
     run, read = partial(gluon.attend, card), partial(gluon.attend, card, stored=False)
     return Choice("gluon", "integers, evenly spaced levels or codebooks", run, both, read, gluon.QUERIES)

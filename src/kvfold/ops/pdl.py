@@ -4,7 +4,7 @@
 - *Wait*: a CTA stops until the previous kernel has ended, and then sees all that it wrote. Every kernel with PDL waits
   before it ends. So all earlier kernels have ended, too.
 
-GPUs since HOPPER have PDL. Without PDL a kernel gets `ALONE` and contains neither instruction.
+GPUs since Hopper have PDL (see cards.py). Without PDL a kernel gets `ALONE` and contains neither instruction.
 """
 
 from typing import Literal, NamedTuple
@@ -12,8 +12,6 @@ from typing import Literal, NamedTuple
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-HOPPER = (9, 0)  # compute capability
 
 # "start": before a kernel reads what the previous kernel may write
 # "end": after its last store; in kernels that decode: before they store their part

@@ -22,7 +22,7 @@ class _Tile(NamedTuple):
     stages: int
 
 
-NARROW, WIDE = _Tile(64, 32, 4, 3), _Tile(64, 32, 4, 2)  # for up to 128 dims, and more
+NARROW, WIDE = _Tile(64, 32, 4, 3), _Tile(64, 32, 8, 2)  # for up to 128 dims, and more
 
 
 class Heads(NamedTuple):

@@ -42,18 +42,17 @@ class QueryTiles:
     """
 
     def __init__(self, pages: LayerPages, q: Tensor, max_rows: int = MAX_ROWS) -> None:
-        step = pages.step
+        step, wide = pages.step, max(pages.layout.key.dims, pages.layout.value.dims) > 128
         self.kv_heads = pages.pool.shape[1]
         self.ratio = power_of_two(q.shape[1] // self.kv_heads)
-        self.queries = max(1, min(power_of_two(step.max_queries), max_rows // self.ratio))
+        self.queries = max(1, min(power_of_two(step.max_queries), max_rows // (2 if wide else 1) // self.ratio))
         self.rows = max(16, self.queries * self.ratio)  # MMA takes 16 at least
         self.per_sequence = ceil_div(step.max_queries, self.queries)
         self.count = self.per_sequence * len(step.lengths)
-        dims = max(pages.layout.key.dims, pages.layout.value.dims)
-        self.tokens = 64 if dims <= 128 else 32  # keys that a tile reads at once
-        self.num_warps = 8 if self.rows > 64 else 4
+        self.tokens = 32 if wide else 64  # keys that a tile reads at once
+        self.num_warps = 8 if self.rows > (32 if wide else 64) else 4
         # per thread, at most: so that four CTAs fit on an SM, or three, and no register is spilled
-        self.registers = None if self.rows > 16 else 128 if dims <= 128 else 168
+        self.registers = None if self.rows > 16 else 168 if wide else 128
 
     def splits(self, tokens: int, device: torch.device) -> int:
         """Over how many CTAs `tokens` tokens of a sequence are split, so that every SM has work."""

@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from kvfold.format.codec import Codec
 from kvfold.ops import tiles
 from kvfold.ops.attend.parts import sms
+from kvfold.ops.cards import Card
 from kvfold.ops.launch import Launcher
 from kvfold.ops.pages import LayerPages
 from kvfold.ops.pdl import AFTER, ALONE, BESIDE, Overlap, release, wait
@@ -52,12 +53,26 @@ class _Tile(NamedTuple):
     resident: int = 0  # CTAs per SM that keep their matrices from tile to tile; 0: a CTA takes one tile
 
 
+class _Tiles(NamedTuple):
+    """For many vectors: larger tiles read matrices less often."""
+
+    rotated: _Tile  # both sides are rotated
+    short: _Tile  # all other vectors of up to 128 coordinates
+    long: _Tile
+
+
 FEW = _Tile(16, 128, 4, 1, None)
 FEW_TERMS = _Tile(16, 64, 4, 3, None)  # for matrices of several terms
-MANY = _Tile(64, 128, 4, 1, 128)  # reads matrices less often; four CTAs per SM
-MANY_ROTATED = _Tile(64, 128, 4, 1, 255, 2)  # both sides; a CTA has up to 80 KB of shared memory
-MANY_LONG = _Tile(64, 32, 8, 3, None)  # for vectors of more than 128 coordinates
-MANY_VECTORS = 1 << 13  # from this many vectors on, MANY has CTAs for nearly all SMs
+MANY_VECTORS = 1 << 13  # from this many vectors on, larger tiles have CTAs for nearly all SMs
+MANY = {  # by `Card.products`
+    # two CTAs per SM, with up to 80 KB of shared memory each; four CTAs per SM
+    "wgmma": _Tiles(_Tile(64, 128, 4, 1, 255, 2), _Tile(64, 128, 4, 1, 128), _Tile(64, 32, 8, 3, None)),
+    # two CTAs per SM, with up to 20 KB; more stages would take more registers than there are
+    "mma": _Tiles(_Tile(64, 32, 4, 2, 255), _Tile(64, 32, 4, 2, 255), _Tile(64, 32, 8, 3, None)),
+    # Two warps multiply with `mma`, not through tensor memory: sums in the registers of `mma` are packed where they
+    # are. Triton 3.6 compiles no larger tile with two terms.
+    "tcgen05": _Tiles(_Tile(32, 32, 2, 2, 255), _Tile(32, 32, 2, 2, 255), _Tile(32, 32, 4, 2, 255)),
+}
 IDENTITY = Transform()
 
 
@@ -101,30 +116,30 @@ class _Memory(NamedTuple):
     boundaries: Tensor
 
 
-def store(pages: LayerPages, k: Tensor, v: Tensor, overlaps: bool = False) -> tuple[Tensor, Tensor] | None:
+def store(card: Card, pages: LayerPages, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
     """As `naive.store`, for 16-bit k and v.
 
-    With `overlaps`, the kernel is launched before the previous one ends, and lets the next one begin.
+    On cards that overlap, the kernel is launched before the previous one ends, and lets the next one begin.
 
     A vector that cannot be stored gets zeros as metadata. Then any codes decode to zeros.
     """
     check(pages, k, v)
-    overlap = AFTER if overlaps else ALONE
+    overlap = AFTER if card.overlaps else ALONE
     if not pages.windows:
-        _launch(pages, True, (k, v), (None, None), overlap)
+        _launch(card, pages, True, (k, v), (None, None), overlap)
         return None
     new_k, new_v = (torch.empty(x.shape, dtype=pages.shadows.dtype, device=x.device) for x in (k, v))
-    _launch(pages, True, (k, v), (new_k, new_v), overlap)
+    _launch(card, pages, True, (k, v), (new_k, new_v), overlap)
     return new_k, new_v
 
 
-def pack(pages: LayerPages, kv: Tensor, overlaps: bool = False) -> None:
+def pack(card: Card, pages: LayerPages, kv: Tensor) -> None:
     """Pack keys and values that are transformed and in shadows already: `kv` of decode_prologue.py.
 
-    With `overlaps`, the kernel runs beside the previous one. That one must wait before it releases this one: then the
-    prologue has ended, and `kv` is written.
+    On cards that overlap, the kernel runs beside the previous one. That one must wait before it releases this one:
+    then the prologue has ended, and `kv` is written.
     """
-    _launch(pages, False, (kv[0], kv[1]), (None, None), BESIDE if overlaps else ALONE)
+    _launch(card, pages, False, (kv[0], kv[1]), (None, None), BESIDE if card.overlaps else ALONE)
 
 
 def check(pages: LayerPages, k: Tensor, v: Tensor) -> None:
@@ -140,6 +155,7 @@ def check(pages: LayerPages, k: Tensor, v: Tensor) -> None:
 
 
 def _launch(
+    card: Card,
     pages: LayerPages,
     transforms: bool,
     states: tuple[Tensor, Tensor],
@@ -149,7 +165,7 @@ def _launch(
     """Store keys and values, transformed if the kernel `transforms` them. `new` gets them raw."""
     (k, v), step = states, pages.step
     tokens, kv_heads, _ = k.shape
-    tile, kernel = pages.once(_launcher, k.dtype, transforms, tokens * kv_heads >= MANY_VECTORS, overlap)
+    tile, kernel = pages.once(_launcher, card, k.dtype, transforms, tokens * kv_heads >= MANY_VECTORS, overlap)
     programs = ceil_div(tokens, tile.tokens)
     if tile.resident:  # as many as fit at once, or fewer if none of them gets more tiles for it
         programs = ceil_div(programs, ceil_div(programs, max(1, tile.resident * sms(k.device) // (2 * kv_heads))))
@@ -158,7 +174,7 @@ def _launch(
 
 
 def _launcher(
-    pages: LayerPages, dtype: torch.dtype, transforms: bool, many: bool, overlap: Overlap
+    pages: LayerPages, card: Card, dtype: torch.dtype, transforms: bool, many: bool, overlap: Overlap
 ) -> tuple[_Tile, Launcher]:
     """For keys and values in this dtype, and what a CTA takes of them."""
     device, layout = pages.pool.device, pages.layout
@@ -169,12 +185,13 @@ def _launcher(
         for codec, side in ((pages.key, tiles.key_side(layout)), (pages.value, tiles.value_side(layout)))
     )
     terms = [len(operands.matrices) for operands, _ in (key, value)]
+    large = MANY[card.products]
     if not many:
         tile = FEW if max(terms) < 2 else FEW_TERMS
     elif max(layout.key.dims, layout.value.dims) > 128:
-        tile = MANY_LONG
+        tile = large.long
     else:
-        tile = MANY_ROTATED if all(terms) else MANY
+        tile = large.rotated if all(terms) else large.short
     memory = _Memory(
         pages.pool,
         pages.pool.view(torch.int16),

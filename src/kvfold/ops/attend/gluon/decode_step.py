@@ -17,10 +17,10 @@ from kvfold.ops.attend.gluon import codebook_decode as codebooks
 from kvfold.ops.attend.gluon import even_decode as even
 from kvfold.ops.attend.gluon import integer_decode as integers
 from kvfold.ops.attend.gluon import level_lookup as levels
-from kvfold.ops.attend.gluon.cards import Card
 from kvfold.ops.attend.gluon.decode_tiles import TILE
 from kvfold.ops.attend.gluon.even_pages import even_sides
 from kvfold.ops.attend.parts import LOG2_E, Sinks, empty, learned_sinks, merge, sms
+from kvfold.ops.cards import Card
 from kvfold.ops.decode_prologue import prologue
 from kvfold.ops.launch import launcher
 from kvfold.ops.pages import LayerPages, Logits
@@ -111,7 +111,7 @@ def store_and_attend(
     """
     latest = 2 * pages.step.max_queries
     if pages.key.transform.rotation is None or pages.windows.recent < latest or q.dtype != k.dtype:
-        return attend(card, pages, q, store(pages, k, v, overlaps=card.overlaps), logits, out)
+        return attend(card, pages, q, store(card, pages, k, v), logits, out)
     sinks = learned_sinks(pages, q, logits)
     begun = prologue(pages, q, k, v, overlaps=card.overlaps)
     return _attend(card, pages, begun.q, 1, "start", begun.new, begun.kv, logits, sinks, out)
@@ -216,7 +216,7 @@ def _attend(
         *([pages.value.unit] if layout.value.even else []),
     )
     if kv is not None:
-        pack(pages, kv, overlaps=card.overlaps)
+        pack(card, pages, kv)
     if new is not None:  # beside decoding, where it leaves room on SMs
         window_kernel.attend(pages, q, new, logits, outs[splits:], weights[splits:], overlaps=card.overlaps)
     return merge(outs, weights, pages.value.transform, out, overlaps=card.overlaps, sinks=sinks)

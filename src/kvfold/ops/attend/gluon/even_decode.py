@@ -13,7 +13,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from kvfold.ops.attend.gluon.cards import STAGES, ctas, meta_stages, tiles_at_once
 from kvfold.ops.attend.gluon.decode_tiles import (
     UNSEEN,
     exp2,
@@ -54,6 +53,7 @@ from kvfold.ops.attend.gluon.even_pages import (
 )
 from kvfold.ops.attend.gluon.integer_decode import UNIT, codes_alone, read_values, value_operand
 from kvfold.ops.attend.gluon.integer_layouts import around_bits, registers, repeated, with_bits
+from kvfold.ops.attend.gluon.occupancy import STAGES, ctas, meta_stages, tiles_at_once
 from kvfold.ops.store.quantize_tiles import ROUNDER
 
 # A byte at the place of a float32 is 2^119 times too small. So units of queries are 2^64 times too large, which is far

@@ -33,7 +33,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from kvfold.format.layout import SlotLayout
-from kvfold.ops.attend.gluon.cards import STAGES, ctas, meta_stages
 from kvfold.ops.attend.gluon.decode_tiles import (
     UNSEEN,
     faded,
@@ -70,6 +69,7 @@ from kvfold.ops.attend.gluon.integer_layouts import (
     value_layout,
     with_bits,
 )
+from kvfold.ops.attend.gluon.occupancy import STAGES, ctas, meta_stages
 from kvfold.ops.store.quantize_tiles import ROUNDER
 
 # names that Triton 3.9 has changed

@@ -1,42 +1,17 @@
-"""What the decode kernels know of a GPU, and what they take of it.
+"""How many CTAs of the decode kernels an SM takes.
 
-Every SM has four schedulers and 65,536 registers. Shared memory differs, and so does PDL (see pdl.py). docs/gpus.md
-lists what follows from that for each GPU.
+Every SM has four schedulers and 65,536 registers. Shared memory differs. docs/gpus.md lists what follows from that for
+each GPU.
 """
-
-from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kvfold.ops.attend.gluon.decode_tiles import TILE
-from kvfold.ops.pdl import HOPPER
+from kvfold.ops.cards import OWN
 
-# KiB of an SM's shared memory, by compute capability
-SHARED = {
-    (8, 0): 164,
-    (8, 6): 100,
-    (8, 7): 164,
-    (8, 9): 100,
-    (9, 0): 228,
-    (10, 0): 228,
-    (10, 3): 228,
-    (12, 0): 100,
-    (12, 1): 100,
-}
-OWN = 1024  # bytes of shared memory that a CTA takes beside what it asks for
 WARPS = 8  # CTAs per SM, at most: two per scheduler
 STAGES = gl.constexpr(2)  # what is in shared memory: one is read while the other is copied
-
-
-class Card(NamedTuple):
-    shared: int  # bytes of an SM's shared memory; one CTA can get all but OWN of it
-    overlaps: bool  # whether it has PDL
-
-
-def card_of(capability: tuple[int, int]) -> Card:
-    """The card of this compute capability. An unknown one is taken for the smallest."""
-    return Card(1024 * SHARED.get(capability, min(SHARED.values())), capability >= HOPPER)
 
 
 @gluon.constexpr_function
