@@ -14,6 +14,7 @@ from torch import Tensor
 from kvfold.ops.attend import window_kernel
 from kvfold.ops.attend.parts import (
     LOG2_E,
+    MAX_ROWS,
     UNSEEN,
     Cap,
     QueryTiles,
@@ -74,15 +75,17 @@ def _attend_packed(
     pages: LayerPages, q: Tensor, logits: Logits, cap: Cap | None, outs: Tensor, weights: Tensor
 ) -> None:
     """Let transformed queries [tokens, q_heads, d] read the packed tokens between their windows, in parts."""
-    step, layout, tiles = pages.step, pages.layout, QueryTiles(pages, q)
+    step, layout = pages.step, pages.layout
+    centroids = [None if x is None else x.contiguous() for x in (pages.key.centroids, pages.value.centroids)]
+    has_centroids = any(x is not None for x in centroids)
+    tiles = QueryTiles(pages, q, MAX_ROWS // 2 if has_centroids else MAX_ROWS)  # they take shared memory, too
     # if metadata belong to pages, a tile lies in one page; more than 32 tokens would take too many registers
     tokens = math.gcd(32, layout.page_size) if layout.per_page else tiles.tokens
-    centroids = [None if x is None else x.contiguous() for x in (pages.key.centroids, pages.value.centroids)]
     sides = attended_sides(layout)
     heads = tiles.kv_heads // len(sides)
     for i, (key, value) in enumerate(sides):
         # levels and centroids are looked up; if prefetched, they would fill shared memory
-        looked_up = CODEBOOK.value in key.rule + value.rule or any(x is not None for x in centroids)
+        looked_up = CODEBOOK.value in key.rule + value.rule or has_centroids
         kernel = launcher(
             _attend,
             q.device,

@@ -24,7 +24,7 @@ from kvfold.transforms import Transform
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 UNSEEN = tl.constexpr(-1e30)  # below every logit; finite, so that a row without tokens does not become NaN
-MAX_ROWS = 128  # of a tile: queries times query heads per KV head
+MAX_ROWS = 128  # of a tile: queries times query heads per KV head; half as many above 128 dims
 MAX_SPLITS = 128
 # the fewest parts that `merge` is compiled for, except in decode steps: their CUDA graphs fix the number
 FEWEST_PARTS = 8

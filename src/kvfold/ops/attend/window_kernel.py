@@ -10,7 +10,8 @@ from kvfold.ops.pages import LayerPages, Logits
 from kvfold.ops.pdl import ALONE, BESIDE_TO_END, release, wait
 from kvfold.ops.sizes import power_of_two
 
-MAX_ROWS = 64  # of a tile: two CTAs fit on an SM, and one computes while the other waits for memory
+# of a tile, half as many above 128 dims: two CTAs fit on most SMs, and one computes while the other waits for memory
+MAX_ROWS = 64
 
 
 def splits(pages: LayerPages, q: Tensor) -> int:

@@ -219,7 +219,7 @@ def _codebook(ys, levels, boundaries, PACKING: tl.constexpr, SEGMENT: tl.constex
     codes = ()
     squares = tl.zeros_like(ys[0])
     for part in tl.static_range(len(ys)):
-        # A little below y, which matters for 0 only: it belongs to the lower level.
+        # A little below y: 0 belongs to the lower level.
         code, squares = _nearest_level(tl.fma(ys[part], factor, -TINY), squares, levels, boundaries, BITS)
         if len(ys) * ys[0].shape[1] > DIMS:
             inside = (tl.arange(0, ys[0].shape[1]) < coded(DIMS, PACKING.side.run[SEGMENT], part))[None, :]
@@ -275,8 +275,8 @@ def _unit(x):
 
 @triton.jit
 def _nearest_level(y, squares, levels, boundaries, BITS: tl.constexpr):
-    """Twice the code of the nearest level, plus ROUNDER. And `squares` plus the square of that level, less the smallest
-    such square. Levels are symmetric.
+    """Twice the code of the nearest level, with bits of ROUNDER above it. And `squares` plus the square of that level,
+    less the smallest such square. Levels are symmetric.
 
     The boundaries below |y| are counted: sums of 0 and 1. If they are too many, only some of them are, and a binary
     search through the table finds the other bits. Codes of NaN are any.

@@ -63,6 +63,7 @@ class _Tiles(NamedTuple):
 
 FEW = _Tile(16, 128, 4, 1, None)
 FEW_TERMS = _Tile(16, 64, 4, 3, None)  # for matrices of several terms
+FEW_LONG_TERMS = _Tile(16, 32, 4, 3, None)  # the same, of vectors of more than 128 coordinates: with up to 66 KB
 MANY_VECTORS = 1 << 13  # from this many vectors on, larger tiles have CTAs for nearly all SMs
 MANY = {  # by `Card.products`
     # two CTAs per SM, with up to 80 KB of shared memory each; four CTAs per SM
@@ -185,13 +186,13 @@ def _launcher(
         for codec, side in ((pages.key, tiles.key_side(layout)), (pages.value, tiles.value_side(layout)))
     )
     terms = [len(operands.matrices) for operands, _ in (key, value)]
-    large = MANY[card.products]
-    if not many:
-        tile = FEW if max(terms) < 2 else FEW_TERMS
-    elif max(layout.key.dims, layout.value.dims) > 128:
-        tile = large.long
+    large, long = MANY[card.products], max(layout.key.dims, layout.value.dims) > 128
+    if many:
+        tile = large.long if long else large.rotated if all(terms) else large.short
+    elif max(terms) < 2:
+        tile = FEW
     else:
-        tile = large.rotated if all(terms) else large.short
+        tile = FEW_LONG_TERMS if long else FEW_TERMS
     memory = _Memory(
         pages.pool,
         pages.pool.view(torch.int16),
