@@ -42,7 +42,7 @@ class Step(NamedTuple):
     head_dim: int
     ratio: int  # query heads per KV head
     page: int = 64
-    all: bool = True  # its kernels, not only `decode`
+    only: tuple[str, ...] = ()  # of its kernels; none: all
     queries: int = 1  # per sequence
 
     @property
@@ -64,10 +64,9 @@ class Compiled:
 
 def compile_all(steps: list[Step]) -> list[Compiled]:
     """Every kernel of these steps once per target."""
-    with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": folder}
-        command = [sys.executable, "-W", "ignore", __file__, json.dumps(steps)]
-        run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-W", "ignore", __file__, json.dumps(steps)]
+    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
     rows = json.loads(run.stdout.splitlines()[-1])
     return [Compiled(**{**row, "step": Step(*row["step"])}) for row in rows]
 
@@ -92,7 +91,7 @@ class _Compiler:
 
     def run(self, kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         name, backend = kernel.fn.__name__, make_backend(self.target)
-        if name != "decode" and not self.step.all:
+        if self.step.only and name not in self.step.only:
             return
         options = {"debug": False, "instrumentation_mode": "", "fpsan_homomorphic_casts": False, **options}
         bind = create_function_from_signature(kernel.signature, kernel.params, backend)
