@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-HOPPER_MAJOR = 9  # compute capability of Hopper
+from kvfold.ops.cards import HOPPER
+
 MANY_ROWS = 2**14  # queries times query heads: 128 for nearly every SM
 SGLANG, AUTHORS, VLLM = "sgl_kernel.flash_attn", "flash_attn_interface", "vllm.vllm_flash_attn"
 
@@ -69,7 +70,7 @@ class Library(NamedTuple):
 
 def find(capability: tuple[int, int]) -> Library | None:
     """What is installed for a GPU of this compute capability, if anything is."""
-    return next(_installed(), None) if capability[0] == HOPPER_MAJOR else None
+    return next(_installed(), None) if capability[0] == HOPPER[0] else None
 
 
 def _installed() -> Iterator[Library]:

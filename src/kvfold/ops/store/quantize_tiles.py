@@ -337,24 +337,17 @@ def store_codes(codes, slots, rows, PACKING: tl.constexpr, SEGMENT: tl.constexpr
 def _store_plane(codes, slots, rows, PACKING: tl.constexpr, SEGMENT: tl.constexpr, WIDTH: tl.constexpr):
     """Byte j of run r of a plane holds code j of part r in its low bits, then code j of part r + RUNS, ..."""
     BELOW: tl.constexpr = bits_below(PACKING.side.bits[SEGMENT], WIDTH)
-    ABOVE: tl.constexpr = PACKING.side.bits[SEGMENT] > BELOW + WIDTH
     LOW: tl.constexpr = BELOW + (1 if PACKING.side.rule[SEGMENT] == CODEBOOK else 0)  # the plane's lowest bit of a code
+    # mask off the other planes of a code; the bits of ROUNDER are so high that no byte gets them
+    MASK: tl.constexpr = ((1 << WIDTH) - 1) << LOW if PACKING.side.bits[SEGMENT] != WIDTH else -1
     RUN: tl.constexpr = PACKING.side.run[SEGMENT]
     RUNS: tl.constexpr = len(codes) * WIDTH // 8
     byte = slots[:, None] + BELOW * PACKING.side.eighth[SEGMENT] + tl.arange(0, codes[0].shape[1])[None, :]
     for i in tl.static_range(RUNS):
-        packed = _plane(codes[i], BELOW, LOW, ABOVE, WIDTH)
+        packed = codes[i] & MASK
         for j in tl.static_range(1, 8 // WIDTH):
-            packed += _plane(codes[i + j * RUNS], BELOW, LOW, ABOVE, WIDTH) << (j * WIDTH)
+            packed += (codes[i + j * RUNS] & MASK) << (j * WIDTH)
         tl.store(byte + i * RUN, (packed >> LOW).to(tl.uint8), mask=within(rows, RUN, codes[0].shape[1]))
-
-
-@triton.jit
-def _plane(code, BELOW: tl.constexpr, LOW: tl.constexpr, ABOVE: tl.constexpr, WIDTH: tl.constexpr):
-    """Mask off the other planes. The bits of ROUNDER are so high that no byte gets them."""
-    if ABOVE or BELOW > 0:
-        code = code & (((1 << WIDTH) - 1) << LOW)
-    return code
 
 
 @triton.jit

@@ -264,7 +264,8 @@ def _prepare(
         for start, stored, count, run, width in zip(side.start, side.dims, parts, runs, widths, strict=True)
         for part, place in _split_columns(range(count), width, rotated)
     ]
-    first = accumulate((count * width for count, width in zip(parts, widths, strict=True)), initial=0)
+    columns = [count * width for count, width in zip(parts, widths, strict=True)]  # per segment
+    first = accumulate(columns, initial=0)
     terms, factors, shift = terms_and_shift(transform, side.head_dim, dtype, device)
     rows = -side.head_dim % 128
     # coordinate -1 is the padding, zero
@@ -272,7 +273,6 @@ def _prepare(
     shift = None if shift is None else pad(shift, (0, 1))[..., order].contiguous()
     per_segment = None
     if factors is not None:
-        columns = [count * width for count, width in zip(parts, widths, strict=True)]
         per_segment = tuple(_one_or_all(x) for x in pad(factors, (0, 1))[order].split(columns))
     numbers = (tuple(first)[:-1], len(order), len(set(widths)) == 1, rotated, clipped, bfloat)
     return Operands(matrices, head_stride(matrices), per_segment, shift), _Packing(side, widths, *numbers)
