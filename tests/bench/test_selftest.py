@@ -113,6 +113,24 @@ def test_rows_and_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         assert [row["error"] for row in csv.DictReader(file)] == [str(row["error"]) for row in rows]
 
 
+def test_every_path_has_a_table(monkeypatch: pytest.MonkeyPatch):
+    """On a GPU there are paths that CPUs do not have, as steps with drafts."""
+    heads, error, versions = (64, 64, 64, 2, 2), (0.0, 0.1), ("0.3", "2.11", "3.6")
+    row = selftest.Row(
+        *("store", "triton", "it is", "int4", *heads, "bfloat16", False, None, "1+1+1"),
+        *(*error, True, "", "GPU", "sm_90", *versions, "2026-11-18"),
+    )
+    rows = [replace(row, path=path) for path in ("store", "drafts", "step")]
+    monkeypatch.setattr(selftest, "run", lambda *_: iter(rows))
+    printed = CliRunner().invoke(app, ["selftest"]).stdout
+    assert [line.split(":")[0].strip() for line in printed.splitlines() if "since it is" in line] == [
+        "store",
+        "drafts",
+        "step",
+    ]
+    assert "3 of 3 checks are ok" in printed
+
+
 def test_the_help_has_an_example():
     assert "kvfold selftest --csv" in CliRunner().invoke(app, ["selftest", "--help"]).stdout
 

@@ -34,7 +34,7 @@ def selftest(target: Target = None, json_file: JsonFile = None, csv_file: CsvFil
 def _print_checks(rows: list[dict[str, Any]]) -> None:
     """One table per path, kernel and reason."""
     choice = itemgetter("path", "kernel", "reason")
-    paths = ("store", "extend", "step", "decode", "restore")
+    paths = list(dict.fromkeys(row["path"] for row in rows))
     ordered = sorted(rows, key=lambda row: (paths.index(row["path"]), choice(row)))
     for (path, kernel, reason), group in groupby(ordered, choice):
         table = FittingTable(f"{path}: {kernel}, since {reason}", "recipe", "heads, d, page", "error", "allowed", "")
