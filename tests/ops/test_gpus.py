@@ -34,7 +34,6 @@ SPILLED = {  # bytes per thread, at most: docs/gpus.md says why
     ("decode", "gtq-k2v2", 128): 24,
     ("_store", "gtq-k2v2", 128): 88,
     ("_store", "gtq-k3v3", 64): 16,
-    ("_store", "oscar-int2:group=128", 128): 8,
     ("_store", "fold4", 256): 56,
     ("_store", "saw-int4:values=true,sink=4,recent=40", 256): 80,
     ("_dequantize", "gtq-k2v2", 128): 16,

@@ -366,14 +366,15 @@ def test_inputs_need_not_be_contiguous(recipe, view):
 @pytest.mark.parametrize("products", triton.MANY)
 @pytest.mark.parametrize("recipe", ["int4", "saw-int4", "saw-int4:values=true,recent=4", "oscar-int2", "gtq-k3v3"])
 def test_many_tokens(recipe, products):
-    """More than a tile of each size. On the smallest GPU, a program takes several tiles of rotated vectors."""
-    twins = Twins(Case(recipe, page_size=16, kv_heads=2), 3)
-    twins.card = CARD._replace(products=products)
-    for many in (triton.MANY_VECTORS, 16):
+    """More than a tile of each size. On a small GPU, a program takes several tiles of keys, then of values; on a large
+    one, a tile of either."""
+    for many, sms in ((triton.MANY_VECTORS, 1), (16, 1), (16, 100)):
+        twins = Twins(Case(recipe, page_size=16, kv_heads=2), 3)
+        twins.card = CARD._replace(products=products)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(triton, "MANY_VECTORS", many)
-            patch.setattr(triton, "sms", lambda device: 1)
-            twins.check(twins.store(twins.extend([40, 17, 23])))
+            patch.setattr(triton, "sms", lambda device, sms=sms: sms)
+            twins.check(twins.store(twins.extend([90, 27, 33])))
 
 
 @pytest.mark.parametrize("clip", [0.01, 0.5, 0.9, 0.96, 1.0])

@@ -80,11 +80,14 @@ def largest(ys, stored, clip):
         at += way * _nearest(ys, 2 * way, way * at)
         limit = tl.where(i < steps, (at >> 1) & 0x7FFFFFFF, limit)
         at += 2 * way
+        # Any way will do after the last step. It may change here: else the compiler keeps all products with it.
+        way = tl.where(i < steps, way, 1)
     known = (_reached(ys, limit) == rank) | ~stored
-    limit = tl.where(known, limit, 0)
-    for i in range(31 * (1 - tl.min(known.to(tl.int32), axis=0))):
-        tried = limit | (1 << (30 - i))
-        limit = tl.where((_reached(ys, tried) >= rank) & ~known, tried, limit)
+    if tl.min(known.to(tl.int32), axis=0) == 0:
+        limit = tl.where(known, limit, 0)
+        for i in range(31):
+            tried = limit | (1 << (30 - i))
+            limit = tl.where((_reached(ys, tried) >= rank) & ~known, tried, limit)
     return limit.to(tl.float32, bitcast=True)
 
 
@@ -102,17 +105,13 @@ def _square(ys):
 
 @triton.jit
 def _reached(ys, limit):
-    """How many magnitudes per vector reach its limit, given as bits. Limits below 2^-100 may count as 2^-100.
-
-    The difference to the next smaller number, times a large power of two, is at least 1 if a magnitude does.
-    """
-    below = (limit - 1).to(tl.float32, bitcast=True)[:, None]
-    steep = (tl.minimum(280 - (limit >> 23), 254) << 23).to(tl.float32, bitcast=True)[:, None]
+    """How many magnitudes per vector reach its limit, given as bits."""
+    least = limit.to(tl.float32, bitcast=True)[:, None]
     count = tl.zeros(limit.shape, tl.float32)
     for i in tl.static_range(len(ys)):
-        reached = _unit((tl.abs(ys[i][0]) - below) * steep)
+        reached = (tl.abs(ys[i][0]) >= least).to(tl.float32)
         for part in tl.static_range(1, len(ys[i])):
-            reached += _unit((tl.abs(ys[i][part]) - below) * steep)
+            reached += (tl.abs(ys[i][part]) >= least).to(tl.float32)
         count += tl.sum(reached, axis=1)
     return count
 
@@ -279,17 +278,14 @@ def _nearest_level(y, squares, levels, boundaries, BITS: tl.constexpr):
     less the smallest such square. Levels are symmetric.
 
     The boundaries below |y| are counted: sums of 0 and 1. If they are too many, only some of them are, and a binary
-    search through the table finds the other bits. Codes of NaN are any.
+    search through the table finds the other bits. Codes of NaN are any. On a boundary beside 0, the code is that of the
+    smaller magnitude.
     """
     COUNTED: tl.constexpr = counted(BITS)
-    bits = y.to(tl.int32, bitcast=True)
-    steep = (bits & SIGN | STEEP_BITS).to(tl.float32, bitcast=True)  # STEEP with the sign of y
-    # Numbers on a boundary belong to the lower level: below 0, that is the one with the larger magnitude.
-    negative = (bits.to(tl.uint32, bitcast=True) >> 31).to(tl.int32, bitcast=True)
-    size = (bits + negative).to(tl.float32, bitcast=True)
+    steep = (y.to(tl.int32, bitcast=True) & SIGN | STEEP_BITS).to(tl.float32, bitcast=True)  # STEEP, y's sign
     count = tl.full(y.shape, 1 / STEEP, tl.float32)  # twice the boundaries, plus 1, without the factor STEEP
     for i in tl.static_range(1, 1 << COUNTED):
-        above = _unit(tl.fma(size, steep, -STEEP * boundary(BITS, i << (BITS - 1 - COUNTED))))
+        above = _unit(tl.fma(y, steep, -STEEP * boundary(BITS, i << (BITS - 1 - COUNTED))))
         count = tl.fma(above, 2 / STEEP, count)
         if BITS == COUNTED + 1:
             squares = tl.fma(above, more_square(BITS, i), squares)

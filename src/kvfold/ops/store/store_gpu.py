@@ -1,4 +1,4 @@
-"""`store` in one launch, keys and values together. A CTA packs tiles of tokens of one KV head, keys or values.
+"""`store` in one launch, keys and values together. A CTA packs tiles of one KV head: keys, values, or both in turn.
 
 Vectors are computed in parts (see quantize_tiles.py). 16-bit floats are stored as int16, by their bits.
 """
@@ -48,26 +48,25 @@ class _Tile(NamedTuple):
     tokens: int
     rows: int  # of a matrix per load, at most 128
     warps: int
-    stages: int  # more than one: the next rows are prefetched
+    stages: int  # more than one: the next rows, or the next tile's vectors, are prefetched
     registers: int | None  # per thread, at most
-    resident: int = 0  # CTAs per SM that keep their matrices from tile to tile; 0: a CTA takes one tile
+    resident: int = 0  # CTAs per SM that take several tiles of keys, then of values; 0: a CTA takes one of either
 
 
 class _Tiles(NamedTuple):
     """For many vectors: larger tiles read matrices less often."""
 
-    rotated: _Tile  # both sides are rotated
-    short: _Tile  # all other vectors of up to 128 coordinates
+    light: _Tile  # up to 128 coordinates, matrices of one term, no windows
+    heavy: _Tile  # up to 128 coordinates
     long: _Tile
 
 
 FEW = _Tile(16, 128, 4, 1, None)
-FEW_TERMS = _Tile(16, 64, 4, 3, None)  # for matrices of several terms
-FEW_LONG_TERMS = _Tile(16, 32, 4, 3, None)  # the same, of vectors of more than 128 coordinates: with up to 66 KB
+FEW_LONG = _Tile(16, 32, 4, 3, None)  # vectors of more than 128 coordinates: with up to 66 KB
 MANY_VECTORS = 1 << 13  # from this many vectors on, larger tiles have CTAs for nearly all SMs
 MANY = {  # by `Card.products`
-    # two CTAs per SM, with up to 80 KB of shared memory each; four CTAs per SM
-    "wgmma": _Tiles(_Tile(64, 128, 4, 1, 255, 2), _Tile(64, 128, 4, 1, 128), _Tile(64, 32, 8, 3, None)),
+    # four CTAs per SM, with 48 KB of shared memory each; two CTAs per SM, with up to 101 KB
+    "wgmma": _Tiles(_Tile(64, 128, 4, 1, 128, 4), _Tile(64, 128, 4, 2, 255, 2), _Tile(64, 32, 8, 3, None)),
     # two CTAs per SM, with up to 20 KB; more stages would take more registers than there are
     "mma": _Tiles(_Tile(64, 32, 4, 2, 255), _Tile(64, 32, 4, 2, 255), _Tile(64, 32, 8, 3, None)),
     # Two warps multiply with `mma`, not through tensor memory: sums in the registers of `mma` are packed where they
@@ -167,11 +166,12 @@ def _launch(
     (k, v), step = states, pages.step
     tokens, kv_heads, _ = k.shape
     tile, kernel = pages.once(_launcher, card, k.dtype, transforms, tokens * kv_heads >= MANY_VECTORS, overlap)
-    programs = ceil_div(tokens, tile.tokens)
-    if tile.resident:  # as many as fit at once, or fewer if none of them gets more tiles for it
-        programs = ceil_div(programs, ceil_div(programs, max(1, tile.resident * sms(k.device) // (2 * kv_heads))))
+    programs, sides = ceil_div(tokens, tile.tokens), 2
+    at_once = tile.resident * sms(k.device) // kv_heads  # CTAs of a KV head
+    if 0 < at_once < sides * programs:  # keys, then values; fewer CTAs if none of them gets more tiles for it
+        programs, sides = ceil_div(programs, ceil_div(programs, at_once)), 1
     sources = _source(k, new[0]), _source(v, new[1])
-    kernel((programs, kv_heads, 2), *sources, step.locations, step.shadow_of, tokens)
+    kernel((programs, kv_heads, sides), *sources, step.locations, step.shadow_of, tokens)
 
 
 def _launcher(
@@ -185,14 +185,13 @@ def _launcher(
         )
         for codec, side in ((pages.key, tiles.key_side(layout)), (pages.value, tiles.value_side(layout)))
     )
-    terms = [len(operands.matrices) for operands, _ in (key, value)]
-    large, long = MANY[card.products], max(layout.key.dims, layout.value.dims) > 128
+    long = max(layout.key.dims, layout.value.dims) > 128
     if many:
-        tile = large.long if long else large.rotated if all(terms) else large.short
-    elif max(terms) < 2:
-        tile = FEW
+        heavy = bool(pages.windows) or max(len(operands.matrices) for operands, _ in (key, value)) > 1
+        large = MANY[card.products]
+        tile = large.long if long else large.heavy if heavy else large.light
     else:
-        tile = FEW_LONG_TERMS if long else FEW_TERMS
+        tile = FEW_LONG if long else FEW
     memory = _Memory(
         pages.pool,
         pages.pool.view(torch.int16),
@@ -217,7 +216,6 @@ def _launcher(
         PAGE_BYTES=layout.page_bytes,
         TOKENS=tile.tokens,
         ROWS=tile.rows,
-        RESIDENT=tile.resident > 0,
         OVERLAP=overlap,
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -228,7 +226,7 @@ def _launcher(
 
 def _source(x: Tensor, new: Tensor | None) -> _Source:
     token, head, number = x.stride()
-    if number != 1 or token % 2 or head % 2 or x.data_ptr() % 4:  # two numbers are a word, see `_words`
+    if number != 1:
         x = x.clone(memory_format=torch.contiguous_format)
         token, head, _ = x.stride()
     return _Source(x, token, head, None if new is None else new.view(torch.int16))
@@ -299,21 +297,19 @@ def _split_columns(parts: range, width: int, rotated: bool) -> list[tuple[int, i
 def _store(
     k, v, locations, shadow_of, tokens, key, KEY: tl.constexpr, value, VALUE: tl.constexpr, key_clip, value_clip,
     key_per_unit, value_per_unit, memory, BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, RESIDENT: tl.constexpr, OVERLAP: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     OF_KEYS: tl.constexpr = PAGE_SIZE * KEY.side.head_dim  # numbers of a shadow page
     SHADOW: tl.constexpr = OF_KEYS + PAGE_SIZE * VALUE.side.head_dim
-    wait(OVERLAP, "start")
-    release(OVERLAP, "start")
     if tl.program_id(2) == 0:
         _store_side(
             k, key, key_clip, key_per_unit, locations, shadow_of, memory, tokens, KEY, 0, SHADOW, BFLOAT, PAGE_SIZE,
-            PAGE_BYTES, TOKENS, ROWS, RESIDENT,
+            PAGE_BYTES, TOKENS, ROWS, OVERLAP,
         )  # fmt: skip
-    if tl.program_id(2) != 0:  # after `else`, the compiler would give both sides shared memory of their own
+    if tl.program_id(2) == tl.num_programs(2) - 1:
         _store_side(
             v, value, value_clip, value_per_unit, locations, shadow_of, memory, tokens, VALUE, OF_KEYS, SHADOW,
-            BFLOAT, PAGE_SIZE, PAGE_BYTES, TOKENS, ROWS, RESIDENT,
+            BFLOAT, PAGE_SIZE, PAGE_BYTES, TOKENS, ROWS, OVERLAP,
         )  # fmt: skip
     wait(OVERLAP, "end")
 
@@ -322,49 +318,51 @@ def _store(
 def _store_side(
     source, operands, clip, per_unit, locations, shadow_of, memory, tokens, PACKING: tl.constexpr,
     FIRST: tl.constexpr, SHADOW: tl.constexpr, BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    PAGE_BYTES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, RESIDENT: tl.constexpr,
+    PAGE_BYTES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Store a side. It begins at number FIRST of a shadow page, which has SHADOW numbers."""
-    if RESIDENT:
+    matrices = None
+    if PACKING.rotated and PACKING.side.head_dim <= ROWS:  # they stay from tile to tile
         matrices = _matrices(operands, 0, PACKING, ROWS)
-        words = _words(source, tl.program_id(0), tokens, PACKING, TOKENS, ROWS)
-        for tile in range(tl.program_id(0), tl.cdiv(tokens, TOKENS), tl.num_programs(0)):
-            following = _words(source, tile + tl.num_programs(0), tokens, PACKING, TOKENS, ROWS)
+    wait(OVERLAP, "start")  # after the matrices: no kernel writes them
+    release(OVERLAP, "start")
+    for tile in range(tl.program_id(0), tl.cdiv(tokens, TOKENS), tl.num_programs(0)):
+        token = tile * TOKENS + tl.arange(0, TOKENS)
+        location = tl.load(locations + token, mask=token < tokens, other=-1)
+        ys = _transformed(token, matrices, source, operands, tokens, PACKING, ROWS)
+        # Always true. Triton begins to load the next tile before an `if`, but after anything else.
+        if tile * TOKENS < tokens:
             _store_tile(
-                tile, words, matrices, source, operands, clip, per_unit, locations, shadow_of, memory, tokens, PACKING,
-                FIRST, SHADOW, BFLOAT, PAGE_SIZE, PAGE_BYTES, TOKENS, ROWS,
+                ys, token, location, source, clip, per_unit, shadow_of, memory, tokens, PACKING, FIRST, SHADOW, BFLOAT,
+                PAGE_SIZE, PAGE_BYTES,
             )  # fmt: skip
-            words = following
+
+
+@triton.jit
+def _transformed(token, matrices, source, operands, tokens, PACKING: tl.constexpr, ROWS: tl.constexpr):
+    """The transformed vectors of tokens: per segment, its parts. Rows of matrices are loaded here, if they are None."""
+    head = tl.program_id(1).to(tl.int64)
+    exists = token < tokens
+    vectors = source.x + token.to(tl.int64) * source.token + head * source.head
+    ys = ()
+    if PACKING.rotated:
+        ys = _rotated(vectors, matrices, operands, exists, head, PACKING, ROWS)
     else:
-        _store_tile(
-            tl.program_id(0), None, None, source, operands, clip, per_unit, locations, shadow_of, memory, tokens,
-            PACKING, FIRST, SHADOW, BFLOAT, PAGE_SIZE, PAGE_BYTES, TOKENS, ROWS,
-        )  # fmt: skip
+        for i in tl.static_range(len(PACKING.side.parts)):
+            ys += (_loaded(vectors, operands, exists, head, PACKING, i),)
+    return ys
 
 
 @triton.jit
 def _store_tile(
-    tile, words, matrices, source, operands, clip, per_unit, locations, shadow_of, memory, tokens,
-    PACKING: tl.constexpr, FIRST: tl.constexpr, SHADOW: tl.constexpr, BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    PAGE_BYTES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    ys, token, location, source, clip, per_unit, shadow_of, memory, tokens, PACKING: tl.constexpr,
+    FIRST: tl.constexpr, SHADOW: tl.constexpr, BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr,
 ):  # fmt: skip
-    """Store a tile of a side. Its numbers (see `_words`) and the matrices are loaded here, if they are None."""
+    """Pack transformed vectors to their locations. With windows, also write them raw."""
     SEGMENTS: tl.constexpr = len(PACKING.side.parts)
     head = tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(1)
-    token = tile * TOKENS + tl.arange(0, TOKENS)
-    exists = token < tokens
-    location = tl.load(locations + token, mask=exists, other=-1)
     stored = location >= 0
-
-    vectors = source.x + token.to(tl.int64) * source.token + head * source.head
-    ys = ()  # per segment, its parts
-    if PACKING.rotated:
-        ys = _rotated(vectors, words, matrices, operands, exists, head, PACKING, ROWS)
-    else:
-        for i in tl.static_range(SEGMENTS):
-            ys += (_loaded(vectors, operands, exists, head, PACKING, i),)
-
     sound = stored
     if source.new is not None:
         for i in tl.static_range(SEGMENTS):
@@ -403,7 +401,7 @@ def _store_tile(
         in_new = source.new + (token.to(tl.int64) * heads + head) * PACKING.side.head_dim
         for i in tl.static_range(SEGMENTS):
             raw = sixteen_bits(ys[i], sound, BFLOAT)
-            store_parts(raw, in_new + PACKING.side.start[i], exists, PACKING, i)
+            store_parts(raw, in_new + PACKING.side.start[i], token < tokens, PACKING, i)
             store_parts(raw, in_shadow + PACKING.side.start[i], shadow >= 0, PACKING, i)
 
 
@@ -425,7 +423,7 @@ def _loaded(vectors, operands, exists, head, PACKING: tl.constexpr, SEGMENT: tl.
 
 
 @triton.jit
-def _rotated(vectors, words, matrices, operands, exists, head, PACKING: tl.constexpr, ROWS: tl.constexpr):
+def _rotated(vectors, matrices, operands, exists, head, PACKING: tl.constexpr, ROWS: tl.constexpr):
     """(x − mean)·A: per segment, its parts; 0 in columns without a coordinate."""
     sums = ()
     for i in tl.static_range(len(PACKING.side.parts)):
@@ -435,7 +433,7 @@ def _rotated(vectors, words, matrices, operands, exists, head, PACKING: tl.const
             x = _numbers(vectors, exists, first, PACKING, ROWS)
             sums = _products(x, _matrices(operands, first, PACKING, ROWS), sums)
     else:
-        sums = _products(_halves(words, vectors.dtype.element_ty), matrices, sums)
+        sums = _products(_numbers(vectors, exists, 0, PACKING, ROWS), matrices, sums)
     ys = ()
     for i in tl.static_range(len(PACKING.side.parts)):
         factor = operands.factors[i]
@@ -455,25 +453,6 @@ def _numbers(vectors, exists, first, PACKING: tl.constexpr, ROWS: tl.constexpr):
     row = first + tl.arange(0, ROWS)
     mask = exists[:, None] & (row < PACKING.side.head_dim)[None, :]
     return tl.load(vectors[:, None] + row[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def _words(source, tile, tokens, PACKING: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr):
-    """The coordinates of a tile, two per word. The next tile waits like this: numbers of 16 bits would each take a
-    register."""
-    token = tile * TOKENS + tl.arange(0, TOKENS)
-    vectors = source.x + token.to(tl.int64) * source.token + tl.program_id(1).to(tl.int64) * source.head
-    word = tl.arange(0, ROWS // 2)
-    mask = (token < tokens)[:, None] & (word < PACKING.side.head_dim // 2)[None, :]
-    return tl.load(vectors.to(tl.pointer_type(tl.int32))[:, None] + word[None, :], mask=mask, other=0)
-
-
-@triton.jit
-def _halves(words, dtype: tl.constexpr):
-    low = words.to(tl.int16).to(dtype, bitcast=True)
-    high = (words >> 16).to(tl.int16).to(dtype, bitcast=True)
-    x = tl.join(low, high)
-    return tl.reshape(x, [x.shape[0], x.shape[1] * 2])
 
 
 @triton.jit
