@@ -115,9 +115,9 @@ def test_rows_and_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 def test_every_path_has_a_table(monkeypatch: pytest.MonkeyPatch):
     """On a GPU there are paths that CPUs do not have, as steps with drafts."""
-    heads, error, versions = (64, 64, 64, 2, 2), (0.0, 0.1), ("0.3", "2.11", "3.6")
+    shape, error, versions = (64, 64, 64, 2, 2), (0.0, 0.1), ("0.3", "2.11", "3.6")
     row = selftest.Row(
-        *("store", "triton", "it is", "int4", *heads, "bfloat16", False, None, "1+1+1"),
+        *("store", "triton", "it is", "int4", *shape, "bfloat16", False, None, "1+1+1"),
         *(*error, True, "", "GPU", "sm_90", *versions, "2026-11-18"),
     )
     rows = [replace(row, path=path) for path in ("store", "drafts", "step")]

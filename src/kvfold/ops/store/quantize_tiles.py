@@ -278,11 +278,11 @@ def _nearest_level(y, squares, levels, boundaries, BITS: tl.constexpr):
     less the smallest such square. Levels are symmetric.
 
     The boundaries below |y| are counted: sums of 0 and 1. If they are too many, only some of them are, and a binary
-    search through the table finds the other bits. Codes of NaN are any. On a boundary beside 0, the code is that of the
-    smaller magnitude.
+    search through the table finds the other bits. Codes of NaN are any. On a boundary other than 0, the code is that of
+    the smaller magnitude.
     """
     COUNTED: tl.constexpr = counted(BITS)
-    steep = (y.to(tl.int32, bitcast=True) & SIGN | STEEP_BITS).to(tl.float32, bitcast=True)  # STEEP, y's sign
+    steep = (y.to(tl.int32, bitcast=True) & SIGN | STEEP_BITS).to(tl.float32, bitcast=True)  # STEEP with the sign of y
     count = tl.full(y.shape, 1 / STEEP, tl.float32)  # twice the boundaries, plus 1, without the factor STEEP
     for i in tl.static_range(1, 1 << COUNTED):
         above = _unit(tl.fma(y, steep, -STEEP * boundary(BITS, i << (BITS - 1 - COUNTED))))

@@ -1,6 +1,6 @@
 """`store` in one launch, keys and values together. A CTA packs tiles of one KV head: keys, values, or both in turn.
 
-Vectors are computed in parts (see quantize_tiles.py). 16-bit floats are stored as int16, by their bits.
+transform_tiles.py and quantize_tiles.py compute. 16-bit floats are stored as int16, by their bits.
 """
 
 from functools import lru_cache
@@ -32,14 +32,13 @@ from kvfold.ops.store.quantize_tiles import (
     storable,
     store_codes,
     store_parts,
-    within,
 )
+from kvfold.ops.store.transform_tiles import QUAD, load_matrices, split_columns, transformed
 from kvfold.ops.tiles import EVEN, RAW, Side
 from kvfold.quantizers import lloyd_max
 from kvfold.transforms import Transform
 
 NARROWEST = 16  # columns, the fewest that MMA takes
-QUAD = tl.constexpr(4)  # threads that share a row of an MMA's result; a thread has pairs of columns, QUAD pairs apart
 
 
 class _Tile(NamedTuple):
@@ -260,7 +259,7 @@ def _prepare(
     order = [  # the coordinate of every column, -1: none
         start + part * run + place if place < coded(stored, run, part) else -1
         for start, stored, count, run, width in zip(side.start, side.dims, parts, runs, widths, strict=True)
-        for part, place in _split_columns(range(count), width, rotated)
+        for part, place in split_columns(range(count), width, rotated)
     ]
     columns = [count * width for count, width in zip(parts, widths, strict=True)]  # per segment
     first = accumulate(columns, initial=0)
@@ -280,17 +279,6 @@ def _one_or_all(factors: Tensor) -> float | Tensor:
     """The factors of a segment; one number if they are the same. Columns without a coordinate have zeros."""
     different = set(factors.tolist()) - {0.0}
     return different.pop() if len(different) == 1 else factors.contiguous()
-
-
-def _split_columns(parts: range, width: int, rotated: bool) -> list[tuple[int, int]]:
-    """The part of every column, and the column's place in the part, as `_split` splits them."""
-    if len(parts) == 1:
-        return [(parts[0], place) for place in range(width)]
-    middle = len(parts) // 2
-    first, second = (_split_columns(half, width, rotated) for half in (parts[:middle], parts[middle:]))
-    if rotated and len(first) == QUAD.value:
-        return [column for pair in zip(first, second, strict=True) for column in pair]
-    return first + second
 
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["locations"])
@@ -323,34 +311,19 @@ def _store_side(
     """Store a side. It begins at number FIRST of a shadow page, which has SHADOW numbers."""
     matrices = None
     if PACKING.rotated and PACKING.side.head_dim <= ROWS:  # they stay from tile to tile
-        matrices = _matrices(operands, 0, PACKING, ROWS)
+        matrices = load_matrices(operands, 0, PACKING, ROWS)
     wait(OVERLAP, "start")  # after the matrices: no kernel writes them
     release(OVERLAP, "start")
     for tile in range(tl.program_id(0), tl.cdiv(tokens, TOKENS), tl.num_programs(0)):
         token = tile * TOKENS + tl.arange(0, TOKENS)
         location = tl.load(locations + token, mask=token < tokens, other=-1)
-        ys = _transformed(token, matrices, source, operands, tokens, PACKING, ROWS)
+        ys = transformed(token, matrices, source, operands, tokens, PACKING, ROWS)
         # Always true. Triton begins to load the next tile before an `if`, but after anything else.
         if tile * TOKENS < tokens:
             _store_tile(
                 ys, token, location, source, clip, per_unit, shadow_of, memory, tokens, PACKING, FIRST, SHADOW, BFLOAT,
                 PAGE_SIZE, PAGE_BYTES,
             )  # fmt: skip
-
-
-@triton.jit
-def _transformed(token, matrices, source, operands, tokens, PACKING: tl.constexpr, ROWS: tl.constexpr):
-    """The transformed vectors of tokens: per segment, its parts. Rows of matrices are loaded here, if they are None."""
-    head = tl.program_id(1).to(tl.int64)
-    exists = token < tokens
-    vectors = source.x + token.to(tl.int64) * source.token + head * source.head
-    ys = ()
-    if PACKING.rotated:
-        ys = _rotated(vectors, matrices, operands, exists, head, PACKING, ROWS)
-    else:
-        for i in tl.static_range(len(PACKING.side.parts)):
-            ys += (_loaded(vectors, operands, exists, head, PACKING, i),)
-    return ys
 
 
 @triton.jit
@@ -403,103 +376,3 @@ def _store_tile(
             raw = sixteen_bits(ys[i], sound, BFLOAT)
             store_parts(raw, in_new + PACKING.side.start[i], token < tokens, PACKING, i)
             store_parts(raw, in_shadow + PACKING.side.start[i], shadow >= 0, PACKING, i)
-
-
-@triton.jit
-def _loaded(vectors, operands, exists, head, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
-    """x − mean: the parts of a segment; 0 in columns without a coordinate."""
-    PARTS: tl.constexpr = PACKING.side.parts[SEGMENT]
-    WIDTH: tl.constexpr = PACKING.width[SEGMENT]
-    RUN: tl.constexpr = PACKING.side.run[SEGMENT]
-    ys = ()
-    for part in tl.static_range(PARTS):
-        first = vectors + PACKING.side.start[SEGMENT] + part * RUN
-        y = _run(first, exists, coded(PACKING.side.dims[SEGMENT], RUN, part), WIDTH).to(tl.float32)
-        if operands.shift is not None:
-            column = PACKING.column[SEGMENT] + part * WIDTH + tl.arange(0, WIDTH)
-            y += tl.load(operands.shift + head * PACKING.columns + column)[None, :]
-        ys += (y,)
-    return ys
-
-
-@triton.jit
-def _rotated(vectors, matrices, operands, exists, head, PACKING: tl.constexpr, ROWS: tl.constexpr):
-    """(x − mean)·A: per segment, its parts; 0 in columns without a coordinate."""
-    sums = ()
-    for i in tl.static_range(len(PACKING.side.parts)):
-        sums += (tl.zeros([vectors.shape[0], PACKING.side.parts[i] * PACKING.width[i]], tl.float32),)
-    if matrices is None:
-        for first in range(0, PACKING.side.head_dim, ROWS):
-            x = _numbers(vectors, exists, first, PACKING, ROWS)
-            sums = _products(x, _matrices(operands, first, PACKING, ROWS), sums)
-    else:
-        sums = _products(_numbers(vectors, exists, 0, PACKING, ROWS), matrices, sums)
-    ys = ()
-    for i in tl.static_range(len(PACKING.side.parts)):
-        factor = operands.factors[i]
-        if factor.dtype.is_ptr():
-            factor = tl.load(factor + tl.arange(0, sums[i].shape[1]))[None, :]
-        if operands.shift is None:
-            ys += (_split(sums[i] * factor, PACKING.side.parts[i]),)
-        else:
-            shift = tl.load(operands.shift + head * PACKING.columns + _columns(PACKING, i))[None, :]
-            ys += (_split(tl.fma(sums[i], factor, shift), PACKING.side.parts[i]),)
-    return ys
-
-
-@triton.jit
-def _numbers(vectors, exists, first, PACKING: tl.constexpr, ROWS: tl.constexpr):
-    """Coordinates of vectors, from `first` on."""
-    row = first + tl.arange(0, ROWS)
-    mask = exists[:, None] & (row < PACKING.side.head_dim)[None, :]
-    return tl.load(vectors[:, None] + row[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def _matrices(operands, first, PACKING: tl.constexpr, ROWS: tl.constexpr):
-    """Rows of A from `first` on: per term, per segment."""
-    row = first + tl.arange(0, ROWS)
-    head = tl.program_id(1).to(tl.int64) * operands.head
-    matrices = ()
-    for term in tl.static_range(len(operands.matrices)):
-        columns = ()
-        for i in tl.static_range(len(PACKING.side.parts)):
-            entry = head + row[:, None] * PACKING.columns + _columns(PACKING, i)[None, :]
-            columns += (tl.load(operands.matrices[term] + entry),)
-        matrices += (columns,)
-    return matrices
-
-
-@triton.jit
-def _products(x, matrices, sums):
-    for term in tl.static_range(len(matrices)):
-        more = ()
-        for i in tl.static_range(len(sums)):
-            more += (tl.dot(x.to(matrices[term][i].dtype), matrices[term][i], sums[i]),)
-        sums = more
-    return sums
-
-
-@triton.jit
-def _columns(PACKING: tl.constexpr, SEGMENT: tl.constexpr):
-    return PACKING.column[SEGMENT] + tl.arange(0, PACKING.side.parts[SEGMENT] * PACKING.width[SEGMENT])
-
-
-@triton.jit
-def _split(y, PARTS: tl.constexpr):
-    """Split columns into PARTS parts. A thread mostly has a column of every part, so nothing moves between threads."""
-    ys = (y,)
-    if PARTS > 1:
-        if y.shape[1] == 2 * QUAD:  # neighbouring columns are in one thread
-            first, second = tl.split(tl.reshape(y, [y.shape[0], QUAD, 2]))
-        else:
-            first, second = tl.split(tl.permute(tl.reshape(y, [y.shape[0], 2, y.shape[1] // 2]), [0, 2, 1]))
-        ys = _split(first, PARTS // 2) + _split(second, PARTS // 2)
-    return ys
-
-
-@triton.jit
-def _run(pointers, rows, LENGTH: tl.constexpr, WIDTH: tl.constexpr):
-    """LENGTH numbers from each pointer on, filled up with zeros."""
-    column = tl.arange(0, WIDTH)
-    return tl.load(pointers[:, None] + column[None, :], mask=within(rows, LENGTH, WIDTH), other=0)
