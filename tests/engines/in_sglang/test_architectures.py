@@ -13,7 +13,7 @@ import transformers
 from defined_attention import defined_attention
 from plain_attention import NAME, attend_plainly
 from safetensors.torch import load_file, save_file
-from sglang_engine import Answer, ask, serve, tokens_that_fit
+from sglang_engine import Answer, ask, poison_fresh_memory, serve, tokens_that_fit
 from tiny_models import HYBRIDS, SIZES, random_tokens, tiny
 from transformers import PreTrainedModel
 from without_gpu import run_without_gpu
@@ -31,7 +31,7 @@ ENGINE: dict[str, Any] = {
     "max_running_requests": 4,
     "kv_cache_dtype": "bfloat16",  # of SGLang's own layers, which would be in 32 bits
     "budget": BUDGET,
-    "prepare": (attend_plainly, run_without_gpu),
+    "prepare": (attend_plainly, run_without_gpu, poison_fresh_memory),
 }
 SLIDING: dict[str, Any] = {"attention_backend": NAME}
 STATES: dict[str, Any] = {"max_mamba_cache_size": 48}
@@ -93,7 +93,8 @@ def check_equal(own: Served, stock: Served) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_answers_in_16_bits_are_those_of_sglang(name, tmp_path):
     more, options = MODELS[name]
-    tiny(name, **more).save_pretrained(tmp_path)
+    # transformers 5.12 renames the embedding of NemotronH, which SGLang then does not load: transformers#48075.
+    tiny(name, **more).save_pretrained(tmp_path, save_original_format=name != "NemotronH")
     served = partial(serve, twice, model_path=str(tmp_path), **ENGINE, **options)
     check_equal(served("bf16"), served())
 
