@@ -4,6 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_layers import fitted
+from rounded_rotations import as_multiplied
 
 from kvfold.format.codec import Codec
 from kvfold.format.layout import Segment, SlotLayout, affine_slot, channel_slot, codebook_slot, mixed_slot, raw_slot
@@ -331,7 +332,8 @@ def matrices(text: str, dims: int, which: int, fit: dict[str, torch.Tensor], cod
         matrix = codec.transform.rotation.matrix.double().numpy()
     else:
         matrix = np.eye(dims)
-    return [matrix, np.swapaxes(matrix, -1, -2)]
+    matrix = as_multiplied(matrix)
+    return [matrix, np.linalg.inv(matrix)]
 
 
 def mapped(x: np.ndarray, matrix: np.ndarray) -> np.ndarray:

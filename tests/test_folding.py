@@ -6,6 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from page_views import value_views
+from rounded_rotations import as_multiplied
 from tiny_models import HYBRIDS, random_tokens, tiny
 
 from kvfold.artifact import Artifact
@@ -93,7 +94,8 @@ def test_values_come_out_rotated(folded, name, recipe):
     heads, d = case.own.metadata.model.kv_heads, case.own.metadata.model.value_dim
     states = torch.randn(5, case.plain.config.hidden_size, generator=torch.Generator().manual_seed(0))
     for layer in range(2):
-        rotation = case.artifact.tensors[f"{case.recipe.fitted_as}/value_rotation"][layer].double()
+        fitted = case.artifact.tensors[f"{case.recipe.fitted_as}/value_rotation"][layer]
+        rotation = torch.from_numpy(as_multiplied(fitted.numpy()))
         v, turned = (model.model.layers[layer].self_attn.v_proj(states).double() for model in (case.plain, case.model))
         for head in range(heads):
             part = slice(head * d, (head + 1) * d)

@@ -3,6 +3,7 @@ import pytest
 import scipy.linalg
 import torch
 from random_layers import fitted
+from rounded_rotations import eight_bits
 
 from kvfold.recipes import RECIPES, parse
 from kvfold.transforms import Hadamard, Matrix, PermutedHadamard, Transform, random_rotation
@@ -217,15 +218,16 @@ def orthogonal(heads: int, dims: int, seed: int = 0) -> np.ndarray:
 @pytest.mark.parametrize("heads", [1, 2])
 def test_matrices_of_each_kv_head(heads):
     """Keys have 2 heads, queries 3 for each of them; against numpy, head by head."""
-    matrices = orthogonal(heads, 24)
-    rotation = Matrix(torch.from_numpy(matrices).float())
+    exactly = orthogonal(heads, 24)
+    matrices = eight_bits(exactly)
+    rotation = Matrix(torch.from_numpy(exactly).float())
     k, q = numbers(7, 2, 24, seed=1), numbers(5, 6, 24, seed=2)
     forward, dual, back = rotation.apply(k), rotation.dual(q), rotation.invert(q)
     assert (forward.dtype, dual.dtype, back.dtype) == (torch.float32,) * 3
     for head in range(6):
-        a, exact = matrices[head // 3 % heads], q[:, head].double().numpy()
-        np.testing.assert_allclose(dual[:, head].numpy(), exact @ a, atol=2e-5)
-        np.testing.assert_allclose(back[:, head].numpy(), exact @ a.T, atol=2e-5)
+        inverse, exact = np.linalg.inv(matrices[head // 3 % heads]), q[:, head].double().numpy()
+        np.testing.assert_allclose(dual[:, head].numpy(), exact @ inverse.T, atol=2e-5)
+        np.testing.assert_allclose(back[:, head].numpy(), exact @ inverse, atol=2e-5)
     for head in range(2):
         exact = k[:, head].double().numpy() @ matrices[head % heads]
         np.testing.assert_allclose(forward[:, head].numpy(), exact, atol=2e-5)
@@ -236,17 +238,21 @@ def test_matrices_of_each_kv_head(heads):
 
 @pytest.mark.parametrize(("dims", "signs"), [((32, 16), True), ((24, 24), False)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_signs_are_one_exact_term(dims, signs, dtype):
-    """Blocks of signs, with a permutation per head. Other random rotations take two terms, and lose some bits."""
+def test_the_first_term_is_exact(dims, signs, dtype):
+    """Blocks of signs, with a permutation per head, are one term. Other random rotations are rounded first. They have a
+    second term, for queries."""
     blocks = torch.block_diag(*(random_rotation(each, 5) for each in dims)).float()
     matrices = torch.stack([blocks, blocks.roll(7, dims=0)])
     rotation = Matrix.of_signs(matrices).to("cpu")
     terms, factors = rotation.terms(sum(dims), dtype, matrices.device)
     assert [term.dtype for term in terms] == [dtype] * (1 if signs else 2)
+    expected = matrices.double().numpy() if signs else eight_bits(matrices.numpy())
+    np.testing.assert_array_equal((factors * terms[0].double()).numpy(), expected)
+    of_queries = np.linalg.inv(expected).swapaxes(1, 2)
     product = factors * torch.stack(terms).double().sum(dim=0)
-    assert torch.equal(product, matrices.double()) == signs
-    torch.testing.assert_close(product, matrices.double(), rtol=0, atol=2**-17)
-    assert torch.equal(rotation.dense(sum(dims), matrices.device), matrices)
+    np.testing.assert_allclose(product.numpy(), of_queries, rtol=0, atol=2**-17)
+    np.testing.assert_allclose(rotation.dense(sum(dims), matrices.device), of_queries, rtol=0, atol=2**-23)
+    assert np.abs(expected - matrices.numpy()).max() <= 2**-9  # entries are below 1
 
 
 @pytest.mark.parametrize("heads", [1, 2])

@@ -32,9 +32,9 @@ def check_foldable(recipe: Recipe, config: Mapping[str, Any]) -> None:
 def fold_values(model: "PreTrainedModel", recipe: Recipe, artifact: Artifact) -> Artifact:
     """Rotate the value and output projections of `model`, in place, by the value rotation R of `recipe`.
 
-    With v' = v·R in the cache, attention returns o·R. So W_V ← Rᵀ·W_V and W_O ← W_O·R do not change the model's output.
-    Keys cannot be folded: RoPE stands between their projection and the cache. Products are computed in float64 and
-    rounded once, to the dtype of the weights.
+    With v' = v·R in the cache, attention returns o·R. So W_V ← Rᵀ·W_V and W_O ← W_O·R⁻ᵀ do not change the model's
+    output. Keys cannot be folded: RoPE stands between their projection and the cache. Products are computed in float64
+    and rounded once, to the dtype of the weights.
 
     Only packed layers are rotated. In some models a gate stands between attention and W_O, or other layers read the
     same values. Their output would change, so they are refused.
@@ -53,7 +53,8 @@ def fold_values(model: "PreTrainedModel", recipe: Recipe, artifact: Artifact) ->
         _rotate_rows(value, matrices)
         groups = artifact.metadata.model.q_heads // len(matrices)
         heads = output.weight.double().unflatten(1, (len(matrices) * groups, -1))  # [hidden, q_heads, d]
-        turned = torch.einsum("nhd,hde->nhe", heads, matrices.repeat_interleave(groups, dim=0))
+        inverse = torch.linalg.inv(matrices).mT.repeat_interleave(groups, dim=0)
+        turned = torch.einsum("nhd,hde->nhe", heads, inverse)
         output.weight.copy_(turned.flatten(1))
     if (_output(model) - before).norm() > ALLOWED * before.norm():
         for weight, was in saved:
@@ -82,7 +83,8 @@ def _value_rotation(recipe: Recipe, artifact: Artifact, layer: int) -> Tensor:
     _, rotation = recipe.rotations(shape.key_dim, shape.value_dim, artifact.fit(recipe, layer))
     if rotation is None:
         raise ValueError(f"{recipe} has no rotation of values left that could be folded")
-    return rotation.dense(shape.value_dim, torch.device("cpu")).double()
+    terms, factors = rotation.terms(shape.value_dim, torch.float64, torch.device("cpu"))
+    return terms[0] * factors
 
 
 def _output(model: "PreTrainedModel") -> Tensor:

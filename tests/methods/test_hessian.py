@@ -35,9 +35,10 @@ def test_rotation_by_definition(d, order, centred):
 
 def test_queries_are_uncorrelated_in_the_basis_behind_the_hadamard_rotation():
     layer = random_layer(16)
-    key, value = parse("hessian-int4").codecs(16, 16, fitted("hessian-int4", 16, 2))
+    fit = fitted("hessian-int4", 16, 2)
+    _, value = parse("hessian-int4").codecs(16, 16, fit)
     h = torch.tensor(scipy.linalg.hadamard(16)) / 4.0
-    q = key.transform.dual(torch.from_numpy(layer.q[FIRST:]).float() @ h.float()).flatten(0, 1).double()  # q·H·H·R
+    q = (torch.from_numpy(layer.q[FIRST:]) @ h.double() @ fit["key_rotation"][0].double()).flatten(0, 1)  # q·H·H·R
     moment = q.T @ q / len(q)
     assert torch.allclose(moment, torch.diag(moment.diagonal()), atol=1e-4 * float(moment.max()))
     assert (moment.diagonal().diff() <= 1e-5).all(), "by descending energy"

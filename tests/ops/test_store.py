@@ -14,6 +14,7 @@ import torch
 from even_codecs import even_codecs
 from page_views import key_views, value_views
 from random_layers import fitted
+from rounded_rotations import as_multiplied
 
 from kvfold.fitted import Fitted
 from kvfold.format.codec import Codec
@@ -425,7 +426,7 @@ def transformed(x: torch.Tensor, codec: Codec) -> np.ndarray:
     mean, rotation = codec.transform.mean, codec.transform.rotation
     y = x.double().numpy() - (0 if mean is None else mean.double().numpy())
     if isinstance(rotation, Matrix):
-        matrix = rotation.matrix.double().expand(x.shape[1], -1, -1).numpy()
+        matrix = np.broadcast_to(as_multiplied(rotation.matrix.double().numpy()), (x.shape[1], *y.shape[-1:] * 2))
         return np.einsum("...hd,hde->...he", y, matrix)
     if isinstance(rotation, Hadamard):
         order = rotation.order

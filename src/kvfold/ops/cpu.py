@@ -298,8 +298,9 @@ class Dense(NamedTuple):
     """A transform in tensors. A missing mean or rotation is a tensor without elements, whose address is 0."""
 
     mean: Tensor  # float32[kv_heads, d]
-    matrix: Tensor  # float64[kv_heads or 1, d, d]
-    factors: Tensor  # of its columns, float64[d]
+    matrix: Tensor  # of `Rotation.apply`, float64[kv_heads or 1, d, d]
+    dual: Tensor  # the same of `Rotation.dual`
+    factors: Tensor  # of the columns of both, float64[d]
     inverse: Tensor  # with its factors
 
 
@@ -311,10 +312,10 @@ def _dense(transform: Transform, dims: int) -> Dense:
     mean = torch.empty(0) if transform.mean is None else transform.mean.float().contiguous()
     if transform.rotation is None:
         none = torch.empty(0, dims, dims, dtype=torch.float64)
-        return Dense(mean, none, none[:, 0], none)
+        return Dense(mean, none, none, none[:, 0], none)
     terms, factors = transform.rotation.terms(dims, torch.float64, mean.device)
-    matrix = torch.stack(terms).sum(dim=0)  # in float64 the first term is exact; others are 0
-    return Dense(mean, matrix, factors, (matrix * factors).mT.contiguous())
+    dual = torch.stack(terms).sum(dim=0)
+    return Dense(mean, terms[0], dual, factors, (dual * factors).mT.contiguous())
 
 
 @njit(**EXACT)

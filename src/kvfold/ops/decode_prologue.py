@@ -2,8 +2,8 @@
 
 Then decoding need not wait until the step's tokens are packed: `store_gpu.pack` packs them beside decoding.
 
-A CTA computes WIDTH coordinates of ROWS vectors of one KV head. Queries are rotated as keys are, so CTAs for keys take
-the key of a token and its queries together. Values have CTAs of their own.
+A CTA computes WIDTH coordinates of ROWS vectors of one KV head. Queries are rotated nearly as keys are, so CTAs for
+keys take the key of a token and its queries together. Values have CTAs of their own.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from kvfold.ops.pdl import AFTER, ALONE, release, wait
 from kvfold.ops.rotate import head_stride, terms_and_shift
 from kvfold.ops.sizes import ceil_div
 from kvfold.ops.store.quantize_tiles import sixteen_bits, storable
-from kvfold.ops.store.store_gpu import Operands, check
+from kvfold.ops.store.store_gpu import check
 from kvfold.transforms import Transform
 
 ROWS = 16  # the rows of an MMA
@@ -53,8 +53,8 @@ def prologue(pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, overlaps: bool 
     (tokens, q_heads, dims), kv_heads, device = q.shape, k.shape[1], q.device
     transformed, kv = torch.empty(q.shape, device=device), torch.empty(2, *k.shape, device=device)
     new = torch.empty(2, *k.shape, dtype=pages.shadows.dtype, device=device)
-    key = pages.key.transform.once(_operands, dims, k.dtype, device)
-    value = pages.value.transform.once(_operands, dims, v.dtype, device)
+    key = pages.key.transform.once(_operands, dims, k.dtype, device, True)
+    value = pages.value.transform.once(_operands, dims, v.dtype, device, False)
     step, bits = pages.step, torch.int16
     memory = _Memory(step.shadow_of, pages.shadows.view(bits), new.view(bits), pages.faults)
     ratio, width = q_heads // kv_heads, min(WIDTH, dims)
@@ -80,9 +80,18 @@ def prologue(pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, overlaps: bool 
     return Transformed(transformed, kv, (new[0], new[1]))
 
 
-def _operands(transform: Transform, dims: int, dtype: torch.dtype, device: torch.device) -> Operands:
+class _Operands(NamedTuple):
+    """See `terms_and_shift`. The terms behind the first are of queries alone."""
+
+    terms: tuple[Tensor, ...]
+    head: int  # stride from KV head to KV head
+    factors: Tensor | None
+    shift: Tensor | None
+
+
+def _operands(transform: Transform, dims: int, dtype: torch.dtype, device: torch.device, queries: bool) -> _Operands:
     terms, factors, shift = terms_and_shift(transform, dims, dtype, device)
-    return Operands(terms, head_stride(terms), factors, shift)
+    return _Operands(terms if queries else terms[:1], head_stride(terms), factors, shift)
 
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["locations"])
@@ -131,28 +140,29 @@ def _transform_side(
     # issue all loads at once: the kernel takes little longer than its loads
     location = tl.load(locations + token, mask=kept, other=-1)
     terms = ()
-    for i in tl.static_range(len(operands.matrices)):
+    for i in tl.static_range(len(operands.terms)):
         entry = head * operands.head + coordinate[:, None] * DIMS + column[None, :]
-        terms += (tl.load(operands.matrices[i] + entry),)
+        terms += (tl.load(operands.terms[i] + entry),)
     states = tl.load(x[:, None] + coordinate[None, :], mask=exists[:, None], other=0.0)
-    if len(operands.matrices) == 0:
+    if len(operands.terms) == 0:
         y = tl.load(x[:, None] + column[None, :], mask=exists[:, None], other=0.0).to(tl.float32)
     if operands.factors is not None:
         factors = tl.load(operands.factors + column)[None, :]
     if operands.shift is not None:
         shift = tl.load(operands.shift + head * DIMS + column)[None, :]
     shadow = tl.load(memory.shadow_of + location // PAGE, mask=location >= 0, other=-1)
-    if len(operands.matrices) > 0:
+    if len(operands.terms) > 0:
         y = tl.zeros([x.shape[0], WIDTH], tl.float32)
         for i in tl.static_range(len(terms)):
-            y = tl.dot(states.to(terms[i].dtype), terms[i], y)
+            rows = states.to(terms[i].dtype)
+            y = tl.dot(rows if i == 0 else tl.where(kept[:, None], 0.0, rows), terms[i], y)
         y *= factors
     if operands.shift is not None:
         y += tl.where(kept[:, None], shift, 0.0)
     tl.store(to[:, None] + column[None, :], y, mask=exists[:, None])
 
     sound = (location >= 0) & storable((y,), BFLOAT)
-    if len(operands.matrices) == 0:  # no rotation has spread NaN and Inf over all coordinates
+    if len(operands.terms) == 0:  # no rotation has spread NaN and Inf over all coordinates
         sound = sound & storable((states.to(tl.float32),), BFLOAT)
     tl.store(memory.faults + location, 1, mask=(location >= 0) & ~sound)
     raw = sixteen_bits((y,), sound, BFLOAT)[0]

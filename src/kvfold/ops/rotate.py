@@ -28,7 +28,7 @@ MANY_VECTORS = 1 << 14  # from this many vectors on, MANY has CTAs for nearly al
 
 
 class _Matrices(NamedTuple):
-    """factors·Σ terms [kv_heads or 1, d, d]: A or, if `transposed`, Aᵀ."""
+    """factors·Σ terms [kv_heads or 1, d, d]: D of `Rotation` or, if `transposed`, Dᵀ."""
 
     terms: tuple[Tensor, ...]
     factors: Tensor | None  # of columns, float32[d]; None: 1
@@ -74,9 +74,9 @@ def _of_queries(transform: Transform, dims: int, dtype: torch.dtype, device: tor
 def terms_and_shift(
     transform: Transform, dims: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None]:
-    """Terms, factors and shift with which (x − mean)·A = factors·Σ x·term + shift, for 16-bit x.
+    """Terms and factors of `Rotation.terms`, and shift, with which (x − mean)·A = factors·x·terms[0] + shift.
 
-    - terms: 16-bit [kv_heads or 1, d, d]; empty without a rotation.
+    - terms: 16-bit [kv_heads or 1, d, d], for 16-bit x; empty without a rotation.
     - factors: float32[d]; None without a rotation.
     - shift: float32[kv_heads, d]; None without a mean.
 
@@ -87,9 +87,8 @@ def terms_and_shift(
     if transform.rotation is not None:
         terms, exact = transform.rotation.terms(dims, dtype, device)
         factors = exact.float()
-        if shift is not None:  # −mean times the rounded A: the error of A is then multiplied by x − mean, not by x
-            matrix = exact * torch.stack(terms).double().sum(dim=0)
-            shift = (shift.double().unsqueeze(-2) @ matrix).squeeze(-2).float()
+        if shift is not None:
+            shift = (shift.double().unsqueeze(-2) @ (exact * terms[0].double())).squeeze(-2).float()
         kept = torch.float32 if knobs.runtime.interpret else dtype  # Triton's interpreter cannot multiply bfloat16
         terms = tuple(term.to(kept).contiguous() for term in terms)
     if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():

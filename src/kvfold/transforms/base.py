@@ -19,12 +19,14 @@ class Rotation(Protocol):
         ...
 
     def dense(self, dims: int, device: torch.device) -> Tensor:
-        """The matrix A of apply(x) = x·A, float32[kv_heads or 1, d, d]. It is orthogonal: invert is y·Aᵀ, dual q·A."""
+        """The matrix D of dual(q) = q·D and invert(y) = y·Dᵀ, float32[kv_heads or 1, d, d]."""
         ...
 
     def terms(self, dims: int, dtype: torch.dtype, device: torch.device) -> tuple[tuple[Tensor, ...], Tensor]:
-        """For tensor cores: 16-bit matrices [kv_heads or 1, d, d], and factors of their columns, float64[d], with
-        apply(x) = factors·Σ x·term."""
+        """For tensor cores: one or two 16-bit matrices [kv_heads or 1, d, d], and factors of their columns, float64[d].
+
+        apply(x) is factors·x·terms[0], with no rounding of the matrix. dual(q) is factors·Σ q·term.
+        """
         ...
 
     def to(self, device: torch.device | str) -> Self: ...

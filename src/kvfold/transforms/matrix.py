@@ -11,13 +11,16 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """y = x·A with an orthogonal A, float32[kv_heads or 1, d, d].
+    """y = x·A. A is `matrix`, an orthogonal float32[kv_heads or 1, d, d], rounded to what 16 bits hold.
+
+    Every entry of A is a number of both bfloat16 and float16. So tensor cores multiply 16-bit vectors by A itself, with
+    one matrix. Rounding makes A not quite orthogonal: so queries and outputs take D = A⁻ᵀ, for which q·D · k·A = q·k.
 
     Computed in float64, so that the result for a token does not depend on the batch.
     """
 
     matrix: Tensor
-    sizes: Tensor | None = None  # float32[d]: entries of a column are 0 or ± its size. None: they have several sizes
+    sizes: Tensor | None = None  # float32[d]: entries of a column are 0 or ± its size, and are not rounded: D = A
 
     @classmethod
     def of_signs(cls, matrix: Tensor) -> "Matrix":
@@ -26,30 +29,35 @@ class Matrix:
         return cls(matrix, sizes if torch.equal(matrix, matrix.sign() * sizes) else None)
 
     def apply(self, x: Tensor) -> Tensor:
-        return _by_head(x.double(), self._doubled).float()
+        return _by_head(x.double(), self._forward).float()
 
-    @cached_property
-    def _doubled(self) -> Tensor:
-        return self.matrix.double()
+    def dual(self, q: Tensor) -> Tensor:
+        return _by_head(q.double(), self._dual).float()
 
     def invert(self, y: Tensor) -> Tensor:
-        return _by_head(y.double(), self._doubled.mT).float()
+        return _by_head(y.double(), self._dual.mT).float()
 
-    dual = apply
+    @cached_property
+    def _forward(self) -> Tensor:
+        """A, float64[kv_heads or 1, d, d]."""
+        return (self.matrix if self.sizes is not None else self.matrix.bfloat16().half()).double()
+
+    @cached_property
+    def _dual(self) -> Tensor:
+        """D, float64[kv_heads or 1, d, d]."""
+        if self.sizes is not None:
+            return self._forward
+        return torch.linalg.inv(self._forward.cpu()).mT.to(self.matrix.device)
 
     def dense(self, dims: int, device: torch.device) -> Tensor:
-        return self.matrix
+        return self._dual.float()
 
     def terms(self, dims: int, dtype: torch.dtype, device: torch.device) -> tuple[tuple[Tensor, ...], Tensor]:
-        """With `sizes`, one term: zeros and signs, which every type holds exactly.
-
-        Otherwise two: A in 16 bits, and the rounding error of the first. Together they have at least 16 bits of A.
-        """
+        """With `sizes`, signs and zeros. Otherwise A and, in 16 bits, D − A: with both, D has at least 16 bits."""
         if self.sizes is not None:
             return (self.matrix.sign().to(dtype),), self.sizes.double()
-        high = self.matrix.to(dtype)
         factors = torch.ones(dims, dtype=torch.float64, device=self.matrix.device)
-        return (high, (self.matrix - high.float()).to(dtype)), factors
+        return (self._forward.to(dtype), (self._dual - self._forward).to(dtype)), factors
 
     def to(self, device: torch.device | str) -> "Matrix":
         return Matrix(self.matrix.to(device), None if self.sizes is None else self.sizes.to(device))

@@ -88,7 +88,7 @@ def attend(
         pages.shadows.data_ptr(), pages.shadows.shape[0], *([side.data_ptr() for side in raw] or (0, 0)),
         step.table.data_ptr(), step.table.stride(0),
         starts.data_ptr(), lengths.data_ptr(), step.shadow_of.data_ptr(),
-        key.matrix.data_ptr(), key.matrix.shape[0], key.factors.data_ptr(),
+        key.dual.data_ptr(), key.dual.shape[0], key.factors.data_ptr(),
         value.inverse.data_ptr(), value.inverse.shape[0],
         value.mean.data_ptr(), *([x.data_ptr() for x in sinks] or (0, 0)), 0 if of_mean is None else of_mean.data_ptr(),
         sequences, chunks, kv_heads, q_heads // kv_heads, key_dims, value_dims, pages.layout.page_size,

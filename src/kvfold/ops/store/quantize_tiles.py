@@ -1,4 +1,4 @@
-"""Tiles of transformed vectors to codes and metadata: clip, quantize, pack.
+"""Tiles of transformed vectors to bytes of codes and metadata: clip, quantize, pack.
 
 A segment is computed in *parts*: runs of as many coordinates as its narrowest plane has bytes (see packing.py). A part
 is a tensor [TOKENS, width]. Its width is the length of the run, rounded up to a power of two. All parts of a segment
@@ -144,8 +144,9 @@ def _clipped(ys, limit):
 
 @triton.jit
 def quantized(ys, limit, levels, boundaries, per_unit, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
-    """Codes (raw segments: numbers), whether their type can hold all, and metadata: float16[TOKENS, entries] or, for
-    evenly spaced levels, bytes [TOKENS]. Magnitudes are clipped to `limit`, unless it is None."""
+    """Packed codes (see `_packed`; raw segments: numbers), whether their type can hold all, and metadata: float16
+    [TOKENS, entries] or, for evenly spaced levels, bytes [TOKENS]. Magnitudes are clipped to `limit`, if there is one.
+    """
     if limit is not None and not (PACKING.rotated and PACKING.side.rule[SEGMENT] == AFFINE):
         ys = _clipped(ys, limit[:, None])
     if PACKING.side.rule[SEGMENT] == AFFINE:
@@ -181,8 +182,8 @@ def _affine(ys, limit, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
         inside = (tl.arange(0, ys[0].shape[1]) < RUN)[None, :]
         least = tl.where(inside, least, float("inf"))
         most = tl.where(inside, most, float("-inf"))
-    low = tl.min(least, axis=1)
-    high = tl.max(most, axis=1)
+    opposite, high = tl.split(tl.max(tl.join(-least, most), axis=1))  # both at once
+    low = -opposite
     if limit is not None and PACKING.rotated:
         (low, high) = _clipped((low, high), limit)
     scale = (high - low) * (1 / TOP) if PACKING.rotated else tl.div_rn(high - low, TOP)
@@ -205,7 +206,7 @@ def _affine(ys, limit, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
             code = near + (above - near * interval[:, None]) * inverse
             code = tl.minimum(tl.maximum(code, 0.0), TOP) + ROUNDER
         codes += (code.to(tl.int32, bitcast=True),)
-    return codes, sound, tl.join(scale, low)
+    return _packed(codes, PACKING, SEGMENT), sound, tl.join(scale, low)
 
 
 @triton.jit
@@ -215,17 +216,73 @@ def _codebook(ys, levels, boundaries, PACKING: tl.constexpr, SEGMENT: tl.constex
     DIMS: tl.constexpr = PACKING.side.dims[SEGMENT]
     square_of_norm = _square((ys,))
     factor = (tl.rsqrt(tl.maximum(square_of_norm, TINY)) * DIMS**0.5)[:, None]
-    codes = ()
-    squares = tl.zeros_like(ys[0])
-    for part in tl.static_range(len(ys)):
-        # A little below y: 0 belongs to the lower level.
-        code, squares = _nearest_level(tl.fma(ys[part], factor, -TINY), squares, levels, boundaries, BITS)
-        if len(ys) * ys[0].shape[1] > DIMS:
-            inside = (tl.arange(0, ys[0].shape[1]) < coded(DIMS, PACKING.side.run[SEGMENT], part))[None, :]
-            code = tl.where(inside, code, 0)
-        codes += (code,)
+    if counted(BITS) == BITS - 1:
+        packed, squares = _counted(ys, factor, PACKING, SEGMENT)
+    else:
+        codes = ()
+        squares = tl.zeros_like(ys[0])
+        for part in tl.static_range(len(ys)):
+            code, squares = _searched(ys[part], factor, squares, levels, boundaries, BITS)
+            if has_gaps(PACKING, SEGMENT):
+                code = tl.where(_inside(PACKING, SEGMENT, part), code, 0)
+            codes += (code,)
+        packed = _packed(codes, PACKING, SEGMENT)
     norm = tl.sqrt(square_of_norm / (tl.sum(squares, axis=1) + DIMS * more_square(BITS, 0)))
-    return codes, norm < HALF_END, norm.to(tl.float16)[:, None]
+    return packed, norm < HALF_END, norm.to(tl.float16)[:, None]
+
+
+@triton.constexpr_function
+def has_gaps(packing, segment):
+    """Whether some columns of a segment have no coordinate."""
+    return packing.side.parts[segment] * packing.width[segment] > packing.side.dims[segment]
+
+
+@triton.jit
+def _inside(PACKING: tl.constexpr, SEGMENT: tl.constexpr, PART: tl.constexpr):
+    """Which columns of a part have a coordinate."""
+    WIDTH: tl.constexpr = PACKING.width[SEGMENT]
+    return (tl.arange(0, WIDTH) < coded(PACKING.side.dims[SEGMENT], PACKING.side.run[SEGMENT], PART))[None, :]
+
+
+@triton.jit
+def _counted(ys, factor, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
+    """Packed codes of the levels nearest to y·factor, and the squares of these levels, each less the smallest, summed
+    over parts.
+
+    Let s be the sign of y, and k the number of boundaries below its magnitude. The code is 2^(BITS-1) + k, or
+    2^(BITS-1) - 1 - k if s = -1. Twice a code is s times a number, plus a constant. So is twice the code without its
+    highest bit, which is the sign. So a byte of several codes is computed as a sum of products. In every byte the
+    constants add up to 255.
+    """
+    BITS: tl.constexpr = PACKING.side.bits[SEGMENT]
+    WIDTH: tl.constexpr = lowest_plane(BITS)
+    FIRST: tl.constexpr = 1 if WIDTH == BITS else 1 - (1 << WIDTH)
+    RUNS: tl.constexpr = len(ys) * WIDTH // 8
+    squares = tl.zeros_like(ys[0])
+    signs = tl.full(ys[0].shape, ROUNDER + 255, tl.float32)
+    bytes = ()
+    for run in tl.static_range(RUNS):
+        byte = tl.full(ys[0].shape, ROUNDER + 255, tl.float32)
+        for j in tl.static_range(8 // WIDTH):
+            steep, count, squares = _count(ys[run + j * RUNS], factor, squares, BITS, BITS - 1, FIRST, 1 << (WIDTH * j))
+            if has_gaps(PACKING, SEGMENT):  # there, code 0
+                inside = _inside(PACKING, SEGMENT, run + j * RUNS)
+                steep = tl.where(inside, steep, -STEEP)
+                count = tl.where(inside, count, ((1 << WIDTH) - 1) * (1 << (WIDTH * j)) / STEEP)
+            byte = tl.fma(steep, count, byte)
+            if WIDTH < BITS:
+                signs = tl.fma(steep, (1 << (run + j * RUNS)) / STEEP, signs)
+        bytes += (byte.to(tl.int32, bitcast=True) >> 1,)
+    planes = (bytes,)
+    if WIDTH < BITS:
+        planes += ((signs.to(tl.int32, bitcast=True) >> 1,),)
+    return planes, squares
+
+
+@triton.constexpr_function
+def lowest_plane(bits):
+    """The width of the plane of a code's lowest bits, if it is the only plane or the next has the sign alone."""
+    return bits if bits & (bits - 1) == 0 else bits - 1
 
 
 @triton.jit
@@ -244,7 +301,7 @@ def _even(ys, per_unit, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
     stored = tl.where(nearest < SMALLEST, 0, nearest)
     if BITS >= FINE:
         codes, _ = _nearest_codes(ys, per_unit / ((stored + LEAST) << DROPPED).to(tl.float32, bitcast=True), TOP)
-    return codes, (scale < float("inf")) & (stored < UNSTORABLE), stored
+    return _packed(codes, PACKING, SEGMENT), (scale < float("inf")) & (stored < UNSTORABLE), stored
 
 
 @triton.jit
@@ -273,32 +330,42 @@ def _unit(x):
 
 
 @triton.jit
-def _nearest_level(y, squares, levels, boundaries, BITS: tl.constexpr):
-    """Twice the code of the nearest level, with bits of ROUNDER above it. And `squares` plus the square of that level,
-    less the smallest such square. Levels are symmetric.
+def _count(
+    y, factor, squares, BITS: tl.constexpr, COUNTED: tl.constexpr, FIRST: tl.constexpr, UNIT: tl.constexpr
+):  # fmt: skip
+    """STEEP with the sign of y. (FIRST + 2·k)·UNIT/STEEP: k boundaries are below |y·factor|, of those that the first
+    COUNTED bits of a magnitude's code tell apart. And, if these are all its bits, `squares` plus the square of the
+    nearest level, less the smallest such square.
 
-    The boundaries below |y| are counted: sums of 0 and 1. If they are too many, only some of them are, and a binary
-    search through the table finds the other bits. Codes of NaN are any. On a boundary other than 0, the code is that of
-    the smaller magnitude.
+    k is a sum of 0 and 1. Levels are symmetric. On a boundary other than 0, k is that of the smaller magnitude. For NaN
+    it is any.
     """
-    COUNTED: tl.constexpr = counted(BITS)
-    steep = (y.to(tl.int32, bitcast=True) & SIGN | STEEP_BITS).to(tl.float32, bitcast=True)  # STEEP with the sign of y
-    count = tl.full(y.shape, 1 / STEEP, tl.float32)  # twice the boundaries, plus 1, without the factor STEEP
+    y = tl.fma(y, factor, -TINY)  # a little below: 0 belongs to the lower level
+    steep = (y.to(tl.int32, bitcast=True) & SIGN | STEEP_BITS).to(tl.float32, bitcast=True)
+    count = tl.full(y.shape, FIRST * UNIT / STEEP, tl.float32)
     for i in tl.static_range(1, 1 << COUNTED):
         above = _unit(tl.fma(y, steep, -STEEP * boundary(BITS, i << (BITS - 1 - COUNTED))))
-        count = tl.fma(above, 2 / STEEP, count)
+        count = tl.fma(above, 2 * UNIT / STEEP, count)
         if BITS == COUNTED + 1:
             squares = tl.fma(above, more_square(BITS, i), squares)
-    code = tl.fma(steep, count, ROUNDER + (2 << COUNTED) - 1).to(tl.int32, bitcast=True)
-    if BITS > COUNTED + 1:
-        code = ((code >> 1) & ((2 << COUNTED) - 1)) << (BITS - 1 - COUNTED)
-        for i in tl.static_range(COUNTED + 1, BITS):
-            half = (1 << BITS) >> (i + 1)
-            code = tl.where(y <= tl.load(boundaries + (1 << BITS) - 1 + code + half), code, code + half)
-        level = tl.load(levels + (1 << BITS) + code)
-        squares += tl.fma(level, level, -more_square(BITS, 0))
-        code = 2 * code
-    return code, squares
+    return steep, count, squares
+
+
+@triton.jit
+def _searched(y, factor, squares, levels, boundaries, BITS: tl.constexpr):
+    """The code of the level nearest to y·factor, and `squares` as for `_count`. The first bits of the code are counted.
+    A binary search through the table finds the others.
+    """
+    COUNTED: tl.constexpr = counted(BITS)
+    steep, count, _ = _count(y, factor, squares, BITS, COUNTED, 1, 1)
+    twice = tl.fma(steep, count, ROUNDER + (2 << COUNTED) - 1).to(tl.int32, bitcast=True)
+    code = ((twice >> 1) & ((2 << COUNTED) - 1)) << (BITS - 1 - COUNTED)
+    y = tl.fma(y, factor, -TINY)
+    for i in tl.static_range(COUNTED + 1, BITS):
+        half = (1 << BITS) >> (i + 1)
+        code = tl.where(y <= tl.load(boundaries + (1 << BITS) - 1 + code + half), code, code + half)
+    level = tl.load(levels + (1 << BITS) + code)
+    return code, squares + tl.fma(level, level, -more_square(BITS, 0))
 
 
 @triton.constexpr_function
@@ -321,29 +388,43 @@ def more_square(bits, code):
 
 
 @triton.jit
-def store_codes(codes, slots, rows, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
-    """Pack the codes of a segment, from these pointers on; the inverse of `tiles.load_codes`. Codes of codebooks are
-    twice as large."""
+def _packed(codes, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
+    """The codes of all parts, packed: per plane, its runs of bytes. Bits from 2^8 on are any.
+
+    Byte j of run r of a plane holds code j of part r in its low bits, then code j of part r + RUNS, ...
+    """
+    planes = ()
     for plane in tl.static_range(4):
         if PACKING.side.bits[SEGMENT] & (8 >> plane):
-            _store_plane(codes, slots, rows, PACKING, SEGMENT, 8 >> plane)
+            planes += (_packed_plane(codes, PACKING.side.bits[SEGMENT], 8 >> plane),)
+    return planes
 
 
 @triton.jit
-def _store_plane(codes, slots, rows, PACKING: tl.constexpr, SEGMENT: tl.constexpr, WIDTH: tl.constexpr):
-    """Byte j of run r of a plane holds code j of part r in its low bits, then code j of part r + RUNS, ..."""
-    BELOW: tl.constexpr = bits_below(PACKING.side.bits[SEGMENT], WIDTH)
-    LOW: tl.constexpr = BELOW + (1 if PACKING.side.rule[SEGMENT] == CODEBOOK else 0)  # the plane's lowest bit of a code
+def _packed_plane(codes, BITS: tl.constexpr, WIDTH: tl.constexpr):
+    LOW: tl.constexpr = bits_below(BITS, WIDTH)
     # mask off the other planes of a code; the bits of ROUNDER are so high that no byte gets them
-    MASK: tl.constexpr = ((1 << WIDTH) - 1) << LOW if PACKING.side.bits[SEGMENT] != WIDTH else -1
-    RUN: tl.constexpr = PACKING.side.run[SEGMENT]
+    MASK: tl.constexpr = ((1 << WIDTH) - 1) << LOW if BITS != WIDTH else -1
     RUNS: tl.constexpr = len(codes) * WIDTH // 8
-    byte = slots[:, None] + BELOW * PACKING.side.eighth[SEGMENT] + tl.arange(0, codes[0].shape[1])[None, :]
+    runs = ()
     for i in tl.static_range(RUNS):
-        packed = codes[i] & MASK
+        byte = codes[i] & MASK
         for j in tl.static_range(1, 8 // WIDTH):
-            packed += (codes[i + j * RUNS] & MASK) << (j * WIDTH)
-        tl.store(byte + i * RUN, (packed >> LOW).to(tl.uint8), mask=within(rows, RUN, codes[0].shape[1]))
+            byte += (codes[i + j * RUNS] & MASK) << (j * WIDTH)
+        runs += (byte >> LOW,)
+    return runs
+
+
+@triton.jit
+def store_codes(planes, slots, rows, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
+    """Store packed codes of a segment, from these pointers on; the inverse of `tiles.load_codes`."""
+    RUN: tl.constexpr = PACKING.side.run[SEGMENT]
+    WIDTH: tl.constexpr = PACKING.width[SEGMENT]
+    byte = slots[:, None] + tl.arange(0, WIDTH)[None, :]
+    for plane in tl.static_range(len(planes)):
+        for i in tl.static_range(len(planes[plane])):
+            tl.store(byte, planes[plane][i].to(tl.uint8), mask=within(rows, RUN, WIDTH))
+            byte += RUN
 
 
 @triton.jit

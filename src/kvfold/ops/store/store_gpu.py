@@ -33,7 +33,7 @@ from kvfold.ops.store.quantize_tiles import (
     store_codes,
     store_parts,
 )
-from kvfold.ops.store.transform_tiles import QUAD, load_matrices, split_columns, transformed
+from kvfold.ops.store.transform_tiles import QUAD, load_matrix, prefetch, split_columns, transformed
 from kvfold.ops.tiles import EVEN, RAW, Side
 from kvfold.quantizers import lloyd_max
 from kvfold.transforms import Transform
@@ -55,8 +55,8 @@ class _Tile(NamedTuple):
 class _Tiles(NamedTuple):
     """For many vectors: larger tiles read matrices less often."""
 
-    light: _Tile  # up to 128 coordinates, matrices of one term, no windows
-    heavy: _Tile  # up to 128 coordinates
+    plain: _Tile  # up to 128 coordinates, no windows
+    windows: _Tile  # up to 128 coordinates
     long: _Tile
 
 
@@ -68,8 +68,7 @@ MANY = {  # by `Card.products`
     "wgmma": _Tiles(_Tile(64, 128, 4, 1, 128, 4), _Tile(64, 128, 4, 2, 255, 2), _Tile(64, 32, 8, 3, None)),
     # two CTAs per SM, with up to 20 KB; more stages would take more registers than there are
     "mma": _Tiles(_Tile(64, 32, 4, 2, 255), _Tile(64, 32, 4, 2, 255), _Tile(64, 32, 8, 3, None)),
-    # Two warps multiply with `mma`, not through tensor memory: sums in the registers of `mma` are packed where they
-    # are. Triton 3.6 compiles no larger tile with two terms.
+    # Two warps multiply with `mma`, not through tensor memory: sums in registers are packed where they are.
     "tcgen05": _Tiles(_Tile(32, 32, 2, 2, 255), _Tile(32, 32, 2, 2, 255), _Tile(32, 32, 4, 2, 255)),
 }
 IDENTITY = Transform()
@@ -84,13 +83,13 @@ class _Source(NamedTuple):
     new: Tensor | None  # raw, as `store` returns it
 
 
-class Operands(NamedTuple):
-    """A transform A. Its columns are ordered by part here, and by coordinate in decode_prologue.py."""
+class _Operands(NamedTuple):
+    """What transforms x: factors·x·matrix + shift. Columns are those of tiles (see `_prepare`)."""
 
-    matrices: tuple[Tensor, ...]  # 16-bit [kv_heads or 1, rows, columns]: A = factors·Σ matrices; none: A = 1
+    matrix: Tensor | None  # 16-bit [kv_heads or 1, rows, columns]; None: 1
     head: int  # stride from KV head to KV head
-    factors: Tensor | tuple[Tensor | float, ...] | None  # of columns; here per segment. None without matrices
-    shift: Tensor | None  # float32[kv_heads, columns]: −mean·A
+    factors: tuple[Tensor | float, ...] | None  # of columns, per segment; None without a matrix
+    shift: Tensor | None  # float32[kv_heads, columns]; None: 0
 
 
 class _Packing(NamedTuple):
@@ -100,6 +99,7 @@ class _Packing(NamedTuple):
     width: tuple[int, ...]  # columns per part
     column: tuple[int, ...]  # the first column of the segment's parts
     columns: int
+    blocks: tuple[tuple[int, int], ...]  # of columns that are multiplied together: the first column, and how many
     alike: bool  # whether all widths are the same
     rotated: bool
     clipped: bool
@@ -178,17 +178,18 @@ def _launcher(
 ) -> tuple[_Tile, Launcher]:
     """For keys and values in this dtype, and what a CTA takes of them."""
     device, layout = pages.pool.device, pages.layout
+    # `wgmma` gives a row to one warp. `mma` gives it to two if there are 128 columns, and few columns to one.
+    together = card.products == "wgmma"
     key, value = (
         (codec.transform if transforms else IDENTITY).once(
-            _prepare, side, codec.clip is not None, codec.raw_dtype == torch.bfloat16, dtype, device
+            _prepare, side, codec.clip is not None, codec.raw_dtype == torch.bfloat16, together, dtype, device
         )
         for codec, side in ((pages.key, tiles.key_side(layout)), (pages.value, tiles.value_side(layout)))
     )
     long = max(layout.key.dims, layout.value.dims) > 128
     if many:
-        heavy = bool(pages.windows) or max(len(operands.matrices) for operands, _ in (key, value)) > 1
         large = MANY[card.products]
-        tile = large.long if long else large.heavy if heavy else large.light
+        tile = large.long if long else large.windows if pages.windows else large.plain
     else:
         tile = FEW_LONG if long else FEW
     memory = _Memory(
@@ -247,32 +248,44 @@ def _rank_and_guess(rank: int, dims: int) -> tuple[float, float, float]:
 
 
 def _prepare(
-    transform: Transform, side: Side, clipped: bool, bfloat: bool, dtype: torch.dtype, device: torch.device
-) -> tuple[Operands, _Packing]:
-    """For the keys or the values of a layer, in this dtype."""
+    transform: Transform,
+    side: Side,
+    clipped: bool,
+    bfloat: bool,
+    together: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[_Operands, _Packing]:
+    """For the keys or the values of a layer, in this dtype. `together`: all segments are multiplied in one product."""
     rotated = transform.rotation is not None
     parts, runs = side.parts, side.run
     widths = tuple(
         max(NARROWEST // count, QUAD.value, power_of_two(run)) if rotated else power_of_two(run)
         for count, run in zip(parts, runs, strict=True)
     )
-    order = [  # the coordinate of every column, -1: none
-        start + part * run + place if place < coded(stored, run, part) else -1
-        for start, stored, count, run, width in zip(side.start, side.dims, parts, runs, widths, strict=True)
-        for part, place in split_columns(range(count), width, rotated)
-    ]
     columns = [count * width for count, width in zip(parts, widths, strict=True)]  # per segment
-    first = accumulate(columns, initial=0)
+    # The largest segment is first. So each begins at a multiple of its columns.
+    placed = sorted(range(len(columns)), key=lambda i: -columns[i])
+    first = dict(zip(placed, accumulate((columns[i] for i in placed), initial=0), strict=False))
+    order = [-1] * power_of_two(sum(columns))  # the coordinate of every column, -1: none
+    for i, (count, run, width) in enumerate(zip(parts, runs, widths, strict=True)):
+        for at, (part, place) in enumerate(split_columns(range(count), width, rotated), first[i]):
+            if place < coded(side.dims[i], run, part):
+                order[at] = side.start[i] + part * run + place
     terms, factors, shift = terms_and_shift(transform, side.head_dim, dtype, device)
-    rows = -side.head_dim % 128
     # coordinate -1 is the padding, zero
-    matrices = tuple(pad(term, (0, 1, 0, rows))[..., order].contiguous() for term in terms)
-    shift = None if shift is None else pad(shift, (0, 1))[..., order].contiguous()
+    matrix = pad(terms[0], (0, 1, 0, -side.head_dim % 128))[..., order].contiguous() if terms else None
+    if shift is not None:
+        shift = pad(shift, (0, 1))[..., order].contiguous()
     per_segment = None
     if factors is not None:
-        per_segment = tuple(_one_or_all(x) for x in pad(factors, (0, 1))[order].split(columns))
-    numbers = (tuple(first)[:-1], len(order), len(set(widths)) == 1, rotated, clipped, bfloat)
-    return Operands(matrices, head_stride(matrices), per_segment, shift), _Packing(side, widths, *numbers)
+        in_order = pad(factors, (0, 1))[order]
+        per_segment = tuple(_one_or_all(in_order[first[i] : first[i] + n]) for i, n in enumerate(columns))
+    operands = _Operands(matrix, 0 if matrix is None else head_stride((matrix,)), per_segment, shift)
+    column = tuple(first[i] for i in range(len(columns)))
+    blocks = ((0, len(order)),) if together else tuple(zip(column, columns, strict=True))
+    alike = len(set(widths)) == 1
+    return operands, _Packing(side, widths, column, len(order), blocks, alike, rotated, clipped, bfloat)
 
 
 def _one_or_all(factors: Tensor) -> float | Tensor:
@@ -309,16 +322,17 @@ def _store_side(
     PAGE_BYTES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Store a side. It begins at number FIRST of a shadow page, which has SHADOW numbers."""
-    matrices = None
-    if PACKING.rotated and PACKING.side.head_dim <= ROWS:  # they stay from tile to tile
-        matrices = load_matrices(operands, 0, PACKING, ROWS)
-    wait(OVERLAP, "start")  # after the matrices: no kernel writes them
+    matrix = None
+    if PACKING.rotated and PACKING.side.head_dim <= ROWS:  # it stays from tile to tile
+        matrix = load_matrix(operands, 0, PACKING, ROWS)
+    wait(OVERLAP, "start")  # after the matrix: no kernel writes it
     release(OVERLAP, "start")
     for tile in range(tl.program_id(0), tl.cdiv(tokens, TOKENS), tl.num_programs(0)):
         token = tile * TOKENS + tl.arange(0, TOKENS)
         location = tl.load(locations + token, mask=token < tokens, other=-1)
-        ys = transformed(token, matrices, source, operands, tokens, PACKING, ROWS)
-        # Always true. Triton begins to load the next tile before an `if`, but after anything else.
+        ys = transformed(matrix, token, source, operands, tokens, PACKING, ROWS)
+        prefetch(token + tl.num_programs(0) * TOKENS, source, tokens, PACKING)  # the next tile
+        # Always true. With two stages, Triton begins to load the next tile before an `if`, but after anything else.
         if tile * TOKENS < tokens:
             _store_tile(
                 ys, token, location, source, clip, per_unit, shadow_of, memory, tokens, PACKING, FIRST, SHADOW, BFLOAT,
@@ -343,7 +357,7 @@ def _store_tile(
     limit = None
     if PACKING.clipped:
         limit = largest((joined(ys),) if PACKING.alike else ys, stored, clip)
-    packed = ()  # per segment: codes or numbers, soundness, metadata
+    packed = ()  # per segment: packed codes or numbers, soundness, metadata
     for i in tl.static_range(SEGMENTS):
         packed += (quantized(ys[i], limit, memory.levels, memory.boundaries, per_unit, PACKING, i),)
         sound = sound & packed[i][1]

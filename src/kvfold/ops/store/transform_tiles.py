@@ -7,7 +7,10 @@ import triton
 import triton.language as tl
 
 from kvfold.ops.store.quantize_tiles import coded, within
+from kvfold.ops.tiles import power_of_two
 
+COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)  # Triton's interpreter has no assembly
+LINE = tl.constexpr(64)  # numbers of 16 bits in 128 bytes
 QUAD = tl.constexpr(4)  # threads that share a row of an MMA's result; a thread has pairs of columns, QUAD pairs apart
 
 
@@ -23,22 +26,25 @@ def split_columns(parts: range, width: int, rotated: bool) -> list[tuple[int, in
 
 
 @triton.jit
-def transformed(token, matrices, source, operands, tokens, PACKING: tl.constexpr, ROWS: tl.constexpr):
-    """The transformed vectors of tokens: per segment, its parts. Rows of matrices are loaded here, if they are None."""
-    head = tl.program_id(1).to(tl.int64)
-    exists = token < tokens
-    vectors = source.x + token.to(tl.int64) * source.token + head * source.head
+def transformed(matrix, token, source, operands, tokens, PACKING: tl.constexpr, ROWS: tl.constexpr):
+    """The transformed vectors of tokens: per segment, its parts. Rows of the matrix are loaded here, if it is None."""
     ys = ()
     if PACKING.rotated:
-        ys = _rotated(vectors, matrices, operands, exists, head, PACKING, ROWS)
+        ys = _rotated(matrix, token, source, operands, tokens, PACKING, ROWS)
     else:
         for i in tl.static_range(len(PACKING.side.parts)):
-            ys += (_loaded(vectors, operands, exists, head, PACKING, i),)
+            ys += (_loaded(_vectors(token, source), operands, token < tokens, PACKING, i),)
     return ys
 
 
 @triton.jit
-def _loaded(vectors, operands, exists, head, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
+def _vectors(token, source):
+    """Pointers to the vectors of tokens."""
+    return source.x + token.to(tl.int64) * source.token + tl.program_id(1).to(tl.int64) * source.head
+
+
+@triton.jit
+def _loaded(vectors, operands, exists, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
     """x − mean: the parts of a segment; 0 in columns without a coordinate."""
     PARTS: tl.constexpr = PACKING.side.parts[SEGMENT]
     WIDTH: tl.constexpr = PACKING.width[SEGMENT]
@@ -49,72 +55,112 @@ def _loaded(vectors, operands, exists, head, PACKING: tl.constexpr, SEGMENT: tl.
         y = _run(first, exists, coded(PACKING.side.dims[SEGMENT], RUN, part), WIDTH).to(tl.float32)
         if operands.shift is not None:
             column = PACKING.column[SEGMENT] + part * WIDTH + tl.arange(0, WIDTH)
-            y += tl.load(operands.shift + head * PACKING.columns + column)[None, :]
+            y += tl.load(operands.shift + tl.program_id(1).to(tl.int64) * PACKING.columns + column)[None, :]
         ys += (y,)
     return ys
 
 
 @triton.jit
-def _rotated(vectors, matrices, operands, exists, head, PACKING: tl.constexpr, ROWS: tl.constexpr):
+def _rotated(matrix, token, source, operands, tokens, PACKING: tl.constexpr, ROWS: tl.constexpr):
     """(x − mean)·A: per segment, its parts; 0 in columns without a coordinate."""
+    BLOCKS: tl.constexpr = len(PACKING.blocks)
     sums = ()
-    for i in tl.static_range(len(PACKING.side.parts)):
-        sums += (tl.zeros([vectors.shape[0], PACKING.side.parts[i] * PACKING.width[i]], tl.float32),)
-    if matrices is None:
+    shifts = ()
+    for i in tl.static_range(BLOCKS):
+        sums += (tl.zeros([token.shape[0], _block(PACKING, i).shape[0]], tl.float32),)
+        if operands.shift is not None:  # loaded here, it arrives before it is needed
+            column = tl.program_id(1).to(tl.int64) * PACKING.columns + _block(PACKING, i)
+            shifts += (tl.load(operands.shift + column),)
+    if matrix is None:
         for first in range(0, PACKING.side.head_dim, ROWS):
-            x = _numbers(vectors, exists, first, PACKING, ROWS)
-            sums = _products(x, load_matrices(operands, first, PACKING, ROWS), sums)
+            x = _numbers(token, source, tokens, first, PACKING, ROWS)
+            sums = _products(x, load_matrix(operands, first, PACKING, ROWS), sums)
     else:
-        sums = _products(_numbers(vectors, exists, 0, PACKING, ROWS), matrices, sums)
+        sums = _products(_numbers(token, source, tokens, 0, PACKING, ROWS), matrix, sums)
     ys = ()
     for i in tl.static_range(len(PACKING.side.parts)):
+        y = _segment(sums[i % BLOCKS], PACKING, i, i % BLOCKS)
         factor = operands.factors[i]
         if factor.dtype.is_ptr():
-            factor = tl.load(factor + tl.arange(0, sums[i].shape[1]))[None, :]
+            factor = tl.load(factor + tl.arange(0, y.shape[1]))[None, :]
         if operands.shift is None:
-            ys += (_split(sums[i] * factor, PACKING.side.parts[i]),)
+            y *= factor
         else:
-            shift = tl.load(operands.shift + head * PACKING.columns + _columns(PACKING, i))[None, :]
-            ys += (_split(tl.fma(sums[i], factor, shift), PACKING.side.parts[i]),)
+            shift = tl.broadcast_to(shifts[i % BLOCKS][None, :], sums[i % BLOCKS].shape)
+            y = tl.fma(y, factor, _segment(shift, PACKING, i, i % BLOCKS))
+        ys += (_split(y, PACKING.side.parts[i]),)
     return ys
 
 
 @triton.jit
-def _numbers(vectors, exists, first, PACKING: tl.constexpr, ROWS: tl.constexpr):
-    """Coordinates of vectors, from `first` on."""
+def _block(PACKING: tl.constexpr, BLOCK: tl.constexpr):
+    """The columns of a block."""
+    COLUMNS: tl.constexpr = PACKING.blocks[BLOCK][1]
+    return PACKING.blocks[BLOCK][0] + tl.arange(0, COLUMNS)
+
+
+@triton.jit
+def _products(x, matrix, sums):
+    more = ()
+    for i in tl.static_range(len(sums)):
+        more += (tl.dot(x.to(matrix[i].dtype), matrix[i], sums[i]),)
+    return more
+
+
+@triton.jit
+def _segment(block, PACKING: tl.constexpr, SEGMENT: tl.constexpr, BLOCK: tl.constexpr):
+    """The columns of a segment."""
+    return _columns(
+        block, PACKING.column[SEGMENT] - PACKING.blocks[BLOCK][0], PACKING.side.parts[SEGMENT] * PACKING.width[SEGMENT]
+    )
+
+
+@triton.jit
+def _columns(y, FIRST: tl.constexpr, COLUMNS: tl.constexpr):
+    """Columns from FIRST on, which is a multiple of COLUMNS."""
+    if y.shape[1] > COLUMNS:
+        first, second = _halves(y)
+        if first.shape[1] > FIRST:
+            y = _columns(first, FIRST, COLUMNS)
+        else:
+            y = _columns(second, FIRST - first.shape[1], COLUMNS)
+    return y
+
+
+@triton.jit
+def _numbers(token, source, tokens, first, PACKING: tl.constexpr, ROWS: tl.constexpr):
+    """ROWS coordinates of vectors, from `first` on."""
     row = first + tl.arange(0, ROWS)
-    mask = exists[:, None] & (row < PACKING.side.head_dim)[None, :]
-    return tl.load(vectors[:, None] + row[None, :], mask=mask, other=0.0)
+    mask = (token < tokens)[:, None] & (row < PACKING.side.head_dim)[None, :]
+    return tl.load(_vectors(token, source)[:, None] + row[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
-def load_matrices(operands, first, PACKING: tl.constexpr, ROWS: tl.constexpr):
-    """Rows of A from `first` on: per term, per segment."""
-    row = first + tl.arange(0, ROWS)
-    head = tl.program_id(1).to(tl.int64) * operands.head
-    matrices = ()
-    for term in tl.static_range(len(operands.matrices)):
-        columns = ()
-        for i in tl.static_range(len(PACKING.side.parts)):
-            entry = head + row[:, None] * PACKING.columns + _columns(PACKING, i)[None, :]
-            columns += (tl.load(operands.matrices[term] + entry),)
-        matrices += (columns,)
-    return matrices
+def prefetch(token, source, tokens, PACKING: tl.constexpr):
+    """Fetch vectors into the L2 cache."""
+    if COMPILED:
+        LINES: tl.constexpr = power_of_two((PACKING.side.head_dim + LINE - 1) // LINE)
+        vectors = _vectors(tl.minimum(token, tokens - 1), source)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l",
+            [(vectors[:, None] + LINE * tl.arange(0, LINES)[None, :]).to(tl.int64)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
-def _products(x, matrices, sums):
-    for term in tl.static_range(len(matrices)):
-        more = ()
-        for i in tl.static_range(len(sums)):
-            more += (tl.dot(x.to(matrices[term][i].dtype), matrices[term][i], sums[i]),)
-        sums = more
-    return sums
+def load_matrix(operands, first, PACKING: tl.constexpr, ROWS: tl.constexpr):
+    """ROWS rows from `first` on, per block of columns."""
+    row = tl.program_id(1).to(tl.int64) * operands.head + (first + tl.arange(0, ROWS)) * PACKING.columns
+    matrix = ()
+    for i in tl.static_range(len(PACKING.blocks)):
+        matrix += (tl.load(operands.matrix + row[:, None] + _block(PACKING, i)[None, :]),)
+    return matrix
 
 
 @triton.jit
-def _columns(PACKING: tl.constexpr, SEGMENT: tl.constexpr):
-    return PACKING.column[SEGMENT] + tl.arange(0, PACKING.side.parts[SEGMENT] * PACKING.width[SEGMENT])
+def _halves(y):
+    return tl.split(tl.permute(tl.reshape(y, [y.shape[0], 2, y.shape[1] // 2]), [0, 2, 1]))
 
 
 @triton.jit
@@ -125,7 +171,7 @@ def _split(y, PARTS: tl.constexpr):
         if y.shape[1] == 2 * QUAD:  # neighbouring columns are in one thread
             first, second = tl.split(tl.reshape(y, [y.shape[0], QUAD, 2]))
         else:
-            first, second = tl.split(tl.permute(tl.reshape(y, [y.shape[0], 2, y.shape[1] // 2]), [0, 2, 1]))
+            first, second = _halves(y)
         ys = _split(first, PARTS // 2) + _split(second, PARTS // 2)
     return ys
 
