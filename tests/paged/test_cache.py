@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from page_views import key_views, value_views
 from random_layers import random_layer
+from rounded_rotations import as_multiplied
 
 from kvfold.fitted import Fitted
 from kvfold.format.codec import Codec
@@ -259,8 +260,8 @@ def sides(setup: Setup, layer: int) -> tuple[Side, Side]:
         matrix = inverse = hadamard(dims, order)[None]
         rotation = codec.transform.rotation
         if isinstance(rotation, Matrix):  # tests/methods build them from their definitions
-            matrix = rotation.matrix.double().numpy()
-            inverse = np.swapaxes(matrix, 1, 2)
+            matrix = as_multiplied(rotation.matrix.double().numpy())
+            inverse = np.linalg.inv(matrix)
         result.append(Side(codec, mean64, matrix, inverse, order))
     return result[0], result[1]
 

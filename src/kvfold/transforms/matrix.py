@@ -47,7 +47,7 @@ class Matrix:
         """D, float64[kv_heads or 1, d, d]."""
         if self.sizes is not None:
             return self._forward
-        return torch.linalg.inv(self._forward.cpu()).mT.to(self.matrix.device)
+        return torch.from_numpy(np.linalg.inv(self._forward.cpu().numpy())).mT.to(self.matrix.device)
 
     def dense(self, dims: int, device: torch.device) -> Tensor:
         return self._dual.float()
