@@ -23,7 +23,7 @@ SIXTEENTHS = tl.constexpr(1.5 * 2**19)  # rounds to multiples of 1/16
 HALF_END = tl.constexpr(65520.0)  # from here on, float16 rounds to Inf
 HALF_BITS = tl.constexpr(0x477FF000)  # the bits of HALF_END
 BFLOAT_BITS = tl.constexpr(0x7F7F8000)  # the bits of the number from which on bfloat16 rounds to Inf
-ROUNDS = tl.constexpr(not triton.knobs.runtime.interpret)  # to bfloat16; Triton's interpreter truncates
+COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)  # not run by Triton's interpreter
 MOST_STEPS = tl.constexpr(24)  # that `largest` takes
 SIGN = tl.constexpr(-(2**31))
 STEEP_BITS = tl.constexpr((120 + 127) << 23)
@@ -451,9 +451,9 @@ def sixteen_bits(ys, rows, BFLOAT: tl.constexpr):
     """float32 -> the bits of bfloat16 or float16, 0 except in `rows`."""
     rounded = ()
     for part in tl.static_range(len(ys)):
-        if BFLOAT and ROUNDS:
+        if BFLOAT and COMPILED:
             number = ys[part].to(tl.bfloat16).to(tl.int16, bitcast=True)
-        elif BFLOAT:
+        elif BFLOAT:  # the interpreter would truncate
             bits = ys[part].to(tl.int32, bitcast=True)
             number = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
         else:

@@ -6,10 +6,9 @@ Results are the parts that quantize_tiles.py packs. PACKING and operands are tho
 import triton
 import triton.language as tl
 
-from kvfold.ops.store.quantize_tiles import coded, within
+from kvfold.ops.store.quantize_tiles import COMPILED, coded, within
 from kvfold.ops.tiles import power_of_two
 
-COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)  # Triton's interpreter has no assembly
 LINE = tl.constexpr(64)  # numbers of 16 bits in 128 bytes
 QUAD = tl.constexpr(4)  # threads that share a row of an MMA's result; a thread has pairs of columns, QUAD pairs apart
 
@@ -138,7 +137,7 @@ def _numbers(token, source, tokens, first, PACKING: tl.constexpr, ROWS: tl.const
 @triton.jit
 def prefetch(token, source, tokens, PACKING: tl.constexpr):
     """Fetch vectors into the L2 cache."""
-    if COMPILED:
+    if COMPILED:  # the interpreter knows no assembly
         LINES: tl.constexpr = power_of_two((PACKING.side.head_dim + LINE - 1) // LINE)
         vectors = _vectors(tl.minimum(token, tokens - 1), source)
         tl.inline_asm_elementwise(
