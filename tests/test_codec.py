@@ -383,12 +383,13 @@ def test_recipes_encode_and_decode_within_the_bound(text, dims, centred):
             transformed, by_hand = (y - np.moveaxis(centroid, 0, 2) for y in (transformed, by_hand))
         if codec.clip is not None:
             assert codec.clip == fit[("key_clip", "value_clip")[which]]
-            limit = np.sort(np.abs(transformed), -1)[..., int(np.ceil(codec.clip * dims)) - 1, None]
-            transformed = np.clip(transformed, -limit, limit)
         for head in range(KV_HEADS):
             for segment in (codec.layout.heads[head] if codec.layout.heads else codec.layout).segments:
                 part = (..., head, slice(segment.start, segment.stop))
                 y, rounding = transformed[part], float32[..., head, :]
+                if codec.clip is not None:
+                    limit = codec.clip * np.sqrt((y**4).sum(-1, keepdims=True) / (y**2).sum(-1, keepdims=True))
+                    y = np.clip(y, -limit, limit)
                 if segment.rule == "codebook":
                     assert is_codebook_decoding(by_hand[part], y, segment.bits, rounding)
                     continue

@@ -176,7 +176,7 @@ def test_kubernetes_arguments_are_those_of_the_command():
 
 
 def test_the_upgrade_note_quotes_the_message_of_an_older_artifact():
-    older = {"schema_version": 3, "recipes": ["oscar-int2"]}
+    older = {"schema_version": 4, "recipes": ["oscar-int2"]}
     with pytest.raises(ValueError, match="another kvfold") as caught:
         read(Path("fits/kvfold.json"), json.dumps(older).encode())
     note = (ROOT / "docs" / "upgrade.md").read_text()

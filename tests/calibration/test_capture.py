@@ -8,7 +8,7 @@ from tiny_models import HYBRIDS
 from transformers import DynamicCache
 
 from kvfold.calibration.capture import SAMPLES, _spread, capture, collect
-from kvfold.calibration.statistics import FIRST_TOKENS, PROMPT
+from kvfold.calibration.statistics import FIRST_TOKENS, PROMPT, QUERIES
 from kvfold.geometry import UnsupportedModel
 from kvfold.ops.pages import Logits
 
@@ -61,9 +61,11 @@ def test_each_class_of_models(tiny, architecture, text):
     assert model.config._attn_implementation == "sdpa"
     assert (statistics.rope.layout, statistics.rope.rotary_dim) == (layout, rotary_dim)
     assert len(statistics.layers) == model.config.num_hidden_layers == 2
-    for layer, expected in zip(statistics.layers, plain, strict=True):
-        q, k, v = layer.prompt
-        assert torch.allclose(attention(q, k, v, layer.logits.scale), expected.double(), atol=1e-4, rtol=1e-4)
+    collected = collect(model, tokens).values()
+    for layer, (q, k, v, logits), expected in zip(statistics.layers, collected, plain, strict=True):
+        assert all(torch.equal(kept, part) for kept, part in zip(layer.prompt, (q[:, 20:], k, v), strict=True))
+        assert layer.logits == logits
+        assert torch.allclose(attention(q, k, v, logits.scale), expected.double(), atol=1e-4, rtol=1e-4)
         # C_S = (SV)ᵀ(SV) / N, and C_Q
         assert torch.allclose(layer.out.second(), second_moment(expected, len(v)), atol=1e-4, rtol=1e-4)
         assert torch.allclose(layer.q.second(), second_moment(q, len(k)))
@@ -82,9 +84,11 @@ def test_packed_layers_of_hybrids(tiny, text, name):
         model(tokens[None], past_key_values=cache)
     attentions = {m.layer_idx: m for m in model.modules() if hasattr(m, "q_proj")}
     statistics = capture(model, tokens, context=30)
-    assert list(collect(model, tokens)) == list(packed)
+    collected = collect(model, tokens)
+    assert list(collected) == list(packed)
     for number, layer in zip(packed, statistics.layers, strict=True):
-        q, k, v = layer.prompt
+        q, k, v, _ = collected[number]
+        assert all(torch.equal(kept, part) for kept, part in zip(layer.prompt, (q[:, 15:], k, v), strict=True))
         assert torch.allclose(k, cache.layers[number].keys[0], atol=1e-5)
         assert torch.allclose(v, cache.layers[number].values[0], atol=1e-5)
         scale, cap, sinks = layer.logits
@@ -104,7 +108,8 @@ def test_passages_are_read_alone(tiny, text):
     assert layer.k.count == 92
     assert torch.allclose(layer.k.mean, keys.mean(1))
     assert torch.equal(layer.samples[0], keys.transpose(0, 1).float())
-    assert all(torch.equal(kept, part) for kept, part in zip(layer.prompt, parts[0][:3], strict=True))
+    assert all(torch.equal(kept, part) for kept, part in zip(layer.prompt[1:], parts[0][1:3], strict=True))
+    assert torch.equal(layer.prompt[0], parts[0][0][:, 25:])
     assert layer.logits == parts[0][3] == Logits(32**-0.5)
 
 
@@ -127,7 +132,7 @@ def test_size_does_not_grow_with_the_text(tiny, text):
     }
     heads, d = 2, 32
     moments = 4 * 8 * (heads * d + heads * d * d + 1)
-    assert sizes == {moments + 4 * PROMPT * d * (4 + 2 + 2) + 2 * 4 * SAMPLES * heads * d + 8}
+    assert sizes == {moments + 4 * d * (4 * QUERIES + 2 * 2 * PROMPT) + 2 * 4 * SAMPLES * heads * d + 8}
 
 
 def test_broken_off_and_resumed_is_the_same(tiny, text, tmp_path):

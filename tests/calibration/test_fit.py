@@ -176,7 +176,7 @@ def test_a_checkpoint_of_another_text_is_refused(model, tokens, tmp_path, monkey
     with pytest.raises(KeyboardInterrupt):
         calibrate(model, tokens, CONTEXT, checkpoint=checkpoint, progress=stop)
     for text, context in ((random_tokens(TOKENS, seed=5), CONTEXT), (tokens, CONTEXT + 1)):
-        with pytest.raises(ValueError, match="another model, text or context"):
+        with pytest.raises(ValueError, match="another model, text, context or kvfold"):
             calibrate(model, text, context, checkpoint=checkpoint)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvfold.calibration.statistics import FIRST_TOKENS, PROMPT, LayerStatistics, Moments, Statistics
+from kvfold.calibration.statistics import FIRST_TOKENS, PROMPT, QUERIES, LayerStatistics, Moments, Statistics
 from kvfold.calibration.tap import Seen
 from kvfold.ops.pages import Logits
 from kvfold.rope import Rope
@@ -59,7 +59,7 @@ def test_first_tokens_stay_out_of_moments_but_not_of_the_prompt():
     assert layer.q.count == layer.out.count == 2 * len(kept)
     assert torch.allclose(layer.k.mean, kept.mean(0))
     q, k, v = layer.prompt
-    assert torch.equal(q, first.q[:PROMPT].transpose(0, 1))
+    assert torch.equal(q, first.q[PROMPT // 2 : PROMPT : PROMPT // 2 // QUERIES].transpose(0, 1))
     assert torch.equal(k, first.k[:PROMPT].transpose(0, 1))
     assert torch.equal(v, first.v[:PROMPT].transpose(0, 1))
     assert torch.equal(layer.samples[0], torch.cat([first.k[[4, 300]], second.k[[5, 6, 9]]]))
@@ -77,23 +77,39 @@ def test_file_and_back(tmp_path):
         assert one.logits[:2] == other.logits[:2]
         assert (one.logits.sinks is None) == (other.logits.sinks is None)
         assert one.q.count == other.q.count == 32
+        assert one.far.tolist() == other.far.tolist()
         assert one.tensors().keys() == other.tensors().keys()
         assert all(torch.equal(tensor, other.tensors()[name]) for name, tensor in one.tensors().items())
 
 
-def test_weights_of_the_prompt():
-    """One query and one token at a time, in float64."""
+@pytest.mark.parametrize("is_decoded", [False, True])
+def test_weights_of_the_prompt(is_decoded):
+    """One query and one token at a time, in float64. Of 20 tokens, the first 4 and the last 5 are never decoded."""
     for layer in statistics().layers:
-        (q, k, _), (scale, cap, sinks), weights = layer.prompt, layer.logits, layer.weights()
-        assert weights.shape == (2, 2, 20, 20)
+        (q, k, _), (scale, cap, sinks) = layer.prompt, layer.logits
+        decoded = random(2, 20, 8, seed=9) if is_decoded else k
+        weights = layer.log_weights(decoded).exp() if is_decoded else layer.log_weights().exp()
+        assert weights.shape == (2, 2, 10, 20 if sinks is None else 21)
         for head in range(4):
-            for t in range(20):
-                x = [scale * float(q[head, t].double() @ k[head // 2, j].double()) for j in range(t + 1)]
+            for row, t in enumerate(range(10, 20)):
+                far = [4 <= j <= t - 5 for j in range(20)]
+                assert layer.far[row].tolist() == far
+                keys = [(decoded if far[j] else k)[head // 2, j].double() for j in range(t + 1)]
+                x = [scale * float(q[head, row].double() @ key) for key in keys]
                 x = [cap * math.tanh(logit / cap) if cap else logit for logit in x]
-                total = sum(map(math.exp, x)) + (math.exp(sinks[head]) if sinks is not None else 0)
-                own = weights[head // 2, head % 2, t]
-                assert own[: t + 1].tolist() == pytest.approx([math.exp(logit) / total for logit in x], rel=1e-4)
-                assert not own[t + 1 :].any()
+                x += [] if sinks is None else [float(sinks[head])]
+                total = sum(map(math.exp, x))
+                own = weights[head // 2, head % 2, row]
+                assert own[: t + 1].tolist() == pytest.approx([math.exp(each) / total for each in x[: t + 1]], rel=1e-4)
+                assert not own[t + 1 : 20].any()
+                assert own[20:].tolist() == pytest.approx([math.exp(each) / total for each in x[t + 1 :]], rel=1e-4)
+
+
+def test_queries_are_spread_over_the_second_half_of_long_prompts():
+    layer = LayerStatistics.begin(seen(700), 5)
+    assert layer.prompt[0].shape == (4, 175, 8)
+    assert layer.far.shape == (175, 700)
+    assert layer.far[3].nonzero().squeeze(1).tolist() == list(range(4, 350 + 6 - 175 + 1))
 
 
 def test_other_files_are_refused(tmp_path):

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from even_codecs import even_codecs
-from page_views import value_views
+from page_views import key_views, value_views
 from test_attend import World, codecs
 from test_store import CARD, DEVICE, Case, Plain, Twins, places, plain, store_of
 from torch import Tensor
@@ -23,6 +23,7 @@ from kvfold.ops.attend import unpacked_prefill as unpacked
 from kvfold.ops.decode_prologue import prologue
 from kvfold.ops.store import store_gpu as triton
 from kvfold.paged import PagedCache
+from kvfold.transforms import Hadamard
 
 pytestmark = [pytest.mark.usefixtures("_poisoned_memory"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
@@ -208,17 +209,31 @@ def test_what_only_the_copy_cannot_hold_is_zero_in_both(implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_what_clipping_takes_away_is_stored(implementation):
-    """Inf is clipped as any large number is; NaN is not."""
-    twins = Twins(plain(affine_slot(64, 2), clip=0.9), 1)
+def test_large_numbers_are_stored_if_they_are_clipped(implementation):
+    """Beyond the range of float16, in which scale and offset are stored."""
+    twins = Twins(plain(affine_slot(64, 2), clip=0.5), 1)
     x = twins.extend([2])
-    x[0, 1, 0, 9], x[1, 1, 0, 9] = torch.inf, -torch.inf
-    limited = x.clone()
-    limited[0, 1, 0, 9], limited[1, 1, 0, 9] = 1000, -1000
-    naive.store(twins.expected.pages(0), *limited)
-    store_of(implementation)(twins.got.pages(0), *x.to(DEVICE))
-    assert not twins.got.faults.any()
+    x[0, 1, 0, 9], x[1, 1, 0, 9] = 1e5, -1e5
+    for store, cache in ((naive.store, twins.expected), (store_of(implementation), twins.got)):
+        store(cache.pages(0), *x.to(cache.pools[0].device))
+        assert not cache.faults.any()
     twins.check([])
+    for views, codec, sign in zip((key_views, value_views), twins.case.codecs, (1, -1), strict=True):
+        codes, meta = views(twins.got.layouts[0], twins.got.pools[0].cpu())
+        page, place = (int(index[1]) for index in places(twins.got))
+        number = codec.dequantize(codes, meta)[page, 0, place, 9]
+        assert float(number) == pytest.approx(sign * 0.5 * 1e5, rel=2**-9)
+
+
+CLIPPED = plain(affine_slot(64, 2), clip=0.5), plain(affine_slot(64, 2, 32), clip=0.5, rotation=Hadamard(64))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", CLIPPED, ids=["", "rotated"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 1e30])
+def test_clipping_takes_no_fault_away(implementation, case, bad):
+    """Neither Inf nor NaN, nor numbers that are too large after clipping."""
+    Poisoned(case, bad).check(store_of(implementation), any_codes=implementation == "store_gpu")
 
 
 def test_blocks_of_many_tokens(monkeypatch):

@@ -88,7 +88,7 @@ recipe = parse("oscar-int2:sink=16,recent=32")
 with tempfile.TemporaryDirectory() as folder:
     artifact = random_artifact(model, [recipe])
     for side in ("key", "value"):
-        artifact.tensors[f"{recipe.fitted_as}/{side}_clip"] = torch.tensor([[0.84], [1.0]])
+        artifact.tensors[f"{recipe.fitted_as}/{side}_clip"] = torch.tensor([[0.8], [1.2]])
     artifact.save(Path(folder))
     plan = Plan.make(Config(recipe, folder), model, 16, torch.bfloat16)
 engine = Served(plan, 64, logging.getLogger())

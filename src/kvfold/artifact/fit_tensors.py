@@ -34,7 +34,7 @@ def _widths(x: Tensor) -> Tensor:
 KINDS = {
     "rotation": Kind(torch.float32, ("d", "d"), _orthogonal, "hold orthogonal matrices"),
     "spectrum": Kind(torch.float32, ("d",), lambda x: (x >= 0).all(), "not be negative"),
-    "clip": Kind(torch.float32, (), lambda x: ((x > 0) & (x <= 1)).all(), "be above 0 and at most 1"),
+    "clip": Kind(torch.float32, (), lambda x: (x > 0).all(), "be positive"),
     "folded": Kind(torch.float32, (), lambda x: (x == 1).all(), "be 1"),
     "centroids": Kind(torch.float32, ("centroids", "d"), lambda x: x.isfinite().all(), "be finite"),
     "widths": Kind(torch.uint8, ("d",), _widths, "hold widths from 8 bits down to 1, the largest first"),

@@ -11,7 +11,7 @@ from kvfold.artifact.fingerprint import Fingerprint, Sha256, Strict
 from kvfold.recipes import parse
 from kvfold.rope import Rope
 
-SCHEMA = 4
+SCHEMA = 5
 
 
 class Provenance(Strict):
@@ -57,7 +57,7 @@ class Metadata(Strict):
 class Saved(Metadata):
     """What kvfold.json holds."""
 
-    schema_version: Literal[4]
+    schema_version: Literal[5]
     tensors_sha256: Sha256  # of tensors.safetensors
     shard: Shard | None
 

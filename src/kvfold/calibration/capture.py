@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvfold.calibration.rope_probe import probe
-from kvfold.calibration.statistics import LayerStatistics, Statistics
+from kvfold.calibration.statistics import PROMPT, QUERIES, LayerStatistics, Statistics
 from kvfold.calibration.tap import Seen, tapped
 from kvfold.format.windows import FIRST_TOKENS
 from kvfold.geometry import Geometry, UnsupportedModel
@@ -81,14 +81,14 @@ def collect(model: PreTrainedModel, tokens: Tensor) -> dict[int, tuple[Tensor, T
 
 def _begin(model: PreTrainedModel, tokens: Tensor, context: int, checkpoint: Path | None) -> Statistics:
     """The statistics of the checkpoint, or empty ones."""
-    digest = hashlib.sha256(f"{model.config.to_json_string()} {context} ".encode())
+    digest = hashlib.sha256(f"{model.config.to_json_string()} {context} {PROMPT} {QUERIES} ".encode())
     digest.update(tokens.to("cpu", torch.int64).numpy().tobytes())
     if not checkpoint or not checkpoint.exists():
         return Statistics([], probe(model), digest.hexdigest())
     statistics = Statistics.load(checkpoint)
     if statistics.source != digest.hexdigest():
         raise ValueError(
-            f"{checkpoint} was saved by a run with another model, text or context; delete it to begin anew"
+            f"{checkpoint} was saved by a run with another model, text, context or kvfold; delete it to begin anew"
         )
     return statistics
 

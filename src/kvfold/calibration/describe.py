@@ -15,7 +15,7 @@ SIDES = ("key", "value")
 
 
 def describe(artifact: Artifact) -> list[dict[str, Any]]:
-    """A row per recipe and layer: widths as dims×bits, bits with metadata if layers differ, clip ratios, the share of
+    """A row per recipe and layer: widths as dims×bits, bits with metadata if layers differ, clips, the share of
     the largest eigenvalues."""
     rows, model = [], artifact.metadata.model
     for name in artifact.metadata.recipes:
@@ -49,7 +49,7 @@ def _widths(layout: SlotLayout) -> Counter[int]:
 
 
 def draw(artifact: Artifact, png: Path) -> None:
-    """A row of plots per recipe: key coordinates per layer by bit width, spectra, clip ratios."""
+    """A row of plots per recipe: key coordinates per layer by bit width, spectra, clips."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -80,7 +80,7 @@ def draw(artifact: Artifact, png: Path) -> None:
             if f"{side}_clip" in fits[0]:
                 clips.plot(layers, [float(fit[f"{side}_clip"]) for fit in fits], style, label=side)
         spectra.set(title="eigenvalues (dashed: values)", xlabel="rank", ylabel="share")
-        clips.set(title="clip ratio", xlabel="layer")
+        clips.set(title="clip", xlabel="layer")
         if clips.lines:
             clips.legend(fontsize="small")
     figure.savefig(png, dpi=110)

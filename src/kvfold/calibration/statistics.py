@@ -13,11 +13,12 @@ from torch import Tensor
 from kvfold.calibration.tap import Seen
 from kvfold.files import write_whole
 from kvfold.format.windows import FIRST_TOKENS
-from kvfold.ops.dense import by_head, log_weights
+from kvfold.ops.dense import by_head, log_softmax
 from kvfold.ops.pages import Logits
 from kvfold.rope import Rope
 
-PROMPT = 512  # tokens of the first passage whose queries, keys and values are kept
+PROMPT = 1024  # tokens of the first passage whose keys and values are kept
+QUERIES = 128  # of the second half of these tokens, evenly spread, whose queries are kept
 
 
 @dataclass
@@ -65,14 +66,16 @@ class LayerStatistics:
     k: Moments
     v: Moments
     out: Moments
-    prompt: tuple[Tensor, Tensor, Tensor]  # float32: q [q_heads, n, d], k and v [kv_heads, n, d] of the first passage
+    prompt: tuple[Tensor, Tensor, Tensor]  # float32: q [q_heads, m, d], k and v [kv_heads, n, d] of the first passage
     samples: tuple[Tensor, Tensor]  # float32: k and v [m, kv_heads, d] of tokens spread evenly over the text
     logits: Logits
 
     @classmethod
     def begin(cls, first: Seen, samples: int) -> Self:
         """Empty moments, room for `samples` tokens, and the prompt from the first passage."""
-        prompt = [states[:PROMPT].transpose(0, 1).float().cpu().contiguous() for states in (first.q, first.k, first.v)]
+        k, v = first.k[:PROMPT], first.v[:PROMPT]
+        q = first.q[_asking(len(k)).to(first.q.device)]
+        prompt = [states.transpose(0, 1).float().cpu().contiguous() for states in (q, k, v)]
         room = [torch.zeros(samples, *states.shape[1:]) for states in (first.k, first.v)]
         return cls(
             q=Moments.zeros(first.k.shape[1], first.q.shape[2]),
@@ -97,13 +100,26 @@ class LayerStatistics:
     def moments(self) -> dict[str, Moments]:
         return {"q": self.q, "k": self.k, "v": self.v, "out": self.out}
 
-    def weights(self) -> Tensor:
-        """Causal attention weights of the prompt: float32[kv_heads, group, n, n]. Sinks take their share."""
+    @property
+    def far(self) -> Tensor:
+        """bool[m, n]: which tokens of the prompt are packed when its queries read them: neither the first ones nor the
+        nearest, as many as a quarter of the prompt."""
+        n = self.prompt[1].shape[1]
+        tokens = torch.arange(n)
+        return (tokens >= FIRST_TOKENS) & (tokens <= _asking(n)[:, None] - n // 4)
+
+    def log_weights(self, decoded: Tensor | None = None) -> Tensor:
+        """The logarithms of the attention weights of the prompt's queries: float32[kv_heads, group, m, n]. If the layer
+        has learned sinks, they follow the tokens as one more column. With `decoded` keys [kv_heads, n, d], those that
+        are far are read as decoded."""
         q, k, _ = self.prompt
-        n = k.shape[1]
-        causal = torch.ones(n, n, dtype=torch.bool).tril()
-        heads = zip(q.unflatten(0, (len(k), -1)), k, by_head(self.logits, len(k)), strict=True)
-        return torch.stack([log_weights(queries, keys, causal, own)[..., :n].exp() for queries, keys, own in heads])
+        q, n = q.unflatten(0, (len(k), -1)), k.shape[1]
+        products = q @ k.mT.unsqueeze(1)
+        if decoded is not None:
+            products = torch.where(self.far, q @ decoded.mT.unsqueeze(1), products)
+        causal = torch.arange(n) <= _asking(n)[:, None]
+        heads = zip(products, by_head(self.logits, len(k)), strict=True)
+        return torch.stack([log_softmax(own, causal, logits) for own, logits in heads])
 
     def to_host(self) -> None:
         for moments in self.moments.values():
@@ -132,6 +148,11 @@ class LayerStatistics:
         cap = float(named["cap"]) if "cap" in named else None
         logits = Logits(float(named["scale"]), cap, named.get("sinks"))
         return cls(q, k, v, out, prompt, (named["samples.k"], named["samples.v"]), logits)
+
+
+def _asking(n: int) -> Tensor:
+    """The tokens of a prompt of n tokens whose queries are kept."""
+    return torch.arange(n // 2, n)[:: max(1, n // 2 // QUERIES)]
 
 
 @dataclass

@@ -13,7 +13,7 @@ from kvfold.fitting_table import FittingTable
 
 def inspect(
     folder: Annotated[str, typer.Argument(help="A folder written by `kvfold calibrate`, or its Hub id.")],
-    png: Annotated[Path | None, typer.Option(help="Draw widths, spectra and clip ratios of all layers.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw widths, spectra and clips of all layers.")] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Show what an artifact holds: its model, its text, what was found per recipe and layer, and its checks.

@@ -1,6 +1,5 @@
 """Codec = transform + decode rules + slot layout. Plain PyTorch: the definition that kernels are tested against."""
 
-import math
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -32,18 +31,13 @@ class Codec:
     layout: SlotLayout
     transform: Transform = field(default_factory=Transform)
     raw_dtype: torch.dtype = torch.bfloat16  # the 16-bit type of raw segments
-    clip: float | None = None  # the share of a vector's coordinates, smallest first, that is not clipped
+    clip: float | None = None  # where affine segments are clipped: see quantizers/affine.py
     centroids: Tensor | None = None  # float32[kv_heads, centroids, d], in transformed coordinates
     unit: float = 1.0  # of 8-bit scales
 
     def to(self, device: torch.device | str) -> "Codec":
         centroids = self.centroids if self.centroids is None else self.centroids.to(device)
         return replace(self, transform=self.transform.to(device), centroids=centroids)
-
-    @property
-    def kept(self) -> int:
-        """Coordinates of a vector that are not clipped."""
-        return self.layout.dims if self.clip is None else math.ceil(self.clip * self.layout.dims)
 
     def quantizes_like(self, other: "Codec") -> bool:
         """Whether keys and values may go through `quantize` and `dequantize` together."""
@@ -107,16 +101,13 @@ class Codec:
         if self.centroids is not None:
             ids.append(self._nearest(y))
             y = y - self._centroid(ids[0], heads=-3)
-        if self.clip is not None:
-            limit = y.abs().kthvalue(self.kept, dim=-1, keepdim=True).values
-            y = torch.minimum(torch.maximum(y, -limit), limit)
         for segment in self.layout.segments:
             part = y if segment.dims == y.shape[-1] else y[..., segment.start : segment.stop]
             if segment.rule == "raw":
                 codes.append(part.to(self.raw_dtype).contiguous().view(torch.uint8))
                 continue
             if segment.rule == "affine":
-                part_codes, part_meta = affine.quantize(part, segment.bits)
+                part_codes, part_meta = affine.quantize(part, segment.bits, self.clip)
                 codes.append(pack(part_codes, segment.bits))
             elif segment.rule == "even":
                 part_codes, part_meta = even.quantize(part, segment.bits, self.unit)

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import NonNegativeInt
 
 from kvfold.format.layout import SlotLayout, affine_slot
-from kvfold.format.windows import FIRST_TOKENS
 from kvfold.methods.integers import Integers
 from kvfold.recipe import Fit, Means, Rotations
 
@@ -15,17 +14,19 @@ if TYPE_CHECKING:
     from kvfold.calibration.statistics import LayerStatistics
     from kvfold.rope import Rope
 
-CLIPS = (0.84, 0.88, 0.9, 0.92, 0.94, 0.96, 0.98, 1.0)  # values of ρ; calibration takes the best per layer and side
+CLIPS = tuple(n / 20 for n in range(12, 31))
+MOST = 1.1  # the chosen clip loses at most this many times what the best one loses
 
 
 class Oscar(Integers):
-    """k' = k·U_Q·H·P, v' = v·U_S·H·P, clipped to the ρ-quantile of a vector's magnitudes, then integers.
+    """k' = k·U_Q·H·P, v' = v·U_S·H·P, then integers of groups that are clipped at c·√(Σx⁴/Σx²).
 
     - U_Q: the eigenvectors of E[qᵀq].
     - U_S: the eigenvectors of (1/N)·VᵀSᵀSV with S the softmax. This is the second moment of the attention output.
     - H: a Hadamard matrix. P: a bit reversal.
-    - ρ: per layer, the one with the least error of logits (keys) and of outputs (values). The paper fixes ρ: its code
-      has 0.96 for keys and 0.92 for values.
+    - c: per layer, the largest of `CLIPS` that loses hardly more than the best. What is lost is the divergence of
+      attention weights (keys) and the error of outputs (values). The paper clips at a fixed quantile of a vector's
+      magnitudes, which takes longer to find and loses more (docs/notes/calibration.md).
 
     `eigen=false`, `hadamard=false`, `permute=false` and `clip=false` are ablations of the paper.
     """
@@ -61,18 +62,17 @@ class Oscar(Integers):
         return {**fit, **self._clips(layer, fit, means)} if self.clip else fit
 
     def _clips(self, layer: "LayerStatistics", fit: Fit, means: Means) -> Fit:
-        """The best of `CLIPS` for keys and for values."""
+        """Large clips spare the few tokens whose large coordinates matter. Mean losses hardly show these."""
         import torch
 
         sides = zip(("key", "value"), means, strict=True)
         centred = {**fit, **{f"{side}_mean": mean.float() for side, mean in sides if mean is not None}}
-        weights = layer.weights().double()
-        tried = [
-            self._errors(layer, weights, {**centred, "key_clip": clip, "value_clip": clip})
-            for clip in torch.tensor(CLIPS)
-        ]
-        key, value = torch.tensor(tried).argmin(dim=0).tolist()
-        return {"key_clip": torch.tensor([CLIPS[key]]), "value_clip": torch.tensor([CLIPS[value]])}
+        weights = layer.log_weights()
+        clips = torch.tensor(CLIPS)
+        tried = [self._losses(layer, weights, {**centred, "key_clip": clip, "value_clip": clip}) for clip in clips]
+        losses = torch.tensor(tried).clamp_min(0)
+        key, value = torch.where(losses <= MOST * losses.amin(dim=0), clips[:, None], 0).amax(dim=0)
+        return {"key_clip": key[None], "value_clip": value[None]}
 
     def _rotation(self, moments: "Tensor") -> "Tensor":
         """float64[heads, d, d] -> float32[heads, d, d]"""
@@ -87,21 +87,15 @@ class Oscar(Integers):
             rotation = rotation @ hadamard_matrix(dims)
         return (rotation[..., bit_reversal(dims)] if self.permute else rotation).float().contiguous()
 
-    def _errors(self, layer: "LayerStatistics", weights: "Tensor", fit: Fit) -> tuple[float, float]:
-        """Squared errors over the prompt: tr(C_Q·E_K) of logits, and ‖S(V − V̂)‖² of outputs.
-
-        C_Q is E[qᵀq], and E_K the sum of eᵀe over the errors e of keys. S are the attention `weights`
-        [kv_heads, group, tokens, tokens]. The sink is read raw and has no errors.
-        """
-        from torch import einsum
-
+    def _losses(self, layer: "LayerStatistics", weights: "Tensor", fit: Fit) -> tuple[float, float]:
+        """What the prompt's queries lose if far tokens are decoded: the mean KL divergence of their attention weights
+        (keys), and the squared error of their outputs (values). `weights` are the logarithms of what they lose from."""
         _, k, v = layer.prompt
-        key, value = self.codecs(k.shape[-1], v.shape[-1], fit)
-        k_error, v_error = (
-            (codec.decode(codec.encode(x.transpose(0, 1))).transpose(0, 1) - x).double()
-            for codec, x in ((key, k), (value, v))
+        keys, values = (
+            codec.decode(codec.encode(x.transpose(0, 1))).transpose(0, 1)
+            for codec, x in zip(self.codecs(k.shape[-1], v.shape[-1], fit), (k, v), strict=True)
         )
-        sink = min(self.sink, FIRST_TOKENS)
-        k_error[:, :sink] = v_error[:, :sink] = 0
-        key_error = einsum("htd,hde,hte->", k_error, layer.q.second(), k_error)
-        return float(key_error), float((weights @ v_error.unsqueeze(1)).square().sum())
+        share = weights.exp()
+        divergence = (share * (weights - layer.log_weights(keys))).sum(dim=-1).double().mean()
+        error = (share[..., : k.shape[1]] * layer.far) @ (values - v).unsqueeze(1)
+        return float(divergence), float(error.double().square().sum())

@@ -111,7 +111,7 @@ def array(address, shape, dtype):
 # --- slots
 
 SEGMENT = np.dtype([(name, "i8") for name in SegmentRow._fields])
-SIDE = np.dtype([("segments", "i8"), ("kept", "i8"), ("unit", "f8")])
+SIDE = np.dtype([("segments", "i8"), ("clip", "f8"), ("unit", "f8")])  # clip: 0 for none
 PAGES = ("pool", "pool_bytes", "page_stride", "head_stride", "sides", "segments", "most", "half")
 
 
@@ -127,19 +127,19 @@ def unsupported(layout: PageLayout) -> str | None:
 
 def described(pages: LayerPages) -> tuple[int, ...]:
     """The pages of a layer as kernels see them, in the order of `PAGES`."""
-    sides, segments = _sides(pages.layout, *((codec.kept, codec.unit) for codec in (pages.key, pages.value)))
+    sides, segments = _sides(pages.layout, *((codec.clip or 0.0, codec.unit) for codec in (pages.key, pages.value)))
     pool, half = pages.pool, pages.key.raw_dtype == torch.float16
     tables = sides.data_ptr(), segments.data_ptr(), segments.shape[1]
     return pool.data_ptr(), pool.nbytes, *pool.stride()[:2], *tables, half
 
 
 @lru_cache
-def _sides(layout: PageLayout, *kept_and_unit: tuple[int, float]) -> tuple[Tensor, Tensor]:
+def _sides(layout: PageLayout, *clip_and_unit: tuple[float, float]) -> tuple[Tensor, Tensor]:
     """SIDE[2] and SEGMENT[2, most segments of a side]."""
     slots = layout.key, layout.value
     sides, segments = np.zeros(2, SIDE), np.zeros((2, max(len(slot.segments) for slot in slots)), SEGMENT)
     for i, slot in enumerate(slots):
-        sides[i] = len(slot.segments), *kept_and_unit[i]
+        sides[i] = len(slot.segments), *clip_and_unit[i]
         for j, row in enumerate(segment_rows(layout, i)):
             segments[i, j] = row
     # as tensors, which give their address faster than arrays

@@ -1,4 +1,4 @@
-"""Tiles of transformed vectors to bytes of codes and metadata: clip, quantize, pack.
+"""Tiles of transformed vectors to bytes of codes and metadata: quantize, pack.
 
 A segment is computed in *parts*: runs of as many coordinates as its narrowest plane has bytes (see packing.py). A part
 is a tensor [TOKENS, width]. Its width is the length of the run, rounded up to a power of two. All parts of a segment
@@ -24,7 +24,6 @@ HALF_END = tl.constexpr(65520.0)  # from here on, float16 rounds to Inf
 HALF_BITS = tl.constexpr(0x477FF000)  # the bits of HALF_END
 BFLOAT_BITS = tl.constexpr(0x7F7F8000)  # the bits of the number from which on bfloat16 rounds to Inf
 COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)  # not run by Triton's interpreter
-MOST_STEPS = tl.constexpr(24)  # that `largest` takes
 SIGN = tl.constexpr(-(2**31))
 STEEP_BITS = tl.constexpr((120 + 127) << 23)
 STEEP = tl.constexpr(2.0**120)  # differences of numbers from 2^-96 on, times this, are at least 1
@@ -48,109 +47,34 @@ def within(rows, LENGTH: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def joined(ys):
-    """The parts of all segments."""
-    parts = ()
-    for i in tl.static_range(len(ys)):
-        parts += ys[i]
-    return parts
-
-
-@triton.jit
-def largest(ys, stored, clip):
-    """The rank-th largest magnitude per vector. Magnitudes order like their bits as integers. `clip` is the rank and
-    two numbers for guesses (see store_gpu.py).
-
-    First try: guess from the length of the vector, then from how many magnitudes reach the first guess. From there,
-    step to the next magnitude, up or down, until `rank` of them reach the limit. Without ties, a step changes their
-    number by one. With ties, or many steps away, find the largest number that at least `rank` magnitudes reach, bit by
-    bit from the top down.
-    """
-    rank = clip[0]
-    length = tl.sqrt(_square(ys))
-    limit = (length * clip[1]).to(tl.int32, bitcast=True)
-    excess = _reached(ys, limit) - rank
-    limit = (length * tl.maximum(clip[1] + clip[2] * excess, 0.0)).to(tl.int32, bitcast=True)
-    excess = _reached(ys, limit) - rank
-    way = tl.where(excess < 0, -1, 1)
-    steps = tl.where(stored, tl.maximum(excess + 1, -excess), 0.0).to(tl.int32)
-    steps = tl.where(steps <= MOST_STEPS, steps, 0)
-    at = 2 * limit + tl.minimum(way - 1, 0)  # bits are doubled, which drops the sign
-    for i in range(tl.max(steps, axis=0)):
-        at += way * _nearest(ys, 2 * way, way * at)
-        limit = tl.where(i < steps, (at >> 1) & 0x7FFFFFFF, limit)
-        at += 2 * way
-        # Any way will do after the last step. It may change here: else the compiler keeps all products with it.
-        way = tl.where(i < steps, way, 1)
-    known = (_reached(ys, limit) == rank) | ~stored
-    if tl.min(known.to(tl.int32), axis=0) == 0:
-        limit = tl.where(known, limit, 0)
-        for i in range(31):
-            tried = limit | (1 << (30 - i))
-            limit = tl.where((_reached(ys, tried) >= rank) & ~known, tried, limit)
-    return limit.to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _square(ys):
     """The squared length of vectors."""
-    square = 0.0
-    for i in tl.static_range(len(ys)):
-        squares = ys[i][0] * ys[i][0]
-        for part in tl.static_range(1, len(ys[i])):
-            squares = tl.fma(ys[i][part], ys[i][part], squares)
-        square += tl.sum(squares, axis=1)
-    return square
+    squares = ys[0] * ys[0]
+    for part in tl.static_range(1, len(ys)):
+        squares = tl.fma(ys[part], ys[part], squares)
+    return tl.sum(squares, axis=1)
 
 
 @triton.jit
-def _reached(ys, limit):
-    """How many magnitudes per vector reach its limit, given as bits."""
-    least = limit.to(tl.float32, bitcast=True)[:, None]
-    count = tl.zeros(limit.shape, tl.float32)
-    for i in tl.static_range(len(ys)):
-        reached = (tl.abs(ys[i][0]) >= least).to(tl.float32)
-        for part in tl.static_range(1, len(ys[i])):
-            reached += (tl.abs(ys[i][part]) >= least).to(tl.float32)
-        count += tl.sum(reached, axis=1)
-    return count
-
-
-@triton.jit
-def _nearest(ys, times, start):
-    """The least `times`·bits − start. Negative numbers count as large: unsigned, they wrap."""
-    nearest = tl.full(start.shape, 0xFFFFFFFF, tl.uint32)
-    for i in tl.static_range(len(ys)):
-        distance = _distance(ys[i][0], times, start)
-        for part in tl.static_range(1, len(ys[i])):
-            distance = tl.minimum(distance, _distance(ys[i][part], times, start))
-        nearest = tl.minimum(nearest, tl.min(distance, axis=1))
-    return nearest.to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _distance(y, times, start):
-    return (y.to(tl.int32, bitcast=True) * times[:, None] - start[:, None]).to(tl.uint32, bitcast=True)
-
-
-@triton.jit
-def _clipped(ys, limit):
-    parts = ()
+def _spread(ys):
+    """√(Σy⁴/Σy²)"""
+    squares = tl.zeros_like(ys[0])
+    fourths = squares
     for part in tl.static_range(len(ys)):
-        least = tl.maximum(ys[part], -limit, propagate_nan=tl.PropagateNan.ALL)
-        parts += (tl.minimum(least, limit, propagate_nan=tl.PropagateNan.ALL),)
-    return parts
+        square = ys[part] * ys[part]
+        squares += square
+        fourths = tl.fma(square, square, fourths)
+    fourth, square = tl.split(tl.sum(tl.join(fourths, squares), axis=1))  # both at once
+    return tl.sqrt(fourth) * tl.rsqrt(tl.maximum(square, TINY))
 
 
 @triton.jit
-def quantized(ys, limit, levels, boundaries, per_unit, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
+def quantized(ys, clip, levels, boundaries, per_unit, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
     """Packed codes (see `_packed`; raw segments: numbers), whether their type can hold all, and metadata: float16
-    [TOKENS, entries] or, for evenly spaced levels, bytes [TOKENS]. Magnitudes are clipped to `limit`, if there is one.
+    [TOKENS, entries] or, for evenly spaced levels, bytes [TOKENS].
     """
-    if limit is not None and not (PACKING.rotated and PACKING.side.rule[SEGMENT] == AFFINE):
-        ys = _clipped(ys, limit[:, None])
     if PACKING.side.rule[SEGMENT] == AFFINE:
-        segment = _affine(ys, limit, PACKING, SEGMENT)
+        segment = _affine(ys, clip, PACKING, SEGMENT)
     elif PACKING.side.rule[SEGMENT] == CODEBOOK:
         segment = _codebook(ys, levels, boundaries, PACKING, SEGMENT)
     elif PACKING.side.rule[SEGMENT] == EVEN:
@@ -161,9 +85,8 @@ def quantized(ys, limit, levels, boundaries, per_unit, PACKING: tl.constexpr, SE
 
 
 @triton.jit
-def _affine(ys, limit, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
-    """As `affine.quantize`, but multiplies by 1/scale instead of dividing. Of rotated vectors, only the range is
-    clipped to `limit`: codes beyond it are clamped anyway.
+def _affine(ys, clip, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
+    """As `affine.quantize`, but multiplies by 1/scale instead of dividing.
 
     The product alone may round to the wrong side of a tie between two codes. Where y is not rotated, and so has no
     error of its own, this is corrected. `near` is the code rounded to 1/16. The rest y − low − near·scale is added to
@@ -184,8 +107,10 @@ def _affine(ys, limit, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
         most = tl.where(inside, most, float("-inf"))
     opposite, high = tl.split(tl.max(tl.join(-least, most), axis=1))  # both at once
     low = -opposite
-    if limit is not None and PACKING.rotated:
-        (low, high) = _clipped((low, high), limit)
+    if clip is not None:
+        limit = clip * _spread(ys)
+        low = tl.where(low < -limit, -limit, low)
+        high = tl.where(high > limit, limit, high)
     scale = (high - low) * (1 / TOP) if PACKING.rotated else tl.div_rn(high - low, TOP)
     sound = (scale < HALF_END) & (tl.abs(low) < HALF_END)
     if not PACKING.rotated:  # a rotation spreads NaN over the vector; without one, minima and maxima may not see it
@@ -214,7 +139,7 @@ def _codebook(ys, levels, boundaries, PACKING: tl.constexpr, SEGMENT: tl.constex
     """As `codebook.quantize`, with roots and quotients that may be off by a bit or two of 24."""
     BITS: tl.constexpr = PACKING.side.bits[SEGMENT]
     DIMS: tl.constexpr = PACKING.side.dims[SEGMENT]
-    square_of_norm = _square((ys,))
+    square_of_norm = _square(ys)
     factor = (tl.rsqrt(tl.maximum(square_of_norm, TINY)) * DIMS**0.5)[:, None]
     if counted(BITS) == BITS - 1:
         packed, squares = _counted(ys, factor, PACKING, SEGMENT)
@@ -292,7 +217,7 @@ def _even(ys, per_unit, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
     BITS: tl.constexpr = PACKING.side.bits[SEGMENT]
     TOP: tl.constexpr = (1 << BITS) - 1.0
     PER_NORM: tl.constexpr = PACKING.side.dims[SEGMENT] ** 0.5 / step(BITS)
-    square = _square((ys,))
+    square = _square(ys)
     codes, products = _nearest_codes(ys, tl.rsqrt(tl.maximum(square, TINY)) * PER_NORM, TOP)
     scale = tl.where(square > 0, square / tl.sum(products, axis=1), square) * per_unit
     # the nearest 8-bit scale, ties to even

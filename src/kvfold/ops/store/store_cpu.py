@@ -68,25 +68,45 @@ def store(pages: LayerPages, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | No
 
 
 @njit(**EXACT)
-def _affine(x, levels, codes, meta):
+def _square(x):
+    """The squared length of x."""
+    total = 0.0
+    for j in range(len(x)):
+        total += np.float64(x[j]) * np.float64(x[j])
+    return total
+
+
+@njit(**EXACT)
+def _spread(x):
+    """√(Σx⁴/Σx²)"""
+    fourth = 0.0
+    for j in range(len(x)):
+        square = np.float64(x[j]) * np.float64(x[j])
+        fourth += square * square
+    return f4(np.sqrt(fourth / max(_square(x), np.float64(TINY))))
+
+
+@njit(**EXACT)
+def _norm(x):
+    return f4(np.sqrt(_square(x)))
+
+
+@njit(**EXACT)
+def _affine(x, levels, clip, codes, meta):
     """See quantizers/affine.py."""
     low = high = x[0]
     for j in range(len(x)):
         low, high = min(low, x[j]), max(high, x[j])
+    if clip:
+        limit = f4(clip) * _spread(x)
+        low = -limit if low < -limit else low
+        high = limit if high > limit else high
     meta[0], meta[1] = narrowed((high - low) / f4(levels), True), narrowed(low, True)
     scale, offset = max(widened(meta[0], True), f4(SMALLEST_SCALE)), widened(meta[1], True)
     for j in range(len(x)):
         code = min(max((x[j] - offset) / scale, f4(0)), f4(levels))
         codes[j] = u1(i4(code + INTEGERS - INTEGERS))
     return finite(meta[0], True) and finite(meta[1], True)
-
-
-@njit(**EXACT)
-def _norm(x):
-    total = 0.0
-    for j in range(len(x)):
-        total += np.float64(x[j]) * np.float64(x[j])
-    return f4(np.sqrt(total))
 
 
 @njit(**EXACT)
@@ -106,9 +126,7 @@ def _codebook(x, levels, boundaries, codes, meta):
 def _even(x, bits, unit, codes):
     """See quantizers/even.py. Returns the byte of the scale."""
     levels = f4((1 << bits) - 1)
-    middle, square, product = levels / f4(2), 0.0, 0.0
-    for j in range(len(x)):
-        square += np.float64(x[j]) * np.float64(x[j])
+    middle, square, product = levels / f4(2), _square(x), 0.0
     step = max(f4(np.sqrt(square / len(x))) * STEPS[bits], TINY)
     for j in range(len(x)):
         code = min(max(x[j] / step + middle, f4(0)), levels) + INTEGERS - INTEGERS
@@ -155,18 +173,7 @@ def _narrow(x, half, words):
 
 
 @njit(**EXACT)
-def _clip(x, kept):
-    """Clip x to the magnitude that `kept` of its numbers do not exceed. NaN stays."""
-    limit = np.sort(np.abs(x))[kept - 1]
-    for j in range(len(x)):
-        if x[j] > limit:
-            x[j] = limit
-        elif x[j] < -limit:
-            x[j] = -limit
-
-
-@njit(**EXACT)
-def _slot(x, segments, unit, levels, boundaries, half, unpacked, pool, words, page, place):
+def _slot(x, segments, clip, unit, levels, boundaries, half, unpacked, pool, words, page, place):
     """Quantize x into the slot at offset `place` of the page, which begins at byte `page`. Returns whether x and the
     slot are finite. Overwrites x."""
     all_finite = True
@@ -179,7 +186,7 @@ def _slot(x, segments, unit, levels, boundaries, half, unpacked, pool, words, pa
         entries, packed = words[meta // 2 :], pool[byte:]
         first = 1 << segment.bits  # where the levels of this width begin
         if segment.rule == AFFINE:
-            all_finite &= _affine(part, first - 1, stored, entries)
+            all_finite &= _affine(part, first - 1, clip, stored, entries)
             _pack(stored, segment.bits, packed)
         elif segment.rule == CODEBOOK:
             all_finite &= _codebook(part, levels[first:], boundaries[first : 2 * first - 1], stored, entries)
@@ -230,13 +237,11 @@ def _store(p):
             rotate(x, rotations, head, factors, y)
             held = _narrow(y, half, raw[task]) if a.windows else True
             s, of_head = sides[side], page * a.page_stride + head * a.head_stride
-            if s.kept < dims:
-                _clip(y, s.kept)
             own = segments[side, : s.segments]
-            held &= _slot(y, own, s.unit, levels, boundaries, half, unpacked, pool, words, of_head, place)
+            held &= _slot(y, own, s.clip, s.unit, levels, boundaries, half, unpacked, pool, words, of_head, place)
             if not held:
                 y[:], faults[location] = f4(0), 1
-                _slot(y, own, s.unit, levels, boundaries, half, unpacked, pool, words, of_head, place)
+                _slot(y, own, s.clip, s.unit, levels, boundaries, half, unpacked, pool, words, of_head, place)
                 if a.windows:
                     raw[task] = 0
             if a.windows and shadow_of[page] >= 0:

@@ -3,9 +3,7 @@
 transform_tiles.py and quantize_tiles.py compute. 16-bit floats are stored as int16, by their bits.
 """
 
-from functools import lru_cache
 from itertools import accumulate
-from statistics import NormalDist
 from typing import NamedTuple
 
 import torch
@@ -14,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvfold.format.codec import Codec
 from kvfold.ops import tiles
 from kvfold.ops.attend.parts import sms
 from kvfold.ops.cards import Card
@@ -25,8 +22,6 @@ from kvfold.ops.rotate import head_stride, terms_and_shift
 from kvfold.ops.sizes import ceil_div, power_of_two
 from kvfold.ops.store.quantize_tiles import (
     coded,
-    joined,
-    largest,
     quantized,
     sixteen_bits,
     storable,
@@ -100,9 +95,7 @@ class _Packing(NamedTuple):
     column: tuple[int, ...]  # the first column of the segment's parts
     columns: int
     blocks: tuple[tuple[int, int], ...]  # of columns that are multiplied together: the first column, and how many
-    alike: bool  # whether all widths are the same
     rotated: bool
-    clipped: bool
     bfloat: bool  # whether raw segments are bfloat16
 
 
@@ -182,7 +175,7 @@ def _launcher(
     together = card.products == "wgmma"
     key, value = (
         (codec.transform if transforms else IDENTITY).once(
-            _prepare, side, codec.clip is not None, codec.raw_dtype == torch.bfloat16, together, dtype, device
+            _prepare, side, codec.raw_dtype == torch.bfloat16, together, dtype, device
         )
         for codec, side in ((pages.key, tiles.key_side(layout)), (pages.value, tiles.value_side(layout)))
     )
@@ -206,8 +199,8 @@ def _launcher(
         KEY=key[1],
         value=value[0],
         VALUE=value[1],
-        key_clip=_clip(pages.key),
-        value_clip=_clip(pages.value),
+        key_clip=pages.key.clip,
+        value_clip=pages.value.clip,
         key_per_unit=1 / pages.key.unit,
         value_per_unit=1 / pages.value.unit,
         memory=memory,
@@ -232,25 +225,9 @@ def _source(x: Tensor, new: Tensor | None) -> _Source:
     return _Source(x, token, head, None if new is None else new.view(torch.int16))
 
 
-def _clip(codec: Codec) -> tuple[float, float, float]:
-    dims = codec.layout.dims
-    return _rank_and_guess(dims - codec.kept + 1, dims)
-
-
-@lru_cache
-def _rank_and_guess(rank: int, dims: int) -> tuple[float, float, float]:
-    """For `largest`: the rank of the magnitude that larger ones are clipped to, counted from the largest. Then about
-    that magnitude in a vector of normal coordinates of length 1, and how far to go from there per magnitude too many:
-    half the way, since chance is the other half."""
-    normal = NormalDist(sigma=dims**-0.5)
-    guess = normal.inv_cdf(1 - (rank - 0.5) / (2 * dims))
-    return float(rank), guess, 0.5 / (2 * dims * normal.pdf(guess))
-
-
 def _prepare(
     transform: Transform,
     side: Side,
-    clipped: bool,
     bfloat: bool,
     together: bool,
     dtype: torch.dtype,
@@ -284,8 +261,7 @@ def _prepare(
     operands = _Operands(matrix, 0 if matrix is None else head_stride((matrix,)), per_segment, shift)
     column = tuple(first[i] for i in range(len(columns)))
     blocks = ((0, len(order)),) if together else tuple(zip(column, columns, strict=True))
-    alike = len(set(widths)) == 1
-    return operands, _Packing(side, widths, column, len(order), blocks, alike, rotated, clipped, bfloat)
+    return operands, _Packing(side, widths, column, len(order), blocks, rotated, bfloat)
 
 
 def _one_or_all(factors: Tensor) -> float | Tensor:
@@ -354,12 +330,9 @@ def _store_tile(
     if source.new is not None:
         for i in tl.static_range(SEGMENTS):
             sound = sound & storable(ys[i], BFLOAT)
-    limit = None
-    if PACKING.clipped:
-        limit = largest((joined(ys),) if PACKING.alike else ys, stored, clip)
     packed = ()  # per segment: packed codes or numbers, soundness, metadata
     for i in tl.static_range(SEGMENTS):
-        packed += (quantized(ys[i], limit, memory.levels, memory.boundaries, per_unit, PACKING, i),)
+        packed += (quantized(ys[i], clip, memory.levels, memory.boundaries, per_unit, PACKING, i),)
         sound = sound & packed[i][1]
     tl.store(memory.faults + location, 1, mask=stored & ~sound)
 
