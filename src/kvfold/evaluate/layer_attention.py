@@ -11,7 +11,7 @@ from kvfold.calibration.capture import collect
 from kvfold.calibration.rope_probe import probe
 from kvfold.engines.transformers import PackedCache
 from kvfold.format.codec import Codec
-from kvfold.ops.dense import by_head, log_weights
+from kvfold.ops.dense import by_head, divergence, log_weights
 from kvfold.ops.pages import Logits
 from kvfold.rope import Rope
 
@@ -70,7 +70,7 @@ def _weights(queries: Tensor, k: Tensor, decoded: Tensor, logits: Logits) -> tup
     heads = zip(queries[:, :, n // 2 :], k, decoded, by_head(logits, len(k)), strict=True)
     for head, original, rounded, own in heads:
         p, other = (log_weights(head, keys, causal, own) for keys in (original, rounded))
-        kl.append((p.exp() * (p - other)).sum(dim=-1).double().mean())  # weights of later tokens are zero
+        kl.append(divergence(p, other))
         best, others = (weights[..., :n].topk(TOP, dim=-1).indices for weights in (p, other))
         common.append((best.unsqueeze(-1) == others.unsqueeze(-2)).any(dim=-1).double().mean())
     return float(torch.stack(kl).mean()), float(torch.stack(common).mean())

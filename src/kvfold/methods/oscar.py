@@ -1,5 +1,7 @@
 """OSCAR: offline spectral covariance-aware rotation for 2-bit KV-cache quantization."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import NonNegativeInt
@@ -12,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvfold.calibration.statistics import LayerStatistics
+    from kvfold.format.codec import Codec
     from kvfold.rope import Rope
 
 CLIPS = tuple(n / 20 for n in range(12, 31))
@@ -62,17 +65,24 @@ class Oscar(Integers):
         return {**fit, **self._clips(layer, fit, means)} if self.clip else fit
 
     def _clips(self, layer: "LayerStatistics", fit: Fit, means: Means) -> Fit:
-        """Large clips spare the few tokens whose large coordinates matter. Mean losses hardly show these."""
-        import torch
+        """What counts is what the prompt's queries lose if far tokens are decoded: the divergence of their attention
+        weights (keys), and the squared error of their outputs (values)."""
+        from kvfold.ops.dense import divergence
 
+        _, k, v = layer.prompt
         sides = zip(("key", "value"), means, strict=True)
         centred = {**fit, **{f"{side}_mean": mean.float() for side, mean in sides if mean is not None}}
+        key, value = self.codecs(k.shape[-1], v.shape[-1], centred)
         weights = layer.log_weights()
-        clips = torch.tensor(CLIPS)
-        tried = [self._losses(layer, weights, {**centred, "key_clip": clip, "value_clip": clip}) for clip in clips]
-        losses = torch.tensor(tried).clamp_min(0)
-        key, value = torch.where(losses <= MOST * losses.amin(dim=0), clips[:, None], 0).amax(dim=0)
-        return {"key_clip": key[None], "value_clip": value[None]}
+        far = weights[..., : k.shape[1]].exp() * layer.far
+
+        def keys_lose(decoded: "Tensor") -> "Tensor":
+            return divergence(weights, layer.log_weights(decoded))
+
+        def values_lose(decoded: "Tensor") -> "Tensor":
+            return (far @ (decoded - v).unsqueeze(1)).double().square().sum()
+
+        return {"key_clip": _largest(key, k, keys_lose), "value_clip": _largest(value, v, values_lose)}
 
     def _rotation(self, moments: "Tensor") -> "Tensor":
         """float64[heads, d, d] -> float32[heads, d, d]"""
@@ -87,15 +97,18 @@ class Oscar(Integers):
             rotation = rotation @ hadamard_matrix(dims)
         return (rotation[..., bit_reversal(dims)] if self.permute else rotation).float().contiguous()
 
-    def _losses(self, layer: "LayerStatistics", weights: "Tensor", fit: Fit) -> tuple[float, float]:
-        """What the prompt's queries lose if far tokens are decoded: the mean KL divergence of their attention weights
-        (keys), and the squared error of their outputs (values). `weights` are the logarithms of what they lose from."""
-        _, k, v = layer.prompt
-        keys, values = (
-            codec.decode(codec.encode(x.transpose(0, 1))).transpose(0, 1)
-            for codec, x in zip(self.codecs(k.shape[-1], v.shape[-1], fit), (k, v), strict=True)
-        )
-        share = weights.exp()
-        divergence = (share * (weights - layer.log_weights(keys))).sum(dim=-1).double().mean()
-        error = (share[..., : k.shape[1]] * layer.far) @ (values - v).unsqueeze(1)
-        return float(divergence), float(error.double().square().sum())
+
+def _largest(codec: "Codec", x: "Tensor", loss: Callable[["Tensor"], "Tensor"]) -> "Tensor":
+    """The largest of `CLIPS` whose `loss`, of x [kv_heads, n, d] as decoded, is hardly more than the least: float32[1].
+
+    Large clips spare the few tokens whose large coordinates matter. Mean losses hardly show these.
+    """
+    import torch
+
+    y = codec.transform.forward(x.transpose(0, 1)).unsqueeze(-2)
+    losses = []
+    for clip in CLIPS:
+        clipped = replace(codec, clip=clip)
+        decoded = clipped.dequantize(*clipped.quantize(y)).squeeze(-2)
+        losses.append(max(0.0, float(loss(codec.transform.inverse(decoded).transpose(0, 1)))))
+    return torch.tensor([max(clip for clip, lost in zip(CLIPS, losses, strict=True) if lost <= MOST * min(losses))])

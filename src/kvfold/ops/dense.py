@@ -27,6 +27,12 @@ def log_softmax(products: Tensor, mask: Tensor, logits: Logits) -> Tensor:
     return torch.log_softmax(x, dim=-1)
 
 
+def divergence(weights: Tensor, others: Tensor) -> Tensor:
+    """The mean KL divergence of `others` from `weights`, both as logarithms [..., tokens]. Tokens that no query reads
+    have no weight."""
+    return (weights.exp() * (weights - others)).sum(dim=-1).double().mean()
+
+
 def by_head(logits: Logits, kv_heads: int) -> list[Logits]:
     """The logits of each KV head."""
     if logits.sinks is None:

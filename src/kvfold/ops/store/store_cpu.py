@@ -79,11 +79,12 @@ def _square(x):
 @njit(**EXACT)
 def _spread(x):
     """√(Σx⁴/Σx²)"""
-    fourth = 0.0
+    square = fourth = 0.0
     for j in range(len(x)):
-        square = np.float64(x[j]) * np.float64(x[j])
-        fourth += square * square
-    return f4(np.sqrt(fourth / max(_square(x), np.float64(TINY))))
+        own = np.float64(x[j]) * np.float64(x[j])
+        square += own
+        fourth += own * own
+    return f4(np.sqrt(fourth / max(square, np.float64(TINY))))
 
 
 @njit(**EXACT)
