@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
+from clipping import clipped
 from random_layers import causal_weights, fitted, random_layer, softmax
 from rounded_rotations import as_multiplied
 
@@ -83,9 +84,7 @@ def test_ablations_leave_a_part_out(options, parts):
 
 def int2(y: np.ndarray, group: int, clip: float) -> np.ndarray:
     """Clipped 2-bit integers of groups, with a scale and an offset of 16 bits."""
-    parts = y.reshape(*y.shape[:-1], -1, group)
-    limit = clip * np.sqrt((parts**4).sum(-1, keepdims=True) / (parts**2).sum(-1, keepdims=True))
-    parts = np.clip(parts, -limit, limit)
+    parts = clipped(y.reshape(*y.shape[:-1], -1, group), clip)
     low, high = parts.min(-1, keepdims=True), parts.max(-1, keepdims=True)
     scale, offset = (x.astype(np.float16).astype(np.float64) for x in ((high - low) / 3, low))
     codes = np.clip(np.round((parts - offset) / np.maximum(scale, 2**-24)), 0, 3)

@@ -11,6 +11,7 @@ from functools import cached_property, partial
 import numpy as np
 import pytest
 import torch
+from clipping import clipped, limit
 from even_codecs import even_codecs
 from page_views import key_views, value_views
 from random_layers import fitted
@@ -410,10 +411,8 @@ def test_errors_are_those_of_rounding(recipe, dtype):
             code, entries = unpack(part_codes, segment.bits).numpy(), part_meta.double().numpy()
             if segment.rule == "affine":
                 if codec.clip is not None:
-                    fourth, square = ((part**power).sum(-1, keepdims=True) for power in (4, 2))
-                    limit = codec.clip * np.sqrt(fourth / square)
-                    assert (np.abs(part) > limit).any()
-                    part = np.clip(part, -limit, limit)
+                    assert (np.abs(part) > limit(part, codec.clip)).any()
+                    part = clipped(part, codec.clip)
                 low, high = part.min(-1), part.max(-1)
                 assert np.allclose(entries[..., 0], (high - low) / (2**segment.bits - 1), rtol=2**-10)
                 assert np.allclose(entries[..., 1], low, rtol=2**-10, atol=1e-6)
