@@ -1,6 +1,7 @@
 """Folding leaves the model as it was, and stores the same bytes without a rotation."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import NamedTuple
 
 import pytest
@@ -242,3 +243,14 @@ def test_models_whose_output_would_change_are_refused(name):
     with pytest.raises(UnsupportedModel, match="something else than o_proj reads what attention returns"):
         fold_values(model, recipe, artifact)
     assert unchanged(model, before)
+
+
+@torch.no_grad()
+def test_a_real_model_in_bfloat16_is_folded(embedded):
+    """Rounding alone turns the outputs of its control tokens. That must not look like a fold gone wrong."""
+    recipe, model = parse("oscar-int2"), deepcopy(embedded[0])
+    words = embedded[1]("Any text will do, as long as it is one.", return_tensors="pt").input_ids
+    before = model.bfloat16().float()(words).logits
+    artifact = calibrate(model.bfloat16(), random_tokens(200), 100, [recipe])
+    fold_values(model, recipe, artifact)
+    assert (model.float()(words).logits - before).norm() < 0.02 * before.norm()

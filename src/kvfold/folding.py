@@ -88,8 +88,12 @@ def _value_rotation(recipe: Recipe, artifact: Artifact, layer: int) -> Tensor:
 
 
 def _output(model: "PreTrainedModel") -> Tensor:
-    """What the decoder computes for a few tokens."""
-    ids = torch.arange(16, device=model.device).unsqueeze(0)
+    """What the decoder computes for a few tokens.
+
+    They are of the middle of the vocabulary. The first are often control tokens that training never saw: rounding to 16
+    bits alone may turn their output.
+    """
+    ids = torch.arange(16, device=model.device).unsqueeze(0) + model.config.vocab_size // 2
     return model.get_decoder()(ids, use_cache=False).last_hidden_state.float()
 
 
