@@ -208,10 +208,10 @@ def numbers(score: Scores | None, expected: Scores | None) -> dict[str, Any]:
 
 def facts(options: argparse.Namespace, model: Any, artifact: Artifact) -> dict[str, Any]:
     """The columns of every row that say where it comes from."""
-    cuda = model.device.type == "cuda"
+    cuda, fitted_on = model.device.type == "cuda", artifact.metadata.calibration
     return {
         "model": options.name or options.model,
-        "calibration": f"{options.calibrated_on} {artifact.metadata.calibration.tokens} tokens",
+        "calibration": f"{options.calibrated_on} {fitted_on.tokens} tokens at {fitted_on.context}",
         "device": torch.cuda.get_device_name()
         if cuda
         else f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)",
