@@ -70,7 +70,7 @@ def _weights(queries: Tensor, k: Tensor, decoded: Tensor, logits: Logits) -> tup
     heads = zip(queries[:, :, n // 2 :], k, decoded, by_head(logits, len(k)), strict=True)
     for head, original, rounded, own in heads:
         p, other = (log_weights(head, keys, causal, own) for keys in (original, rounded))
-        kl.append(divergence(p, other))
+        kl.append(divergence(p, other).double().mean())  # weights of later tokens are zero
         best, others = (weights[..., :n].topk(TOP, dim=-1).indices for weights in (p, other))
         common.append((best.unsqueeze(-1) == others.unsqueeze(-2)).any(dim=-1).double().mean())
     return float(torch.stack(kl).mean()), float(torch.stack(common).mean())

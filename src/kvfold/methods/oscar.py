@@ -77,7 +77,7 @@ class Oscar(Integers):
         far = weights[..., : k.shape[1]].exp() * layer.far
 
         def keys_lose(decoded: "Tensor") -> "Tensor":
-            return divergence(weights, layer.log_weights(decoded))
+            return divergence(weights, layer.log_weights(decoded)).double().mean()
 
         def values_lose(decoded: "Tensor") -> "Tensor":
             return (far @ (decoded - v).unsqueeze(1)).double().square().sum()

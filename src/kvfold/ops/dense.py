@@ -1,4 +1,4 @@
-"""Attention weights over keys that are not packed."""
+"""Attention weights over keys that are not packed, and how far distributions are apart."""
 
 import torch
 from torch import Tensor
@@ -27,10 +27,9 @@ def log_softmax(products: Tensor, mask: Tensor, logits: Logits) -> Tensor:
     return torch.log_softmax(x, dim=-1)
 
 
-def divergence(weights: Tensor, others: Tensor) -> Tensor:
-    """The mean KL divergence of `others` from `weights`, both as logarithms [..., tokens]. Tokens that no query reads
-    have no weight."""
-    return (weights.exp() * (weights - others)).sum(dim=-1).double().mean()
+def divergence(p: Tensor, q: Tensor) -> Tensor:
+    """The KL divergence of q from p, both the logarithms [..., n] of distributions: [...]"""
+    return (p.exp() * (p - q)).sum(dim=-1)
 
 
 def by_head(logits: Logits, kv_heads: int) -> list[Logits]:

@@ -23,6 +23,7 @@ from kvfold.engines.unpacked_attention import attend_masked, attend_unpacked, lo
 from kvfold.format.codec import Codec, sixteen_bit
 from kvfold.format.windows import Windows
 from kvfold.geometry import Geometry
+from kvfold.ops.dense import divergence
 from kvfold.recipes import TUNED
 from kvfold.text import with_openings
 
@@ -99,7 +100,7 @@ class _Run:
         first = min(packed)
         with _skipped(self.layers[:first], self.outputs[first - 1] if first and self.layers else None):
             found = self._log_probs({**packed, **shared})
-        kl = [(p.exp() * (p - q)).sum(dim=-1).double().mean() for p, q in zip(self.expected, found, strict=True)]
+        kl = [divergence(p, q).double().mean() for p, q in zip(self.expected, found, strict=True)]
         return torch.stack(kl).cpu()
 
     def _log_probs(self, packed: Packed) -> list[Tensor]:
