@@ -134,14 +134,15 @@ def test_names_that_would_break_files_are_refused(name: str):
 def test_what_a_method_learned_is_not_kept_if_its_file_changes(tmp_path, monkeypatch):
     monkeypatch.setenv("KVFOLD_CACHE", str(tmp_path / "cache"))
     tiny().save_pretrained(tmp_path / "model")
-    made = SimpleNamespace(save=Path.mkdir)
+    made = SimpleNamespace(only=lambda recipe: SimpleNamespace(save=Path.mkdir))
     file = tmp_path / "own_method.py"
     monkeypatch.setenv("KVFOLD_METHODS", str(file))
 
     def folder(source: str) -> Path:
         file.write_text(source)
         forget_methods()
-        return kept(str(tmp_path / "model"), parse("principal-int2"), lambda name: None, lambda *_: made)
+        (kept_in,) = kept(str(tmp_path / "model"), [parse("principal-int2")], lambda name: None, lambda *_: made)
+        return kept_in
 
     source = OWN_METHOD.read_text()
     assert folder(source) != folder(source.replace("means[0]", "None"))

@@ -134,16 +134,12 @@ def embedded_folder() -> Path:
     if folder.is_dir():
         return folder
     gguf = _embedded_gguf()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    Console(stderr=True).print(f"Converting the embedded model into {folder}, once; takes a minute …", soft_wrap=True)
-    with TemporaryDirectory(dir=folder.parent) as scratch:
-        converted = Path(scratch) / folder.name
-        _convert(gguf, converted)
-        try:
-            converted.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # else another process was faster, with the same result
-                raise
+    with scratch_in(folder.parent) as scratch:
+        Console(stderr=True).print(
+            f"Converting the embedded model into {folder}, once; takes a minute …", soft_wrap=True
+        )
+        _convert(gguf, scratch / folder.name)
+        keep(scratch / folder.name, folder)
     return folder
 
 
@@ -225,6 +221,30 @@ def cache_folder() -> Path:
     if own := os.environ.get("KVFOLD_CACHE"):
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvfold"
+
+
+@contextmanager
+def scratch_in(folder: Path) -> Iterator[Path]:
+    """A temporary folder inside a folder of the user's cache. Refuses a cache that cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        scratch = TemporaryDirectory(dir=folder)
+    except OSError as error:
+        raise OSError(
+            f"cannot write to the cache folder {cache_folder()}: {error.strerror}; name another with `export "
+            "KVFOLD_CACHE=FOLDER`"
+        ) from None
+    with scratch as path:
+        yield Path(path)
+
+
+def keep(made: Path, folder: Path) -> None:
+    """Give a finished folder its name in the cache."""
+    try:
+        made.rename(folder)
+    except OSError:
+        if not folder.is_dir():  # else another process was faster, with the same result
+            raise
 
 
 def _embedded_gguf() -> Path:

@@ -13,7 +13,7 @@ from tiny_models import tiny
 from typer.testing import CliRunner
 
 from kvfold.artifact import Artifact
-from kvfold.calibration.automatic import TOKENS, calibrate_automatically, kept, tokens_on
+from kvfold.calibration.automatic import TOKENS, calibrate_automatically, joined, kept, tokens_on
 from kvfold.cli import app
 from kvfold.engines.transformers import _calibrate_once
 from kvfold.models import load_model
@@ -63,7 +63,7 @@ def of_command(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Artifac
 def test_every_command_and_python_find_the_same(model, monkeypatch):
     network, tokenizer = load_model(str(model))
     monkeypatch.setattr("kvfold.cli.command_demo.DEMO_RECIPES", ("int4", RECIPE))
-    monkeypatch.setattr("kvfold.cli.command_demo.check", lambda *_, **__: None)
+    monkeypatch.setattr("kvfold.cli.command_demo.EMBEDDED", str(model))
     monkeypatch.setattr("kvfold.cli.inputs.loads_at_once", lambda name: True)
     monkeypatch.setattr("kvfold.cli.inputs.load_model", lambda name: (network, tokenizer))
     found = {
@@ -98,7 +98,8 @@ def test_what_a_server_needs_is_kept_for_the_same_weights(model, tmp_path):
         return calibrate_automatically(*loaded, recipes)
 
     def folder(name: Path, recipe: str) -> Path:
-        return kept(str(name), parse(recipe), load_model, run)
+        (kept_in,) = kept(str(name), [parse(recipe)], load_model, run)
+        return kept_in
 
     first = folder(model, "saw-int4")
     assert sorted(path.name for path in first.iterdir()) == ["kvfold.json", "tensors.safetensors"]
@@ -120,6 +121,63 @@ def test_what_a_server_needs_is_kept_for_the_same_weights(model, tmp_path):
     assert runs == ["saw-int4", "gtq-k3v3", "saw-int4", "saw-int4"]
 
 
+def test_what_is_missing_is_calibrated_at_once_and_kept_apart(model):
+    runs: list[list[str]] = []
+
+    def run(loaded, recipes):
+        runs.append([str(recipe) for recipe in recipes])
+        return calibrate_automatically(*loaded, recipes)
+
+    def folders(*names: str) -> list[Path]:
+        return kept(str(model), [parse(name) for name in names], load_model, run)
+
+    (alone,) = folders("gtq-k3v3")
+    together = folders("oscar-int2", "gtq-k3v3:sink=4", "int4", "saw-int4")
+    assert runs == [["gtq-k3v3"], ["oscar-int2", "saw-int4"]], "the last recipe that needs means alone names the folder"
+    oscar, gtq, *means = together
+    assert (gtq, len(set(means)), len({oscar, gtq, *means})) == (alone, 1, 3)
+    assert [Artifact.load(one).metadata.recipes for one in (oscar, gtq, means[0])] == [
+        ("oscar-int2",),
+        ("gtq-k3v3",),
+        (),
+    ]
+    found = joined(together)
+    assert found.metadata.recipes == ("oscar-int2", "gtq-k3v3")
+    expected = calibrate_automatically(*load_model(str(model)), [parse("oscar-int2"), parse("gtq-k3v3")])
+    assert found.tensors.keys() == expected.tensors.keys()
+    for name, tensor in expected.tensors.items():
+        assert torch.equal(found.tensors[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["eval", "MODEL", "-r", RECIPE, "-r", "int4", "--tokens", "256", "--context", "128"],
+        ["generate", "MODEL", "-r", RECIPE, "-p", "Hello", "--max-tokens", "1"],
+        ["bench", "decode", "MODEL", "-r", RECIPE, "--context", "16", "--steps", "1"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_commands_calibrate_once(model, words, tmp_path, monkeypatch):
+    """They use what another command has kept, and keep what they find."""
+    monkeypatch.setattr("kvfold.calibration.automatic.TOKENS", {"cpu": 256})
+    words = [str(model) if word == "MODEL" else word for word in words]
+    CliRunner().invoke(app, words, catch_exceptions=False)
+    kept_now = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.safetensors")}
+    assert any(path.parent.name.endswith(f"-{RECIPE}") for path in kept_now)
+    monkeypatch.setattr("kvfold.calibration.automatic.calibrate", lambda *_, **__: pytest.fail("calibrated again"))
+    assert CliRunner().invoke(app, words, catch_exceptions=False).exit_code == 0
+    assert kept_now == {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.safetensors")}
+
+
+def test_a_cache_that_cannot_be_written_is_refused_before_the_work(model, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("KVFOLD_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr("kvfold.calibration.automatic.calibrate", lambda *_, **__: pytest.fail("calibrated"))
+    with pytest.raises(OSError, match=rf"^cannot write to the cache folder {tmp_path}/file: .*KVFOLD_CACHE=FOLDER"):
+        CliRunner().invoke(app, ["generate", str(model), "-p", "Hello"], catch_exceptions=False)
+
+
 def test_the_slower_of_two_servers_takes_what_the_faster_has_found(model):
     faster: list[Path] = []
 
@@ -127,10 +185,10 @@ def test_the_slower_of_two_servers_takes_what_the_faster_has_found(model):
         made = calibrate_automatically(*loaded, recipes)
         if not faster:
             faster.append(Path())
-            faster[0] = kept(str(model), parse("saw-int4"), load_model, run)
+            (faster[0],) = kept(str(model), [parse("saw-int4")], load_model, run)
         return made
 
-    folder = kept(str(model), parse("saw-int4"), load_model, run)
+    (folder,) = kept(str(model), [parse("saw-int4")], load_model, run)
     assert faster == [folder]
     assert list(folder.parent.iterdir()) == [folder]
 

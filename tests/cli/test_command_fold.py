@@ -73,7 +73,8 @@ def test_a_folded_model_and_its_artifact_belong_together(error_of, folded: Path)
     fits.metadata.model.check_files(load_config(str(folded / "folded")), digest_model(str(folded / "folded")))
 
 
-def test_a_folded_model_carries_its_artifact(folded: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_folded_model_carries_its_artifact(folded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("KVFOLD_CACHE", str(tmp_path / "cache"))
     model = folded / "folded"
     rows = json.loads(run("eval", model, "--tokens", 1000, "--context", 500, "--json", "-").stdout)
     assert [row["recipe"] for row in rows] == ["bf16", "oscar-int2"]

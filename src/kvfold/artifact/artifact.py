@@ -105,6 +105,12 @@ class Artifact:
         checks = {**self.metadata.checks, str(recipe): result}
         return Artifact(self.metadata.model_copy(update={"checks": checks}), self.tensors)
 
+    def only(self, recipe: Recipe) -> "Artifact":
+        """The means, and the fits of one recipe."""
+        own = (recipe.fitted_as,) if recipe.learns else ()
+        tensors = {name: tensor for name, tensor in self.tensors.items() if name.rpartition("/")[0] in ("", *own)}
+        return Artifact(self.metadata.model_copy(update={"recipes": own, "checks": {}}), tensors)
+
     def shard(self, rank: int, ranks: int) -> "Artifact":
         """The part of one rank: an equal share of the KV heads, in order. Recipes with centroids are left out if there
         is more than one rank."""

@@ -3,16 +3,15 @@
 import hashlib
 import json
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.artifact import SCHEMA, Artifact, Fingerprint, digest_model
 from kvfold.calibration.fit import calibrate, versions
 from kvfold.geometry import Geometry
-from kvfold.models import cache_folder, default_device
+from kvfold.models import cache_folder, default_device, keep, scratch_in
 from kvfold.recipe import Recipe
 from kvfold.recipes import method_source
 from kvfold.text import default_text, tokenize, with_openings
@@ -50,10 +49,13 @@ def usual_context(geometry: Geometry, device: str) -> int:
 
 
 def kept(
-    name: str, recipe: Recipe, load: Callable[[str], Loaded], run: Callable[[Loaded, Sequence[Recipe]], Artifact]
-) -> Path:
-    """The folder of an artifact for one recipe, in the user's cache. If there is none, `load` loads the model and `run`
-    calibrates it.
+    name: str,
+    recipes: Sequence[Recipe],
+    load: Callable[[str], Loaded],
+    run: Callable[[Loaded, Sequence[Recipe]], Artifact],
+) -> list[Path]:
+    """The folders of artifacts in the user's cache, one for each recipe. If some are missing, `load` loads the model
+    and `run` calibrates it for all of them at once.
 
     The folder's name has a hash of the model's weights, of the versions and of the method's source. If one of them
     changes, the artifact is made anew.
@@ -62,18 +64,28 @@ def kept(
     if weights is None:  # the model is not on this machine yet, or not in safetensors files
         loaded = load(name)
         weights = digest_model(name) or Fingerprint.of(loaded[0]).weights
+    folders = [_folder(weights, recipe) for recipe in recipes]
+    missing = {folder: recipe for folder, recipe in zip(folders, recipes, strict=True) if not folder.is_dir()}
+    if missing:
+        with scratch_in(cache_folder() / "artifacts") as scratch:
+            artifact = run(loaded or load(name), list(missing.values()))
+            for folder, recipe in missing.items():
+                artifact.only(recipe).save(scratch / folder.name)
+                keep(scratch / folder.name, folder)
+    return folders
+
+
+def _folder(weights: Mapping[str, str], recipe: Recipe) -> Path:
     source = method_source(recipe) if recipe.learns else ""
     made_with = [weights, SCHEMA, versions(), platform.python_version(), tokens_on(default_device()), source]
     key = hashlib.sha256(json.dumps(made_with, sort_keys=True).encode()).hexdigest()[:16]
-    folder = cache_folder() / "artifacts" / f"{key}-{recipe.fitted_as if recipe.learns else 'means'}"
-    if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        artifact = run(loaded or load(name), [recipe])
-        with TemporaryDirectory(dir=folder.parent) as scratch:
-            artifact.save(Path(scratch) / folder.name)
-            try:
-                (Path(scratch) / folder.name).rename(folder)
-            except OSError:
-                if not folder.is_dir():  # else another process was faster, with the same result
-                    raise
-    return folder
+    return cache_folder() / "artifacts" / f"{key}-{recipe.fitted_as if recipe.learns else 'means'}"
+
+
+def joined(folders: Sequence[Path]) -> Artifact:
+    """One artifact of all that `kept` returned. Results of checks stay behind."""
+    artifacts = [Artifact.load(folder) for folder in folders]
+    recipes = dict.fromkeys(name for artifact in artifacts for name in artifact.metadata.recipes)
+    tensors = {name: tensor for artifact in artifacts for name, tensor in artifact.tensors.items()}
+    changed = {"recipes": tuple(recipes), "checks": {}}
+    return Artifact(artifacts[0].metadata.model_copy(update=changed), tensors)

@@ -32,7 +32,7 @@ def decode(
     panel, means = [parse(name) for name in recipe], find_artifact(artifact, model, recipe)
     check(model, panel, json_file, csv_file, artifact=means)
     network, tokenizer = load(model)
-    means = needed_artifact(means, (network, tokenizer), panel)
+    means = needed_artifact(means, model, (network, tokenizer), panel)
     words = tokenize(read_text(None, "evaluation"), tokenizer, context)
     timed = partial(run, network, words, panel, means, batch, steps)
     rows = collect_rows("Timing", timed, csv_file)

@@ -6,11 +6,12 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from kvfold.cli.inputs import calibrate_now, check, load
+from kvfold.cli.inputs import check, load, needed_artifact
 from kvfold.cli.output import out, progress
+from kvfold.models import EMBEDDED
 from kvfold.text import DOCUMENTATION, read_text, tokenize
 
-DEMO_RECIPES = ("fold4", "fold3", "fold2", "int2")  # the last one shows what 2 bits cost otherwise
+DEMO_RECIPES = ("fold4", "fold3", "fold2", "int2")  # the last one is a bad example
 
 
 def demo(
@@ -26,11 +27,11 @@ def demo(
     from kvfold.recipes import parse
 
     panel, words = [parse(name) for name in DEMO_RECIPES], read_text(None, "evaluation")
-    check("embedded", panel, html)
-    network, tokenizer = load("embedded")
+    check(EMBEDDED, panel, html)
+    network, tokenizer = load(EMBEDDED)
     from kvfold.evaluate.run import evaluate  # late: without transformers, `load` says how to install it
 
-    means = calibrate_now((network, tokenizer), panel)
+    means = needed_artifact(None, EMBEDDED, (network, tokenizer), panel)
     with progress(f"Evaluating {len(panel)} recipes") as advance:
         report = evaluate(
             network,
@@ -39,7 +40,7 @@ def demo(
             tokenize(words, tokenizer, tokens),
             1024,
             artifact=means,
-            names=("embedded", DOCUMENTATION),
+            names=(EMBEDDED, DOCUMENTATION),
             answers=True,
             advance=advance,
         )

@@ -75,7 +75,7 @@ def eval_(
     network, tokenizer = load(model)
     ids = tokenize(words, tokenizer, tokens)
     texts = {name: tokenize(part, tokenizer, None) for name, part in hay.items()}
-    means = needed_artifact(means, (network, tokenizer), panel)
+    means = needed_artifact(means, model, (network, tokenizer), panel)
     with progress(f"Evaluating {len(panel)} recipes") as advance:
         report = evaluate(
             network,

@@ -35,7 +35,7 @@ def generate(
     parsed = choose_recipes(names, means, DEFAULT)[0]
     check(model, [parsed], artifact=means)
     loaded = load(model)
-    stream_answer(*loaded, parsed, prompt, max_tokens, raw, needed_artifact(means, loaded, [parsed]))
+    stream_answer(*loaded, parsed, prompt, max_tokens, raw, needed_artifact(means, model, loaded, [parsed]))
 
 
 def stream_answer(

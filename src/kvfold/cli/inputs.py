@@ -128,7 +128,7 @@ def calibrated_folder(model: str, recipe: "Recipe", load: Callable[[str], tuple[
     """The folder of an artifact for one recipe, in the user's cache. A missing artifact is made."""
     from kvfold.calibration.automatic import kept
 
-    return str(kept(model, recipe, load, calibrate_now))
+    return str(kept(model, [recipe], load, calibrate_now)[0])
 
 
 def check_passed(model: str, recipe: "Recipe", folder: str, given: str | None) -> None:
@@ -146,12 +146,15 @@ def check_passed(model: str, recipe: "Recipe", folder: str, given: str | None) -
 
 
 def needed_artifact(
-    found: "kvfold.Artifact | None", loaded: tuple[Any, Any], recipes: "Sequence[Recipe]"
+    found: "kvfold.Artifact | None", model: str, loaded: tuple[Any, Any], recipes: "Sequence[Recipe]"
 ) -> "kvfold.Artifact | None":
-    """The artifact that was found, else one that is made now, if a recipe needs one."""
-    if found is None and any(recipe.centre or recipe.learns for recipe in recipes):
-        return calibrate_now(loaded, recipes)
-    return found
+    """The artifact that was found, else what the user's cache has for the recipes that need one, as for `serve`."""
+    from kvfold.calibration.automatic import joined, kept
+
+    needing = [recipe for recipe in recipes if recipe.centre or recipe.learns]
+    if found is not None or not needing:
+        return found
+    return joined(kept(model, needing, lambda _: loaded, calibrate_now))
 
 
 def calibrate_now(loaded: tuple[Any, Any], recipes: "Sequence[Recipe]") -> "kvfold.Artifact":
