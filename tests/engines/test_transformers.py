@@ -1,5 +1,9 @@
 """The transformers engine, with real models: the embedded one, and tiny random ones of other shapes."""
 
+import pickle
+from copy import deepcopy
+from threading import Thread
+
 import pytest
 import torch
 from batch_invariance import batch_invariant
@@ -491,6 +495,69 @@ def test_a_step_that_fails_leaves_nothing_behind():
     other = kvfold.cache(model, "saw-int4", artifact)
     with batch_invariant():
         assert torch.equal(logits_of(model, second, packed), logits_of(model, tokens, other)[:, 20:])
+
+
+@pytest.mark.parametrize("recipe", ["gtq-k3v3:sink=3,recent=7", "kivi-4"])
+def test_a_copy_goes_on_as_the_original(recipe):
+    model, tokens = tiny(), random_tokens(60)
+    packed = kvfold.cache(model, recipe, means(model, recipe=recipe))
+    logits_of(model, tokens[:, :50], packed)
+    copied = deepcopy(packed)
+    assert torch.equal(logits_of(model, tokens[:, 50:], copied), logits_of(model, tokens[:, 50:], packed))
+    assert (copied.get_seq_length(), packed.get_seq_length()) == (60, 60)
+    with pytest.raises(TypeError, match=r"^a packed cache cannot be pickled: keep its tokens"):
+        pickle.dumps(packed)
+
+
+def in_thread(call):
+    """What a call raises in another thread, or None."""
+    raised: list[Exception | None] = [None]
+
+    def run():
+        try:
+            call()
+        except Exception as error:
+            raised[0] = error
+
+    thread = Thread(target=run)
+    thread.start()
+    thread.join()
+    return raised[0]
+
+
+def test_two_threads_in_one_cache_are_refused():
+    model, tokens = tiny(), random_tokens(20)
+    packed, others = kvfold.cache(model, "int4:centre=false"), []
+
+    def call():
+        return logits_of(model, tokens, packed)
+
+    expected = call()
+    packed.reset()
+    handle = model.model.layers[0].register_forward_hook(lambda *_: others or others.append(in_thread(call)))
+    with pytest.raises(ValueError, match="two threads used this cache at once: make one for each thread"):
+        call()
+    assert "two threads used this cache at once" in str(others[0])
+    handle.remove()
+    packed.reset()
+    assert torch.equal(call(), expected)
+
+
+def test_threads_may_take_turns_with_a_cache():
+    model, tokens = tiny(), random_tokens(30)
+    packed, alone = kvfold.cache(model, "int4:centre=false"), kvfold.cache(model, "int4:centre=false")
+    logits_of(model, tokens[:, :10], packed)
+    with pytest.raises(ValueError, match="hides tokens that are not left padding"):  # a step that fails is over
+        model(
+            tokens[:, 10:20],
+            past_key_values=packed,
+            attention_mask=torch.ones(1, 20).index_fill(1, torch.tensor([15]), 0),
+        )
+    assert in_thread(lambda: logits_of(model, tokens[:, 10:20], packed)) is None
+    logits_of(model, tokens[:, 20:], packed)
+    for part in tokens.split(10, dim=1):
+        logits_of(model, part, alone)
+    assert all(map(torch.equal, live_bytes(packed), live_bytes(alone)))
 
 
 def test_centring_calibrates_itself_once(embedded):

@@ -6,8 +6,10 @@ cache, and attend as with transformers.
 """
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from threading import get_ident
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -193,12 +195,21 @@ class PackedCache(Cache):
         """Another cache like this one, without sequences."""
         return PackedCache(self.recipe, self.config, self.codecs, self.raw_dtype, self.device, self.page_size)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PackedCache":
+        copied = memo[id(self)] = object.__new__(PackedCache)
+        copied.__dict__.update(deepcopy(self.__dict__, memo))
+        return copied
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError("a packed cache cannot be pickled: keep its tokens, and let the model read them again")
+
     def reset(self) -> None:
         """Forget every sequence, and free their pages."""
         self.layers = self._new_layers()
         self.paged: PagedCache | None = None
         self.tokens = 0  # columns of the batch so far, padding included
         self.begun = 0  # columns of a step that `begin` has made and no forward call has used yet
+        self.thread = 0  # whose forward call is between the first and the last packed layer; 0: none, -1: of several
 
     @property
     def is_initialized(self) -> bool:
@@ -227,6 +238,7 @@ class PackedCache(Cache):
         `again`: the queries are those of another layer, which reads the tokens that this one has packed.
         """
         n, padding, number = q.shape[2], mask, self.geometry.packed.index(layer)
+        self._enter()
         begins = number == 0 and not self.begun and not again
         earlier = self.tokens if begins else self.tokens - n
         out = q.new_empty(q.shape[0], n, q.shape[1], v.shape[-1])
@@ -254,8 +266,23 @@ class PackedCache(Cache):
                 self.crop(earlier - self.tokens)
             elif not earlier or self.tokens > earlier or others[0] <= layer:
                 self.reset()
+            self._leave()
             raise
+        if number == len(self.codecs) - 1:
+            self._leave()
         return out
+
+    def _enter(self) -> None:
+        """Refuse a thread while the forward call of another runs. After that, both are refused until `reset`: layers
+        that are not packed may hold tokens of both."""
+        if self.thread not in (0, get_ident()):
+            self.thread = -1
+            raise ValueError("two threads used this cache at once: make one for each thread, or reset() it")
+        self.thread = get_ident()
+
+    def _leave(self) -> None:
+        if self.thread == get_ident():
+            self.thread = 0
 
     def _check(self, mask: Tensor, earlier: int) -> None:
         """Refuse a mask of four dimensions that `attend_masked` does not take, after `earlier` tokens."""
