@@ -2,6 +2,7 @@
 
 import logging
 import random
+from dataclasses import replace
 from datetime import date
 
 import pytest
@@ -79,9 +80,27 @@ def test_the_report_says_what_is_served():
     report = plan("int4:centre=false,skip=1,sink=4").report(pages=100, shadows=8)
     for part in ("int4:sink=4,centre=false,skip=1", "1 packed, 1 in 16 bits", "1,600 tokens fit", "8 shadow pages"):
         assert part in report
-    assert "with fewer, 0.95 to 1.00 times as fast" in report, "where packed pages do not pay"
-    assert "fold4: 0.80 times the tokens per second" in report
-    assert "1.00 to 1.05 times" in plan("int4:centre=false").report(pages=100, shadows=0), "without windows"
+    assert "H200" not in report
+
+
+def test_the_report_compares_with_an_h200_on_a_gpu():
+    def on_gpu(recipe):
+        served = plan(recipe)
+        moved = replace(served, device=torch.device("cuda"))
+        moved.__dict__["ops"] = served.ops  # the property is computed once
+        return moved.report(pages=100, shadows=8)
+
+    assert "with fewer, 0.95 to 1.00 times as fast" in on_gpu("int4:centre=false,sink=4"), "packed pages do not pay"
+    assert "fold4: 0.80 times the tokens per second" in on_gpu("int4:centre=false,sink=4")
+    assert "1.00 to 1.05 times" in on_gpu("int4:centre=false"), "without windows"
+
+
+def test_shadow_pages_count():
+    """A token takes 288 bytes packed and 1024 in 16 bits, a shadow page those of PAGE tokens in 16 bits."""
+    served, tokens = plan("int4:centre=false,sink=4"), 100 * PAGE
+    taken = 288 * tokens + 8 * PAGE * 1024
+    assert served.compression(shadows=8, tokens=tokens) == pytest.approx(1024 * tokens / taken)
+    assert f"with them, {1024 * tokens / taken:.2f} times smaller" in served.report(pages=100, shadows=8)
 
 
 def test_the_report_says_what_was_checked(tmp_path):
@@ -91,6 +110,8 @@ def test_the_report_says_what_was_checked(tmp_path):
     artifact.save(tmp_path)
     unchecked = plan("oscar-int2", artifact=str(tmp_path)).report(8, 8)
     assert f"not checked: run `kvfold check MODEL --recipe oscar-int2 --artifact {tmp_path}`" in unchecked
+    named = plan("int4:centre=false", MODEL | {"_name_or_path": "my model"}).report(8, 0)
+    assert "not checked: run `kvfold check 'my model' --recipe int4:centre=false`" in named
     result = CheckResult(
         context=32768,
         date=date(2026, 11, 17),

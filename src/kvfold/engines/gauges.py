@@ -19,7 +19,7 @@ _token_bytes, _compression, _shadows, _shadows_used = (
     Gauge(f"kvfold:{name}", text, multiprocess_mode="mostrecent")
     for name, text in (
         ("bytes_per_token", "Bytes per token in the packed pages of a rank."),
-        ("compression", "How many times smaller that is than in 16 bits."),
+        ("compression", "How many times smaller the cache is than in 16 bits, shadow pages included."),
         ("shadow_pages", "Shadow pages that there is room for: 16-bit keys and values of windows."),
         ("shadow_pages_used", "Shadow pages that belong to a page."),
     )
@@ -47,9 +47,9 @@ def count_refused_page() -> None:
 class Gauges:
     """One set for all layers of a rank, however many page tables they have."""
 
-    def __init__(self, token_bytes: float, raw_token_bytes: int, device: torch.device, logger: Logger) -> None:
+    def __init__(self, token_bytes: float, compression: float, device: torch.device, logger: Logger) -> None:
         _token_bytes.set(token_bytes)
-        _compression.set(raw_token_bytes / token_bytes)
+        _compression.set(compression)
         self.steps = 0
         self.used, self.restored = Late(device), Late(device)
         self.log = FaultLog(logger)

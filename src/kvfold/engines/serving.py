@@ -1,6 +1,7 @@
 """What vLLM and SGLang share: the configuration, the plan made from it, layers that pack and attend, the report."""
 
 import os
+import shlex
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
@@ -103,7 +104,7 @@ class Plan:
                 + ("" if recipe.learns else ", or use centre=false")
             )
         Fitted.of(recipe, geometry, artifact).check_served()
-        checked = _checked(config, artifact)
+        checked = _checked(config, artifact, model.get("_name_or_path") or "MODEL")
         parts = min(ranks, geometry.kv_heads)
         if artifact is not None and parts > 1:
             artifact = artifact.shard(rank * parts // ranks, parts)
@@ -160,6 +161,10 @@ class Plan:
         pages = sum(layout.shadow_bytes for layout in self.layouts.values() if not layout.is_raw)
         return shadows * self.kv_heads * pages
 
+    def compression(self, shadows: int, tokens: int) -> float:
+        """How many times smaller a cache for `tokens` tokens is than in 16 bits, with its `shadows` shadow pages."""
+        return self.raw_token_bytes * tokens / (self.token_bytes * tokens + self.shadow_bytes(shadows))
+
     def allocate_shadows(self, shadows: int) -> Tensor:
         """The shadow pages of one layer. Zeros make them resident: on a CPU, an engine may measure resident memory."""
         layout = next(iter(self.layouts.values()))  # shadow pages of all layers are alike
@@ -192,15 +197,19 @@ class Plan:
             f"bytes per token: {self.token_bytes:,.0f}, against {self.raw_token_bytes:,} in 16 bits: "
             f"{self.raw_token_bytes / self.token_bytes:.2f} times smaller",
             f"pages: {pages:,} of {self.page_size} tokens, so that {tokens:,} tokens fit",
-            f"decoding: on an H200, faster than with 16 bits from about {FEW_TOKENS:,} tokens in flight on; with "
-            f"fewer, {'0.95 to 1.00' if self.windows else '1.00 to 1.05'} times as fast",
-            "prompts: on an H200, long ones are read in the time of 16 bits; many short ones make a small model slower "
-            "(1.5B parameters and fold4: 0.80 times the tokens per second)",
         ]
+        if self.device.type == "cuda":
+            lines += [
+                f"decoding: on an H200, faster than with 16 bits from about {FEW_TOKENS:,} tokens in flight on; with "
+                f"fewer, {'0.95 to 1.00' if self.windows else '1.00 to 1.05'} times as fast",
+                "prompts: on an H200, long ones are read in the time of 16 bits; many short ones make a small model "
+                "slower (1.5B parameters and fold4: 0.80 times the tokens per second)",
+            ]
         if self.windows:
             lines.append(
                 f"windows: the first {self.windows.sink} and last {self.windows.recent} tokens in 16 bits, in "
-                f"{shadows:,} shadow pages, together {self.shadow_bytes(shadows) / 2**20:,.0f} MiB"
+                f"{shadows:,} shadow pages, together {self.shadow_bytes(shadows) / 2**20:,.0f} MiB; with them, "
+                f"{self.compression(shadows, tokens):.2f} times smaller"
             )
         for op, choices in zip(Ops._fields, zip(*self.ops.values(), strict=True), strict=True):
             different = dict.fromkeys(f"{choice.implementation} ({choice.reason})" for choice in choices)
@@ -208,12 +217,12 @@ class Plan:
         return "\n  ".join(lines)
 
 
-def _checked(config: Config, artifact: Artifact | None) -> str:
+def _checked(config: Config, artifact: Artifact | None, model: str) -> str:
     """What `kvfold check` found of the recipe, or how to find it."""
     if artifact is not None and (result := artifact.check_result(config.recipe)):
         return str(result)
-    where = f" --artifact {config.artifact}" if config.artifact else ""
-    return f"not checked: run `kvfold check MODEL --recipe {config.recipe}{where}`"
+    where = ["--artifact", config.artifact] if config.artifact else []
+    return f"not checked: run `{shlex.join(['kvfold', 'check', model, '--recipe', str(config.recipe), *where])}`"
 
 
 class Layer:
@@ -285,6 +294,7 @@ class Served:
     has several page tables, it takes `only` the layers of each table.
     """
 
+    tokens: int  # that fit; set by `open`
     shadow_table: ShadowTable  # set by `open`
     faults: Faults  # set by `open`
 
@@ -304,7 +314,7 @@ class Served:
 
     def open(self, pages: int) -> None:
         """Serve from `pages` pages per layer."""
-        plan, self.pages = self.plan, pages
+        plan, self.pages, self.tokens = self.plan, pages, pages * self.plan.page_size
         self.layers: dict[int, Layer] = {}
         self.restore: Restore | None = None
         self.shadow_table = ShadowTable(plan.windows, plan.page_size, pages, self.shadow_pages, plan.device)
@@ -326,7 +336,8 @@ class Served:
         from kvfold.engines.gauges import Gauges  # only after the engine has set up prometheus_client
 
         plan = self.plan
-        return Gauges(plan.token_bytes, plan.raw_token_bytes, plan.device, self.logger)
+        smaller = plan.compression(self.shadow_pages, self.tokens)
+        return Gauges(plan.token_bytes, smaller, plan.device, self.logger)
 
     @property
     def shown(self) -> tuple[ShadowTable, Faults]:

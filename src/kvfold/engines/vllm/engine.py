@@ -172,9 +172,9 @@ class Engine:
 
     def announce(self, caches: KVCacheConfig) -> None:
         """Say at start what is served. Tokens are counted as vLLM does."""
-        tokens, _ = get_kv_cache_capacity(self.config, caches)
+        self.served.tokens, _ = get_kv_cache_capacity(self.config, caches)
         served = self.groups[0].served
-        logger.info(self.served.plan.report(served.pages, served.shadow_pages, tokens))
+        logger.info(self.served.plan.report(served.pages, served.shadow_pages, self.served.tokens))
         self.served.gauges.update([group.served.shown for group in self.groups])
         for group in self.groups:
             group.served.warm_up(in_pool=self.config.model_config.enable_cumem_allocator)
