@@ -26,6 +26,7 @@ from kvfold.recipe import Recipe
 TUNED = Fold(name="fold", summary="kvfold's own, with widths that `kvfold tune` chose per layer")
 CODEBOOKS = re.compile(r"(tq|gtq)-k(\d+)v(\d+)")  # any two bit widths; RECIPES lists a few
 WIDTHS = range(1, 9)
+BAD_EXAMPLE = "int2"  # there to show what 2 bits cost if nothing is done about it
 METHODS = "KVFOLD_METHODS"  # an environment variable: files with methods of the user, separated as paths are
 NAME = re.compile(r"[a-z][a-z0-9._-]*")  # of a recipe: it becomes part of file names and of tensors' names
 
@@ -56,7 +57,7 @@ RECIPES: dict[str, Recipe] = {
         Fold(name="fold2", key=(4, 2, 2, 1), value=(2, 2, 2, 2), summary="kvfold's own, 2 bits"),
         Integers(name="int8", bits=8, summary="token-wise 8-bit integers"),
         Integers(name="int4", bits=4, summary="token-wise 4-bit integers"),
-        Integers(name="int2", bits=2, summary="token-wise 2-bit integers"),
+        Integers(name="int2", bits=2, summary="token-wise 2-bit integers: a bad example"),
         Saw(name="saw-int4", bits=4, summary="SAW-INT4: block-diagonal Hadamard rotation of keys, 4-bit integers"),
         KMeans(name="kmeans-int4", bits=4, summary="4-bit integers of what the nearest centroid leaves"),
         KMeansSaw(name="kmeans-saw-int4", bits=4, summary="the same after SAW-INT4's rotation of keys"),

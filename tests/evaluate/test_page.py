@@ -3,6 +3,7 @@
 import datetime
 import math
 import os
+import re
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -150,7 +151,10 @@ def test_points_stand_where_logarithms_put_them_and_full_ones_are_not_beaten(ope
     assert at[other][1] < at[one][1]
     for i, row in enumerate(rows[1:], start=1):
         beaten = any(o is not row and o.bits_per_element_2k <= row.bits_per_element_2k and o.kl <= row.kl for o in rows)
-        assert page.locator(f"#point-{i}").get_attribute("class") == ("ring" if beaten else "full")
+        bad = row.recipe == "int2"
+        assert page.locator(f"#point-{i}").get_attribute("class") == ("ring" if beaten or bad else "full")
+    assert page.locator("#pareto").get_by_text("KL divergence from the 16-bit cache").is_visible()
+    assert page.get_by_text("int2 is a bad example, which the line leaves out").is_visible()
 
 
 def test_labels_cover_no_other_label_and_no_point(open_page):
@@ -273,16 +277,32 @@ def test_answers_are_marked_from_the_first_other_word_on(open_page):
     assert shown["int8"] == ("It is (ends here)", ["(ends here)"])
 
 
+def test_a_bad_example_is_called_one_and_not_sold(tmp_path: Path):
+    named = replace(ORDINARY, rows=[*ORDINARY.rows, replace(ORDINARY.rows[3], recipe="int2:sink=4")])
+    write_html(named, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    sold = re.findall(r'<div class="command"><code>(.*?)</code>', page)
+    fine = [row.recipe for row in ORDINARY.ordered[1:] if row.recipe != "int2"]
+    assert sold == [f"kvfold serve some/model -r {recipe}" for recipe in fine]
+    for recipe in ("int2", "int2:sink=4"):
+        assert f"{recipe} is there as a bad example" in page
+    assert page.count("<br>a bad example</p>") == 2
+    assert "MODEL" not in page
+    passed = replace(CHECKED, rows=[replace(CHECKED.rows[0], recipe="int2"), CHECKED.reference])
+    write_html(passed, tmp_path / "checked", check=check(0.01, -0.01, 0.05))
+    assert "kvfold serve some/model -r int2 --require-check" in (tmp_path / "checked").read_text(), "it passed"
+
+
 def test_a_line_that_serves_is_copied(open_page):
-    rows = [replace(row, for_evaluation="no kernel" if row.recipe == "int2" else None) for row in ORDINARY.rows]
+    rows = [replace(row, for_evaluation="no kernel" if row.recipe == "int8" else None) for row in ORDINARY.rows]
     page = open_page(replace(ORDINARY, rows=rows, model="my model"), artifact="it's/fits")
     lines = [shlex.split(line) for line in page.locator(".command code").all_inner_texts()]
     assert lines == [
         ["kvfold", "serve", "my model", "-r", row.recipe, "--artifact", "it's/fits"]
         for row in ORDINARY.ordered[1:]
-        if row.recipe != "int2"
+        if row.recipe not in ("int2", "int8")
     ]
-    assert page.get_by_text("int2 is for evaluation: no kernel.").is_visible()
+    assert page.get_by_text("int8 is for evaluation: no kernel.").is_visible()
     button = page.locator(".command button").nth(2)
     assert button.inner_text() == "Copy"
     button.click()

@@ -14,7 +14,7 @@ from kvfold.evaluate.report import LayerBits, spell_kl
 from kvfold.fitting_table import broken_name
 
 WIDTH, LINE, LETTER = 360, 13, 6.3  # pixels: of a drawing, of a line of text, and of a letter
-LEFT, RIGHT, TOP, BOTTOM = 42, 352, 12, 262  # the frame of the Pareto plot
+LEFT, RIGHT, TOP, BOTTOM = 42, 352, 26, 276  # the frame of the Pareto plot
 COLUMNS, SHAPES = (216, 284, RIGHT), ("mean", "most", "tail")  # of the tails
 BIT_TICKS = (1, 2, 3, 4, 6, 8, 12, 16)
 
@@ -35,6 +35,7 @@ class Point:
     bits: float
     kl: float
     reference: bool = False
+    bad_example: bool = False
 
 
 class Box(NamedTuple):
@@ -50,10 +51,10 @@ class Box(NamedTuple):
 
 
 def frontier(points: Sequence[Point]) -> list[Point]:
-    """Points that no other beats in both bits and KL, from few bits to many."""
+    """Points that no other beats in both bits and KL, from few bits to many. A bad example is none of them."""
     best = math.inf
     kept = []
-    finite = [point for point in points if math.isfinite(point.kl)]
+    finite = [point for point in points if math.isfinite(point.kl) and not point.bad_example]
     for point in sorted(finite, key=lambda point: (point.bits, point.kl)):
         if point.kl < best:
             kept.append(point)
@@ -83,10 +84,13 @@ def pareto(points: Sequence[Point], line: tuple[str, float] | None, counted_at: 
     parts += [f'<path class="grid" d="M{x(tick):.1f} {TOP}V{BOTTOM}"/>' for tick in shown]
     parts += [_text(x(tick), BOTTOM + 16, str(tick), "middle") for tick in shown]
     parts.append(_text((LEFT + RIGHT) / 2, BOTTOM + 33, f"bits per number at {counted_at} tokens", "middle"))
+    axis = "KL divergence from the 16-bit cache"
+    parts.append(_text(4, TOP - 14, axis))
     parts.append(
         f'<rect id="frame" class="frame" x="{LEFT}" y="{TOP}" width="{RIGHT - LEFT}" height="{BOTTOM - TOP}"/>'
     )
     taken = [Box(px - 6, py - 6, px + 6, py + 6) for px, py in at]
+    taken.append(Box(4, 0, 4 + LETTER * len(axis), TOP - 10))
     if line:
         name, height = line[0], y(line[1])
         parts.append(f'<path class="line" d="M{LEFT} {height:.1f}H{RIGHT}"/>')

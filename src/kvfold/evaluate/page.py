@@ -23,6 +23,7 @@ from kvfold.evaluate.report import (
     NOT_MEASURED,
     REFERENCE,
     Report,
+    Row,
     Summary,
     cells_of,
     more_cells,
@@ -32,6 +33,7 @@ from kvfold.evaluate.report import (
     spell_perplexity,
     spell_share,
 )
+from kvfold.recipes import BAD_EXAMPLE
 
 if TYPE_CHECKING:
     from kvfold.artifact import CheckResult, Measure
@@ -120,7 +122,7 @@ def _headlines(report: Report) -> str:
     tiles = [
         f"<div><h3>{_breakable(row.recipe)}</h3><p><b>{16 / row.bits_per_element_128k:.1f}×</b> smaller</p>"
         f"<p>at 128k tokens<br>{16 / row.bits_per_element_2k:.1f}× at 2k<br>"
-        f"KL {spell_kl(row.kl)}<br>top-1 {100 * row.top1:.1f} %</p></div>"
+        f"KL {spell_kl(row.kl)}<br>top-1 {100 * row.top1:.1f} %{'<br>a bad example' if _is_bad(row) else ''}</p></div>"
         for row in report.ordered[1:]
     ]
     return f'<div class="tiles">\n{"".join(tiles)}\n</div>' if tiles else ""
@@ -130,7 +132,8 @@ def _plots(report: Report, check: "CheckResult | None") -> str:
     rows = report.ordered
     if len(rows) == 1:
         return ""
-    points = [Point(row.recipe, report.bits(row), row.kl, row is rows[0]) for row in rows]
+    points = [Point(row.recipe, report.bits(row), row.kl, row is rows[0], _is_bad(row)) for row in rows]
+    bad = "".join(f" {escape(row.recipe)} is a bad example, which the line leaves out." for row in rows if _is_bad(row))
     if check is not None:
         kl = check.measures[0].allowed
         name, dashed = f"allowed {kl:g}", "The dashed line is what is allowed."
@@ -144,7 +147,7 @@ def _plots(report: Report, check: "CheckResult | None") -> str:
 <figure><h2>Quality against memory</h2>
 {pareto(points, line, report.counted_at)}
 <figcaption>KL divergence from the 16-bit cache against bits. Lower and further left is better. No recipe beats a full
-point in both: the line joins them. The diamond is the 16-bit cache. {dashed if line else ""}</figcaption></figure>
+point in both: the line joins them. The diamond is the 16-bit cache.{bad} {dashed if line else ""}</figcaption></figure>
 <figure><h2>Tails</h2>
 {tail}
 <figcaption>Most tokens lose little, and a few lose much. 1 token in 100 has a higher KL than the full diamond, 1 in
@@ -153,26 +156,33 @@ point in both: the line joins them. The diamond is the 16-bit cache. {dashed if 
 
 
 def _serve(report: Report, artifact: str | None, check: "CheckResult | None") -> str:
-    """A line per recipe that engines serve. None if the recipe failed its check."""
+    """A line per recipe that engines serve, unless it is a bad example. None if the recipe failed its check."""
     if check is not None and not check.passed:
         return ""
     more = [*(["--artifact", artifact] if artifact else []), *(["--require-check"] if check is not None else [])]
     lines = [
         shlex.join(["kvfold", "serve", report.model, "-r", row.recipe, *more])
         for row in report.ordered[1:]
-        if row.for_evaluation is None
+        if row.for_evaluation is None and (check is not None or not _is_bad(row))
     ]
     others = [
         f"<p class='note'>{escape(row.recipe)} is for evaluation: {escape(row.for_evaluation)}.</p>"
         for row in report.ordered[1:]
         if row.for_evaluation
     ]
+    if check is None:
+        said = "is there as a bad example, to show what 2 bits cost if nothing is done about it: do not serve it"
+        others += [f"<p class='note'>{escape(row.recipe)} {said}.</p>" for row in report.ordered[1:] if _is_bad(row)]
     commands = [
         f'<div class="command"><code>{escape(line)}</code><button type="button" hidden>Copy</button></div>'
         for line in lines
     ]
     explained = "An OpenAI server with vLLM. <code>--engine sglang</code> takes SGLang."
     return _section("Serve it", explained, *commands, *others) if lines else ""
+
+
+def _is_bad(row: Row) -> bool:
+    return row.recipe.partition(":")[0] == BAD_EXAMPLE
 
 
 def _results(report: Report) -> str:
