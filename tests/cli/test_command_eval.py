@@ -101,6 +101,23 @@ def test_generate_answers_or_continues(small: Path):
         assert int(plain(first.stderr).split()[0]) == len(prompt) + 3  # nobody has read the last token yet
 
 
+def test_generate_says_why_a_short_cache_is_larger(small: Path):
+    """20 tokens are two pages of 16, packed and, in the windows, in 16 bits too. 32,768 are 2,048 pages. 5 of them are
+    in 16 bits too: the first, and those of the last 20 tokens and of 32 that may be taken back. A number takes 6 bits
+    (codes of 4, and 32 bits for 16 numbers) or 16."""
+    arguments = ("generate", small, "--raw", "--max-tokens", 1)
+    short = plain(run(*arguments, "-r", "int4:centre=false,sink=16,recent=20", "-p", "a" * 20).stderr)
+    one_line = " ".join(short.split())
+    smaller = 2048 * 16 / (2048 * 6 + 5 * 16)
+    assert "20 tokens in 11 KiB of cache (8 in 16 bits)" in one_line
+    assert (
+        f"windows keep them in 16 bits too, and pages are whole. 32,768 tokens take {smaller:.1f} times less"
+        in one_line
+    )
+    without = plain(run(*arguments, "-r", "int4:centre=false", "-p", "a" * 20).stderr)
+    assert "windows" not in without
+
+
 def test_bench_decode(small: Path, means: Path, tmp_path: Path):
     arguments = ("bench", "decode", small, "-r", "int4", "-r", "int2:sink=4", "--artifact", means)
     sizes = ("--context", 100, "--batch", 2, "--steps", 2)
@@ -130,9 +147,9 @@ def test_generate_streams_sensible_text(embedded_means: Path):
     prompt = ("--raw", "--prompt", "The capital of France is", "--max-tokens", 8)
     result = run("generate", EMBEDDED, *prompt, "-r", "saw-int4:sink=4", "--artifact", embedded_means)
     assert "Paris" in result.stdout
-    found = re.fullmatch(
-        r"(\d+) tokens in (\d+) KiB of cache \((\d+) in 16 bits\), [\d.]+ s", plain(result.stderr).strip()
-    )
+    line, *others = plain(result.stderr).strip().splitlines()
+    assert " ".join(others).startswith("So few tokens take more than in 16 bits")
+    found = re.fullmatch(r"(\d+) tokens in (\d+) KiB of cache \((\d+) in 16 bits\), [\d.]+ s", line)
     assert found
     tokens, packed, wide = map(int, found.groups())
     assert tokens == 12  # five of the prompt and eight new ones, the last of which nobody has read yet
