@@ -45,7 +45,12 @@ def test_read_text_gives_the_users_file(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "No such file"), (b" \n", "is empty"), (b"caf\xe9", "is not UTF-8")],
+    [
+        (None, "No such file"),
+        (b" \n", "is empty"),
+        (b"caf\xe9", "is not UTF-8"),
+        (bytes(9), "is not text: it holds NUL"),
+    ],
 )
 def test_read_text_says_what_is_wrong_with_the_file(tmp_path: Path, content: bytes | None, message: str):
     path = tmp_path / "text.txt"

@@ -73,6 +73,8 @@ def read_text(path: Path | None, half: Half) -> str:
         raise OSError(f"cannot read the text {path}: {error.strerror}") from error
     if not text.strip():
         raise ValueError(f"{path} is empty")
+    if "\0" in text:
+        raise ValueError(f"{path} is not text: it holds NUL bytes; name a UTF-8 text file")
     return text
 
 

@@ -154,6 +154,11 @@ def test_what_is_gained_is_said_alike_everywhere():
             ["eval", "embedded", "--contxt", "9"],
             r"error: no such option.*--contxt.*--context.* Run `kvfold eval --help`",
         ),
+        (
+            ["calibrate", "embedded", "--out", "fits", "--seed", str(10**30)],
+            "error: invalid value for '--seed': Input should be less than or equal to 9223372036854775807. Run "
+            "`kvfold calibrate --help`",
+        ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -185,12 +190,19 @@ def test_a_full_gpu_is_explained_in_one_line(error_of, monkeypatch):
         ("int4:sink=few", "int4: sink='few'"),
         ("int4:sink", "write options as name=value, not 'sink'"),
         ("tq-k9v9", "tq-k9v9: keys and values take 1 to 8 bits, not 9 and 9"),
+        (f"tq-k4v4:seed={2**31}", f"tq-k4v4: seed='{2**31}': Input should be less than {2**31}"),
         ("gtq-k0v3", "gtq-k0v3: keys and values take 1 to 8 bits, not 0 and 3"),
     ],
 )
 def test_a_recipe_is_read_before_the_model(error_of, command: tuple[str, ...], recipe: str, message: str):
     """The model does not exist either; that the recipe is what is wrong shows that nobody went looking for it."""
     assert message in error_of(*command, "nobody/nothing", "-r", recipe)
+
+
+def test_a_prompt_that_is_not_utf_8(error_of):
+    """As Python hands on the byte 0xFF of a command line."""
+    line = error_of("generate", "nobody/nothing", "-p", os.fsdecode(b"caf\xff"))
+    assert line == "error: the prompt is not UTF-8: write --prompt in UTF-8"
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,10 @@ def calibrate(
     ] = None,
     text: TextFile = None,
     seed: Annotated[
-        int | None, typer.Option(help="Draw passages from random places of the text instead of its beginning.", min=0)
+        int | None,
+        typer.Option(
+            help="Draw passages from random places of the text instead of its beginning.", min=0, max=2**63 - 1
+        ),
     ] = None,
 ) -> None:
     """Run a text through a model once and write what recipes learn from it as an artifact.
