@@ -42,8 +42,8 @@ LIFTED = {  # labels, in points
 }
 STEPS = (  # of a key, with what each is for
     ("centre", "subtract the mean key", "exact: softmax ignores it"),
-    ("rotate", "by a Hadamard matrix", "spreads outliers"),
     ("bits by block", "8, 4, 2 or 1 bits each", "more where queries look"),
+    ("rotate", "a Hadamard matrix per width", "spreads outliers"),
     ("page", "64 tokens, codes + scales", "the engine's own blocks"),
     ("attention", "reads the codes tile by tile", "nothing is unpacked whole"),
 )
@@ -228,7 +228,7 @@ def key(palette: Palette) -> str:
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {high + 4}" font-family="system-ui, sans-serif" '
         f'text-anchor="middle" role="img">',
-        "<title>The way of a key: centre, rotate, bits by block, page, attention</title>",
+        "<title>The way of a key: centre, bits by block, rotate, page, attention</title>",
     ]
     for place, (name, what, why) in enumerate(STEPS):
         left = 2 + place * (wide + gap)
