@@ -179,7 +179,7 @@ def published() -> str:
 
 def which_recipe() -> str:
     advice = {
-        "fold4": ("safe", "nobody should notice"),
+        "fold4": ("safe", "you begin: it loses least of the three"),
         "fold3": ("balanced", "memory is what limits your users"),
         "fold2": ("smallest", "contexts are long, and `kvfold check` passes on your model"),
     }

@@ -16,8 +16,8 @@ from typer.testing import CliRunner, Result
 import kvfold
 from kvfold.artifact import Artifact
 from kvfold.cli import app
-from kvfold.evaluate.check import CALL_TRIALS
-from kvfold.evaluate.limits import Limits
+from kvfold.evaluate.check import CALL_HAYSTACKS
+from kvfold.evaluate.limits import MOST_TRIALS, Limits
 from kvfold.evaluate.tool_calls import CALLS
 from kvfold.models import load_model
 from kvfold.recipes import parse
@@ -43,7 +43,7 @@ def checked(words: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
         patch.setenv("COLUMNS", "80")
         patch.setenv("KVFOLD_CACHE", str(model / "cache"))
         patch.setattr("kvfold.evaluate.check.SCORED", CONTEXT)
-        options = "--context", str(CONTEXT), "--haystack", str(words)
+        options = "--context", str(CONTEXT), "--haystack", str(words), "--max-trials", "1"
         results = {
             recipe: CliRunner().invoke(
                 app, ["check", str(model), "-r", recipe, *options, "--html", str(model / f"{recipe}.html")]
@@ -74,7 +74,8 @@ def test_a_recipe_that_loses_little_passes(checked):
     shown = plain(results["int8"].stdout)
     lines = [line for line in shown.splitlines() if line.strip().endswith("passed")]
     assert [next(name for name in reversed(MEASURES) if line.strip().startswith(name)) for line in lines] == MEASURES
-    assert re.search(r"^ *KL +0\.0000 +0\.00\d\d +0\.00\d\d +– +0\.0300 +passed", shown, re.MULTILINE)
+    kl = r"0\.00\d\d"
+    assert re.search(rf"^ *KL +0\.0000 +{kl} +{kl} +{kl} to {kl} +0\.0300 +passed", shown, re.MULTILINE)
     assert re.search(r"^ *needles .* 3\.0 +passed", shown, re.MULTILINE)
     assert "needles: 16 bits find too little here to tell what is lost" in shown, "weights are random"
     assert "1,536 tokens" in shown
@@ -86,8 +87,8 @@ def test_a_recipe_that_loses_little_passes(checked):
 def test_a_recipe_that_loses_more_fails(checked):
     _, results = checked
     assert results["int2"].exit_code == 1
-    assert re.fullmatch(r"int2 failed: KL is 0\.\d{4}, and 0\.03 is allowed.*", str(results["int2"].exception))
-    assert re.search(r"^ *KL .* 0\.0300 +FAILED", plain(results["int2"].stdout), re.MULTILINE)
+    assert re.fullmatch(r"int2 failed: KL is 0\.\d{4} \(.*\), and 0\.03 is allowed.*", str(results["int2"].exception))
+    assert re.search(r"^ *KL .* 0\.0300 +failed", plain(results["int2"].stdout), re.MULTILINE)
 
 
 def test_the_result_is_kept_in_the_artifact(checked, words: Path):
@@ -96,10 +97,10 @@ def test_the_result_is_kept_in_the_artifact(checked, words: Path):
     artifact = Artifact.load(folder(model))
     network, tokenizer = load_model(str(model))
     ids = tokenize(words.read_text(), tokenizer, CONTEXT)
-    for recipe, passed in (("int8", True), ("int2", False)):
+    for recipe, verdict in (("int8", "passed"), ("int2", "failed")):
         result = artifact.check_result(parse(recipe))
         assert result is not None
-        assert (result.passed, result.context) == (passed, CONTEXT)
+        assert (result.verdict, result.context) == (verdict, CONTEXT)
         assert result.versions["kvfold"] == kvfold.__version__
         with torch.no_grad():
             q, p = (
@@ -110,14 +111,18 @@ def test_the_result_is_kept_in_the_artifact(checked, words: Path):
         mean, tail, *shares = result.measures
         assert mean.value == pytest.approx(float(kl.mean()), rel=0.01, abs=1e-6)
         assert tail.value == pytest.approx(float(kl.quantile(0.999)), rel=0.01, abs=1e-6)
-        assert [(share.value, share.reference, share.low, share.high) for share in shares] == [(0, 0, 0, 0)] * 3
+        assert mean.low < mean.value < mean.high
+        assert tail.low <= tail.value <= tail.high
+        assert [(share.value, share.reference, share.loss) for share in shares] == [(0, 0, 0)] * 3
+        # Five haystacks: three scores in all of 30 scores of needles, as of 30 calls, would be 10 points.
+        assert [(share.low, share.high) for share in shares] == [(-0.1, 0.1)] * 3
 
 
 def test_it_writes_a_page(checked):
     model, _ = checked
     for recipe, verdict in (("int8", "passed"), ("int2", "failed")):
         page = (model / f"{recipe}.html").read_text()
-        assert f"<strong>{recipe} {verdict}.</strong>" in page
+        assert f"<strong>{recipe}: {verdict}.</strong>" in page
         assert page.count("<blockquote>") == 2
         assert (f"kvfold serve {model} -r {recipe} --require-check" in page) == (verdict == "passed")
 
@@ -126,11 +131,11 @@ def test_inspect_shows_it(checked):
     model, _ = checked
     shown = plain(run("inspect", folder(model)).stdout)
     assert "int8, checked at 1,536 tokens, 20" in shown
-    assert re.search(r"^ *KL .* FAILED", shown[shown.index("int2, checked") :], re.MULTILINE)
+    assert re.search(r"^ *KL .* failed", shown[shown.index("int2, checked") :], re.MULTILINE)
     assert max(map(len, shown.splitlines())) <= 80
     rows = json.loads(run("inspect", folder(model), "--json", "-").stdout)
     assert [(row["recipe"], row["measure"]) for row in rows] == [(r, m) for r in ("int8", "int2") for m in MEASURES]
-    assert [row["passed"] for row in rows[:6]] == [True] * 5 + [False]
+    assert [row["verdict"] for row in rows[:6]] == ["passed"] * 5 + ["failed"]
     assert all(row["context"] == CONTEXT and row["loss"] <= row["allowed"] for row in rows[:5])
 
 
@@ -140,7 +145,7 @@ def test_serve_can_require_it(checked, served, error_of):
     ((_, _, config, flags),) = served
     assert (config.artifact, flags) == (str(folder(model)), ["--port", "9000"])
     line = error_of("serve", model, "-r", "int2", "--require-check")
-    assert re.search(r"int2 failed its check on 20\d\d-\d\d-\d\d: KL is 0\.\d+, and 0\.03 is allowed", line)
+    assert re.search(r"int2 failed its check on 20\d\d-\d\d-\d\d: KL is 0\.\d+ \(.*\), and 0\.03 is allowed", line)
     assert f"allow more in `kvfold check {model} --recipe int2`" in line
     line = error_of("serve", model, "-r", "int8:sink=4", "--require-check")
     assert line.endswith(f"int8:sink=4 was not checked on this model: run `kvfold check {model} --recipe int8:sink=4`")
@@ -153,14 +158,14 @@ def test_another_check_replaces_it_and_a_later_calibration_leaves_it(checked, se
     model, _ = checked
     fits = tmp_path / "fits"
     shutil.copytree(folder(model), fits)
-    options = "--artifact", fits, "--context", CONTEXT, "--haystack", words
+    options = "--artifact", fits, "--context", CONTEXT, "--haystack", words, "--max-trials", 1
     rows = json.loads(
         run("check", model, "-r", "int2", *options, "--max-kl", 50, "--max-tail", 50, "--json", "-").stdout
     )
-    assert [(row["measure"], row["allowed"], row["passed"]) for row in rows[:3]] == [
-        ("KL", 50, True),
-        ("KL tail", 50, True),
-        ("needles", 0.03, True),
+    assert [(row["measure"], row["allowed"], row["verdict"]) for row in rows[:3]] == [
+        ("KL", 50, "passed"),
+        ("KL tail", 50, "passed"),
+        ("needles", 0.03, "passed"),
     ]
     assert not (fits / ".in-use").exists()
     run("serve", model, "-r", "int2", "--require-check", "--artifact", fits)
@@ -177,6 +182,30 @@ def test_another_check_replaces_it_and_a_later_calibration_leaves_it(checked, se
     more.save(fits)
     line = error_of("serve", model, "-r", "int2", "--require-check", "--artifact", fits)
     assert line.endswith(f"run `kvfold check {model} --recipe int2 --artifact {fits}`")
+
+
+def test_what_is_not_decided_has_its_own_exit_code_and_words(checked, served, error_of, words, tmp_path):
+    """If just the measured KL is allowed, its interval reaches to both sides."""
+    model, _ = checked
+    fits = tmp_path / "fits"
+    shutil.copytree(folder(model), fits)
+    measured = Artifact.load(fits).check_result(parse("int2")).measures[0].value
+    allowed = "--max-kl", str(measured), "--max-tail", "50"
+    options = "--context", str(CONTEXT), "--haystack", str(words), "--max-trials", "1", "--artifact", str(fits)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvfold.evaluate.check.SCORED", CONTEXT)
+        result = CliRunner().invoke(app, ["check", str(model), "-r", "int2", *options, *allowed])
+    assert result.exit_code == 3
+    assert re.search(r"^ *KL .* not decided$", plain(result.stdout), re.MULTILINE)
+    assert re.fullmatch(
+        r"int2 is not decided: KL is 0\.\d{4} \(.*\), and [\d.]+ is allowed\. Read more with --max-trials 2, or allow "
+        "more with --max-kl, --max-tail and --max-loss",
+        result.stderr.strip().splitlines()[-1],
+    )
+    line = error_of("serve", model, "-r", "int2", "--require-check", "--artifact", fits)
+    assert re.search(r"the check of int2 on 20\d\d-\d\d-\d\d did not decide: KL is 0\.\d+ \(.*\), and", line)
+    assert f"`kvfold check {model} --recipe int2 --artifact {fits} --max-trials {2 * MOST_TRIALS}`" in line
+    assert not served
 
 
 @pytest.mark.parametrize(
@@ -202,5 +231,5 @@ def test_the_documents_state_what_is_allowed():
     loss = f"--max-loss {100 * Limits.share:g}` points"
     for option in (f"--max-kl {Limits.kl:g}", f"--max-tail {Limits.tail:g}", loss):
         assert option in page
-    calls = 2 * CALL_TRIALS * CALLS  # of both default texts
-    assert 1 / calls <= Limits.share < 2 / calls
+    assert f"`--max-trials {MOST_TRIALS}`" in page
+    assert f"{2 * MOST_TRIALS * CALL_HAYSTACKS * CALLS} calls" in page, "of both default texts"

@@ -32,8 +32,12 @@ def checked(fits: Path, tmp_path: Path) -> Path:
         versions={"kvfold": "1.2", "torch": "3.4"},
         fit_sha256=artifact.fit_sha256(recipe),
         measures=(
-            Measure(name="KL", unit="nats", value=0.01234, reference=0, loss=0.01234, allowed=0.03),
-            Measure(name="needles", unit="share", value=0.875, reference=0.9, loss=0.025, allowed=0.03),
+            Measure(
+                name="KL", unit="nats", value=0.01234, reference=0, loss=0.01234, low=0.01, high=0.03, allowed=0.03
+            ),
+            Measure(
+                name="needles", unit="share", value=0.875, reference=0.9, loss=0.025, low=0.0, high=0.03, allowed=0.03
+            ),
         ),
     )
     artifact.with_check(recipe, result).save(tmp_path / "checked")
@@ -79,6 +83,21 @@ def test_the_card_says_what_it_is_and_how_to_serve_it(checked: Path, small: Path
     assert f"Hash of the model: `{digest}`" in body
     assert digest in plain(run("inspect", checked).stdout)
     assert "200 tokens in passages of 64" in body
+
+
+def test_the_card_says_each_verdict_and_serves_what_is_likeliest_to_pass(checked: Path, tmp_path: Path):
+    artifact = kvfold.Artifact.load(checked)
+    old = artifact.check_result(parse(RECIPE))
+    for recipe, low, high in ((RECIPE, 0.04, 0.05), ("gtq-k3v3", 0.02, 0.05)):
+        needles = old.measures[1].model_copy(update={"low": low, "high": high})
+        update = {"measures": (old.measures[0], needles), "fit_sha256": artifact.fit_sha256(parse(recipe))}
+        artifact = artifact.with_check(parse(recipe), old.model_copy(update=update))
+    artifact.save(checked)
+    run("push", checked, tmp_path / "place")
+    card = (tmp_path / "place" / "README.md").read_text()
+    assert re.search(rf"\| `{RECIPE}` .*\| failed \|\n", card)
+    assert re.search(r"\| `gtq-k3v3` .*\| not decided \|\n", card)
+    assert "kvfold serve MODEL --recipe gtq-k3v3 --artifact fits" in card
 
 
 def test_a_folder_that_looks_like_a_hub_id_is_none(checked: Path, small: Path, tmp_path: Path, monkeypatch):

@@ -3,9 +3,10 @@
 import random
 from statistics import fmean
 
+import numpy as np
 import pytest
 
-from kvfold.evaluate.intervals import by_haystack, difference, interval
+from kvfold.evaluate.intervals import PIECE, by_haystack, difference, interval, token_interval
 
 
 def brute_force(haystacks: list[list[float]], draws: int = 4000) -> tuple[float, float]:
@@ -32,6 +33,25 @@ def test_an_interval_is_that_of_haystacks_drawn_again(count: int):
     assert found.high == pytest.approx(high, abs=0.015)
     single_low, single_high = brute_force([[score] for scores in haystacks for score in scores], 500)
     assert found.high - found.low > 1.5 * (single_high - single_low)
+
+
+def test_tokens_are_drawn_in_pieces():
+    """Tokens of a piece hang together here, so an interval over single tokens would be far narrower."""
+    rng = random.Random(3)
+    pieces = [[level + rng.gauss(0, 0.1) for _ in range(PIECE)] for level in (rng.random() for _ in range(24))]
+    tokens = np.array([token for piece in pieces for token in piece] + [100.0] * (PIECE - 1))  # and no whole piece
+    assert token_interval(tokens, np.mean) == pytest.approx(brute_force(pieces, 2000), abs=0.015)
+    low, high = token_interval(tokens, np.max)
+    assert low < high == tokens[: 24 * PIECE].max()
+    few = token_interval(tokens[:50], np.mean)
+    assert few == pytest.approx((tokens[:50].mean(),) * 2), "less than a piece is one"
+
+
+def test_a_higher_level_is_wider():
+    """Of a normal distribution, 95 % lie within 1.960 deviations, and 98.3 % within 2.394."""
+    scores = {(i,): random.Random(i).gauss(0, 1) for i in range(400)}
+    usual, wide = interval(scores), interval(scores, 100 - 5 / 3)
+    assert (wide.high - wide.low) / (usual.high - usual.low) == pytest.approx(2.394 / 1.960, abs=0.03)
 
 
 def test_differences_are_taken_haystack_by_haystack():

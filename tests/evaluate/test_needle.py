@@ -92,6 +92,13 @@ def test_who_reads_everything_finds_everything():
     assert sum(shares) == pytest.approx(1)
 
 
+def test_further_trials_go_on_where_earlier_ones_ended():
+    model = Reader(sees=lambda text: re.sub(r"\d(\d{4})", r"1\1", text))  # some values are right
+    one, two = (needle_suite(model, Characters(), Tape, {"": TEXT}, [3000], (0.5,), trials) for trials in (1, 3))
+    assert 0 < fmean(row.score for row in two[len(one) :]) < 1
+    assert needle_suite(model, Characters(), Tape, {"": TEXT}, [3000], (0.5,), 2, first=1) == two[len(one) :]
+
+
 def test_who_reads_only_the_end_finds_what_is_there():
     found = scores(Reader(sees=lambda text: text[len(text) * 2 // 5 :]), depths=(0.25, 0.75))
     for task in ("single", "distractor", "multi", "m-key", "m-value"):

@@ -26,7 +26,7 @@ CHECKED = replace(
 
 def check(needles: float, low: float, high: float) -> CheckResult:
     """KL of 0.0751, and a loss of needles."""
-    kl = Measure(name="KL", unit="nats", value=0.0751, reference=0, loss=0.0751, allowed=0.1)
+    kl = Measure(name="KL", unit="nats", value=0.0751, reference=0, loss=0.0751, low=0.07, high=0.08, allowed=0.1)
     loss = {"value": 0.9 - needles, "reference": 0.9, "loss": needles, "low": low, "high": high}
     measures = (kl, Measure(name="needles", unit="share", allowed=0.03, **loss))
     date = datetime.date(2026, 3, 4)
@@ -314,28 +314,31 @@ def test_a_line_that_serves_is_copied(open_page):
 
 
 def test_a_check_says_what_is_lost_and_how_to_serve(open_page):
-    page = open_page(CHECKED, check=check(0.01, -0.01, 0.05))
+    page = open_page(CHECKED, check=check(0.01, -0.01, 0.03))
     verdict = page.locator("#verdict")
     assert verdict.locator("p").first.inner_text() == (
-        "int4 passed. Its cache is 3.6 times smaller at 128k tokens, and it loses no more than is allowed. Checked on "
+        "int4: passed. Its cache is 3.6 times smaller at 128k tokens, and it loses no more than is allowed. Checked on "
         "2026-03-04 at 32,768 tokens."
     )
     assert verdict.locator("tr").all_inner_texts() == [
-        "measure\t\tloss\tallowed\t95 %\t16 bits\tpacked",
-        "KL\tpassed\t0.0751\t0.1000\t–\t0.0000\t0.0751",
-        "needles\tpassed\t1.0\t3.0\t−1.0 to 5.0\t90.0 %\t89.0 %",
+        "measure\tverdict\tloss\tallowed\t95 %\t16 bits\tpacked",
+        "KL\tpassed\t0.0751\t0.1000\t0.0700 to 0.0800\t0.0000\t0.0751",
+        "needles\tpassed\t1.0\t3.0\t−1.0 to 3.0\t90.0 %\t89.0 %",
     ]
-    assert (
-        verdict.locator(".note").inner_text() == "needles: the interval holds what is allowed. More trials narrow it."
-    )
+    assert not verdict.locator(".note").count()
     assert page.locator("#pareto").get_by_text("allowed 0.1").is_visible()
     line = page.locator(".command code").inner_text()
     assert line == "kvfold serve some/model -r int4 --require-check"
     assert "Noise floor" not in page.locator("body").inner_text()
     failed = open_page(CHECKED, check=check(0.2, 0.1, 0.3))
     said = failed.locator("#verdict p").first.inner_text()
-    assert said.startswith("int4 failed. needles lose 20.0 points, and 3 are allowed.")
+    assert said.startswith("int4: failed. needles lose 20.0 points (10.0 to 30.0), and 3 are allowed.")
     assert not failed.locator(".command").count()
+    undecided = open_page(CHECKED, check=check(0.01, -0.01, 0.05))
+    said = undecided.locator("#verdict p").first.inner_text()
+    assert said.startswith("int4: not decided. needles lose 1.0 points (-1.0 to 5.0), and 3 are allowed.")
+    assert undecided.locator("#verdict .note").inner_text() == "More trials narrow the intervals."
+    assert not undecided.locator(".command").count(), "--require-check would refuse it"
 
 
 # The contrast, as WCAG defines it, of every text and point against what is painted behind it.

@@ -98,6 +98,14 @@ def test_who_reads_only_the_end_writes_the_calls_of_records_that_stand_there(mon
     assert [row.valid for row in rows] == [False] * half + [True] * half
 
 
+def test_further_trials_go_on_where_earlier_ones_ended(monkeypatch):
+    monkeypatch.setattr("kvfold.evaluate.tool_calls.MOST_TOKENS", 120)
+    model = Reader(sees=lambda text: re.sub(r"\b[1-5](\d{4})", r"9\1", text))  # some calls are right
+    rows = tool_calls(model, TOKENIZER, Tape, {"": TEXT}, [4000], 3)
+    assert {row.exact for row in rows[CALLS:]} == {True, False}
+    assert tool_calls(model, TOKENIZER, Tape, {"": TEXT}, [4000], 2, first=1) == rows[CALLS:]
+
+
 def test_wrong_facts_are_valid_and_not_exact(monkeypatch):
     monkeypatch.setattr("kvfold.evaluate.tool_calls.MOST_TOKENS", 120)
     model = Reader(sees=lambda text: re.sub(r"\d{5}", "12345", text))

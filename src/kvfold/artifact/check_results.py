@@ -8,11 +8,14 @@ from pydantic import PositiveInt
 
 from kvfold.artifact.fingerprint import Sha256, Strict
 
+Verdict = Literal["passed", "failed", "not decided"]
+
 
 class Measure(Strict):
-    """One measure of a recipe, beside the 16-bit cache of the same model. It passes if the loss is within the allowed.
+    """One measure of a recipe, beside the 16-bit cache of the same model. The interval of its loss gives the verdict.
 
-    Units are nats, or shares of what there was to find. `low` and `high` are the 95 % interval of a share's loss.
+    Units are nats, or shares of what there was to find. kvfold 0.3.0 kept no interval for nats: what it measured is not
+    decided.
     """
 
     name: str
@@ -20,18 +23,17 @@ class Measure(Strict):
     value: float
     reference: float  # of the 16-bit cache
     loss: float  # how much worse than the 16-bit cache
-    low: float | None = None
+    low: float | None = None  # the interval of the loss
     high: float | None = None
     allowed: float
 
     @property
-    def passed(self) -> bool:
-        return self.loss <= self.allowed
-
-    @property
-    def undecided(self) -> bool:
-        """Whether the interval of the loss reaches to both sides of what is allowed."""
-        return self.low is not None and self.high is not None and self.low <= self.allowed < self.high
+    def verdict(self) -> Verdict:
+        if self.blind:
+            return "passed"
+        if self.low is None or self.high is None or self.low <= self.allowed < self.high:
+            return "not decided"
+        return "passed" if self.high <= self.allowed else "failed"
 
     @property
     def blind(self) -> bool:
@@ -44,11 +46,17 @@ class Measure(Strict):
         return f"{self.name} {100 * self.value:.1f} of {100 * self.reference:.1f} %"
 
     @property
-    def fault(self) -> str:
-        """What is wrong, if it did not pass."""
+    def lost(self) -> str:
+        """What is lost, and what is allowed."""
         if self.unit == "nats":
-            return f"{self.name} is {self.value:.4f}, and {self.allowed:g} is allowed"
-        return f"{self.name} lose {100 * self.loss:.1f} points, and {100 * self.allowed:g} are allowed"
+            return f"{self.name} is {self.value:.4f}{self._interval('{:.4f}', 1)}, and {self.allowed:g} is allowed"
+        points = f"{100 * self.loss:.1f} points{self._interval('{:.1f}', 100)}"
+        return f"{self.name} lose {points}, and {100 * self.allowed:g} are allowed"
+
+    def _interval(self, spell: str, times: int) -> str:
+        if self.low is None or self.high is None:
+            return ""
+        return f" ({spell.format(times * self.low)} to {spell.format(times * self.high)})"
 
 
 class CheckResult(Strict):
@@ -59,16 +67,21 @@ class CheckResult(Strict):
     measures: tuple[Measure, ...]
 
     @property
-    def passed(self) -> bool:
-        return all(measure.passed for measure in self.measures)
+    def verdict(self) -> Verdict:
+        """Failed if a measure failed, else not decided if one is not decided."""
+        found = {measure.verdict for measure in self.measures}
+        if "failed" in found:
+            return "failed"
+        return "not decided" if "not decided" in found else "passed"
 
     def __str__(self) -> str:
-        verdict = "passed" if self.passed else "FAILED"
-        return f"checked on {self.date} at {self.context:,} tokens: {verdict} ({', '.join(map(str, self.measures))})"
+        measured = ", ".join(map(str, self.measures))
+        return f"checked on {self.date} at {self.context:,} tokens: {self.verdict} ({measured})"
 
     @property
-    def faults(self) -> str:
-        return "; ".join(measure.fault for measure in self.measures if not measure.passed)
+    def reasons(self) -> str:
+        """What is lost by the measures that have the verdict of all."""
+        return "; ".join(measure.lost for measure in self.measures if measure.verdict == self.verdict)
 
     def rows(self, recipe: str) -> Iterator[dict[str, Any]]:
         """A row per measure."""
@@ -79,5 +92,5 @@ class CheckResult(Strict):
                 "date": str(self.date),
                 "measure": measure.name,
                 **measure.model_dump(exclude={"name"}),
-                "passed": measure.passed,
+                "verdict": measure.verdict,
             }

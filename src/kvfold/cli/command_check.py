@@ -10,12 +10,14 @@ import kvfold
 from kvfold.cli.inputs import calibrated_folder, carried_folder, check_files, load
 from kvfold.cli.inputs import check as check_fits
 from kvfold.cli.options import DEFAULT, ArtifactFolder, JsonFile, Model, recipe_option
-from kvfold.cli.output import check_table, out, progress, write_json
-from kvfold.evaluate.limits import Limits
+from kvfold.cli.output import check_table, err, out, progress, write_json
+from kvfold.evaluate.limits import MOST_TRIALS, Limits
 from kvfold.files import claimed
 from kvfold.geometry import Geometry
 from kvfold.models import load_config
 from kvfold.text import haystack_texts, tokenize
+
+NOT_DECIDED = 3  # the exit code; 1 is that of errors, and 2 that of a wrong command line
 
 
 def check(
@@ -37,9 +39,13 @@ def check(
     max_loss: Annotated[
         float, typer.Option(help="The points of needles, and of tool calls, that may be lost.", min=0, max=100)
     ] = 100 * Limits.share,
-    trials: Annotated[
-        int, typer.Option(help="Read this many times as many haystacks, for narrower intervals.", min=1)
-    ] = 1,
+    max_trials: Annotated[
+        int,
+        typer.Option(
+            help="Trials at most, until the intervals decide. Each has 30 calls and 5 haystacks of needles per text.",
+            min=1,
+        ),
+    ] = MOST_TRIALS,
     haystack: Annotated[
         list[Path] | None,
         typer.Option(
@@ -52,8 +58,8 @@ def check(
 ) -> None:
     """Check in minutes whether a recipe may be served: KL, needles and tool calls against the 16-bit cache.
 
-    The exit code is 1 if more is lost than allowed. The result is kept in the artifact: `kvfold inspect` and the
-    engine's report at start show it, and `kvfold serve --require-check` wants it.
+    The exit code is 1 if more is lost than allowed, and 3 if the trials do not decide it. The result is kept in the
+    artifact: `kvfold inspect` and the engine's report at start show it, and `kvfold serve --require-check` wants it.
 
     Example: `kvfold check embedded`, or
     `kvfold check Qwen/Qwen3-8B -r fold2 --artifact fits --context 131072 --max-loss 5 --haystack novel.txt`
@@ -95,7 +101,7 @@ def check(
                 context,
                 long,
                 limits,
-                trials,
+                max_trials,
                 advance,
                 model,
                 answers=html is not None,
@@ -110,11 +116,11 @@ def check(
         for measure in result.measures:
             if measure.blind:
                 out.print(f"{measure.name}: 16 bits find too little here to tell what is lost", highlight=False)
-            elif measure.undecided:
-                out.print(f"{measure.name}: the interval holds what is allowed; --trials narrows it", highlight=False)
         out.print(f"Kept in {escape(str(folder))}", highlight=False, soft_wrap=True)
-    if not result.passed:
-        raise ValueError(
-            f"{parsed} failed: {result.faults}. Take a recipe with more bits, or allow more with --max-kl, --max-tail "
-            "and --max-loss"
-        )
+    allow = "allow more with --max-kl, --max-tail and --max-loss"
+    if result.verdict == "failed":
+        raise ValueError(f"{parsed} failed: {result.reasons}. Take a recipe with more bits, or {allow}")
+    if result.verdict == "not decided":
+        line = f"{parsed} is not decided: {result.reasons}. Read more with --max-trials {2 * max_trials}, or {allow}"
+        err.print(escape(line), soft_wrap=True, highlight=False)
+        raise typer.Exit(NOT_DECIDED)

@@ -20,7 +20,10 @@ def serve(
     recipe: Annotated[str, recipe_option("A recipe with options, e.g. `fold2` or `saw-int4:sink=4`.")] = DEFAULT,
     artifact: ArtifactFolder = None,
     require_check: Annotated[
-        bool, typer.Option("--require-check", help="Refuse a recipe that has not passed `kvfold check`.")
+        bool,
+        typer.Option(
+            "--require-check", help="Refuse a recipe that failed `kvfold check`, was not decided or not checked."
+        ),
     ] = False,
     engine: Annotated[Literal["vllm", "sglang"], typer.Option(help="The engine that serves.")] = "vllm",
 ) -> None:

@@ -15,6 +15,7 @@ from rich.markup import escape
 
 import kvfold
 from kvfold.cli.output import err, progress
+from kvfold.evaluate.limits import MOST_TRIALS
 from kvfold.files import columns_of
 from kvfold.geometry import Geometry, example_configs
 from kvfold.models import EMBEDDED, default_device, load_config, load_model, loads_at_once
@@ -138,10 +139,15 @@ def check_passed(model: str, recipe: "Recipe", folder: str, given: str | None) -
     command = f"kvfold check {model} --recipe {recipe}" + (f" --artifact {given}" if given else "")
     if result is None:
         raise ValueError(f"{recipe} was not checked on this model: run `{command}`")
-    if not result.passed:
+    if result.verdict == "failed":
         raise ValueError(
-            f"{recipe} failed its check on {result.date}: {result.faults}. Serve another recipe, or allow more in "
+            f"{recipe} failed its check on {result.date}: {result.reasons}. Serve another recipe, or allow more in "
             f"`{command}`"
+        )
+    if result.verdict == "not decided":
+        raise ValueError(
+            f"the check of {recipe} on {result.date} did not decide: {result.reasons}. Read more with "
+            f"`{command} --max-trials {2 * MOST_TRIALS}`, or serve another recipe"
         )
 
 

@@ -21,18 +21,20 @@ if TYPE_CHECKING:
 
 out, err = Console(), Console(stderr=True)
 
+STYLES = {"passed": "", "failed": "bold red", "not decided": "bold yellow"}  # of verdicts
+
 
 def check_table(title: str, result: "CheckResult") -> FittingTable:
     """The measures of a check, each with what is allowed. Shares are in percent, their losses in points."""
     title = f"{title} at {result.context:,} tokens, {result.date}"
-    table = FittingTable(title, "measure", "16 bits", "packed", "loss", "95 % interval", "allowed", "")
+    table = FittingTable(title, "measure", "16 bits", "packed", "loss", "95 % interval", "allowed", "verdict")
     for measure in result.measures:
         spell = "{:.4f}".format if measure.unit == "nats" else lambda share: f"{100 * share:.1f}"
         interval = (
             "–" if measure.low is None or measure.high is None else f"{spell(measure.low)} to {spell(measure.high)}"
         )
         numbers = map(spell, (measure.reference, measure.value, measure.loss))
-        verdict = "passed" if measure.passed else Text("FAILED", style="bold red")
+        verdict = Text(measure.verdict, style=STYLES[measure.verdict])
         table.add_row(measure.name, *numbers, interval, spell(measure.allowed), verdict)
     return table
 

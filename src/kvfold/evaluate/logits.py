@@ -40,6 +40,11 @@ class Scores:
         self.positions = np.append(self.positions, np.arange(start, start + len(targets)))
         self.nll, self.kls, self.agreed = map(np.append, (self.nll, self.kls, self.agreed), measured)
 
+    def extend(self, more: "Scores") -> None:
+        """Add the scores of other passages."""
+        for name, numbers in vars(more).items():
+            setattr(self, name, np.append(getattr(self, name), numbers))
+
     def beyond(self, position: int) -> "Scores | None":
         """The scores of tokens from this position on, if there are any."""
         there = self.positions >= position

@@ -75,13 +75,15 @@ def needle_suite(
     depths: Sequence[float] = DEPTHS,
     trials: int = TRIALS,
     advance: Callable[[float], None] = lambda share: None,
+    first: int = 0,
 ) -> list[NeedleRow]:
-    """All tasks, in haystacks of `lengths` tokens out of each text (1-D). Every cache gets the same haystacks."""
+    """All tasks, in haystacks of `lengths` tokens out of each text (1-D). Every cache gets the same haystacks. Trials
+    are numbered from `first` on, and each number gives other haystacks."""
     rows = []
     for text, tokens in texts.items():
         for length in lengths:
             for depth in depths:
-                for trial in range(trials):
+                for trial in range(first, first + trials):
                     hay, hidden = hide(tokenizer, tokens, length, depth, trial)
                     found: dict[str, list[float]] = {task: [] for task in TASKS}
                     for needle, score in _found(model, make(), hay, hidden).items():

@@ -84,21 +84,20 @@ def _verdict(report: Report, check: "CheckResult | None") -> str:
     if check is None:
         return ""
     row = report.ordered[-1]
-    said = (
-        f"<strong>{escape(row.recipe)} passed.</strong> Its cache is {16 / report.bits(row):.1f} times smaller at "
-        f"{report.counted_at} tokens, and it loses no more than is allowed."
-        if check.passed
-        else f"<strong>{escape(row.recipe)} failed.</strong> {escape(check.faults)}."
-    )
-    columns = ["measure", "", "loss", "allowed", "95 %", "16 bits", "packed"]
+    if check.verdict == "passed":
+        smaller = f"{16 / report.bits(row):.1f} times smaller at {report.counted_at} tokens"
+        why = f"Its cache is {smaller}, and it loses no more than is allowed."
+    else:
+        why = f"{escape(check.reasons)}."
+    said = f"<strong>{escape(row.recipe)}: {check.verdict}.</strong> {why}"
+    columns = ["measure", "verdict", "loss", "allowed", "95 %", "16 bits", "packed"]
     rows = [(measure.name, _cells(_measured(measure))) for measure in check.measures]
     blind = [measure.name for measure in check.measures if measure.blind]
-    few = [measure.name for measure in check.measures if measure.undecided and not measure.blind]
     notes = [f"{', '.join(blind)}: 16 bits find too little here to tell what is lost."] if blind else []
-    notes += [f"{', '.join(few)}: the interval holds what is allowed. More trials narrow it."] if few else []
+    notes += ["More trials narrow the intervals."] if check.verdict == "not decided" else []
     return "\n".join(
         (
-            f'<section id="verdict" class="{"passed" if check.passed else "failed"}">',
+            f'<section id="verdict" class="{check.verdict.replace(" ", "-")}">',
             f"<p>{said} Checked on {check.date} at {check.context:,} tokens.</p>",
             _table(columns, rows),
             *(f'<p class="note">{escape(note)}</p>' for note in notes),
@@ -112,9 +111,8 @@ def _measured(measure: "Measure") -> list[str]:
     points: Callable[[float], str] = spell if measure.unit == "nats" else lambda share: f"{100 * share:.1f}"
     low, high = measure.low, measure.high
     span = NOT_MEASURED if low is None or high is None else f"{points(low)} to {points(high)}"
-    verdict = "passed" if measure.passed else "FAILED"
     found = [spell(measure.reference), spell(measure.value)]
-    return [verdict, points(measure.loss), points(measure.allowed), _minus(span), *found]
+    return [measure.verdict, points(measure.loss), points(measure.allowed), _minus(span), *found]
 
 
 def _headlines(report: Report) -> str:
@@ -156,8 +154,8 @@ point in both: the line joins them. The diamond is the 16-bit cache.{bad} {dashe
 
 
 def _serve(report: Report, artifact: str | None, check: "CheckResult | None") -> str:
-    """A line per recipe that engines serve, unless it is a bad example. None if the recipe failed its check."""
-    if check is not None and not check.passed:
+    """A line per recipe that engines serve, unless it is a bad example. None if the recipe has not passed its check."""
+    if check is not None and check.verdict != "passed":
         return ""
     more = [*(["--artifact", artifact] if artifact else []), *(["--require-check"] if check is not None else [])]
     lines = [

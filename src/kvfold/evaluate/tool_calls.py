@@ -92,12 +92,14 @@ def tool_calls(
     lengths: Sequence[int],
     trials: int = TRIALS,
     advance: Callable[[float], None] = lambda share: None,
+    first: int = 0,
 ) -> list[ToolCallRow]:
-    """The calls in haystacks of `lengths` tokens out of each text (1-D). Every cache gets the same haystacks."""
+    """The calls in haystacks of `lengths` tokens out of each text (1-D). Every cache gets the same haystacks.
+    Trials are numbered from `first` on, and each number gives another haystack."""
     rows = []
     for text, tokens in texts.items():
         for length in lengths:
-            for trial in range(trials):
+            for trial in range(first, first + trials):
                 context, records = hide_records(tokenizer, tokens, length, trial)
                 cache = make()
                 read(model, cache, context)

@@ -10,6 +10,7 @@ from kvfold.geometry import listed
 from kvfold.recipes import parse
 
 MEANS_ALONE = "Means alone. They serve every recipe that learns nothing else, as `int4` and `saw-int4`."
+UNCHECKED = "not checked"
 
 
 def card(artifact: Artifact, where: str, model: str | None) -> str:
@@ -19,8 +20,8 @@ def card(artifact: Artifact, where: str, model: str | None) -> str:
     shape, made = artifact.metadata.model, artifact.metadata.calibration
     checks = {name: found for name in artifact.metadata.checks if (found := artifact.check_result(parse(name)))}
     recipes = list(dict.fromkeys((*checks, *artifact.metadata.recipes)))
-    failed = [name for name in recipes if name in checks and not checks[name].passed]
-    served, *_ = sorted(recipes, key=lambda name: (name in failed, name not in checks)) or ["int4"]
+    ranks = {"passed": 0, "not decided": 1, UNCHECKED: 2, "failed": 3}
+    served, *_ = sorted(recipes, key=lambda name: ranks[_verdict(name, checks)]) or ["int4"]
     named = shlex.quote(model) if model else "MODEL"
     serve = f"kvfold serve {named} --recipe {served} --artifact fits"
     return "\n".join(
@@ -78,9 +79,12 @@ def _table(artifact: Artifact, recipes: list[str], checks: dict[str, CheckResult
         fitted = Fitted.of(parse(name), artifact.metadata.model.geometry, artifact)
         bits = (f"{fitted.bits_per_element(tokens):.2f}" for tokens in (2048, 131072))
         found = {measure.name: _cell(measure) for measure in checks[name].measures} if name in checks else {}
-        verdict = ("passed" if checks[name].passed else "FAILED") if name in checks else "not checked"
-        lines.append([f"`{name}`", *bits, *(found.get(measure, "–") for measure in measures), verdict])
+        lines.append([f"`{name}`", *bits, *(found.get(measure, "–") for measure in measures), _verdict(name, checks)])
     return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def _verdict(recipe: str, checks: dict[str, CheckResult]) -> str:
+    return checks[recipe].verdict if recipe in checks else UNCHECKED
 
 
 def _cell(measure: Measure) -> str:
