@@ -8,14 +8,15 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-CLAIM = ".in-use"  # the locked file in a claimed folder; it holds the process id
-PARTIAL = "partial"
+# The names that kvfold gives its own files for a while. Nobody else's file is deleted.
+CLAIM = ".kvfold-in-use"  # the locked file in a claimed folder; it holds the process id
+PARTIAL = ".{name}.{random}.kvfold-partial"  # what `write_whole` has not yet renamed
 
 
 def write_whole(folder: Path, contents: Mapping[str, bytes]) -> None:
     """Write files by name: all, or none if the disk is full. Old files stay until all new ones are written."""
     # random names, so that two writers never share a file
-    partial = {name: folder / f"{name}.{token_hex(4)}.{PARTIAL}" for name in contents}
+    partial = {name: folder / PARTIAL.format(name=name, random=token_hex(4)) for name in contents}
     try:
         for name, content in contents.items():
             partial[name].write_bytes(content)
@@ -41,7 +42,7 @@ def claimed(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise OSError(f"cannot write {folder}: {error.strerror or error}") from None
     try:
-        for left_over in folder.glob(f"*.{PARTIAL}"):  # left by a process that was killed
+        for left_over in folder.glob(PARTIAL.format(name="*", random="?" * 8)):  # left by a process that was killed
             left_over.unlink()
         yield
     finally:

@@ -162,7 +162,7 @@ def test_another_check_replaces_it_and_a_later_calibration_leaves_it(checked, se
         ("KL tail", 50, True),
         ("needles", 0.03, True),
     ]
-    assert not (fits / ".in-use").exists()
+    assert not (fits / ".kvfold-in-use").exists()
     run("serve", model, "-r", "int2", "--require-check", "--artifact", fits)
     artifact = Artifact.load(fits)
     made = artifact.metadata.calibration

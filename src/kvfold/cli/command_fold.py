@@ -9,10 +9,10 @@ import typer
 from rich.markup import escape
 
 import kvfold
-from kvfold.cli.inputs import CARRIED, calibrated_folder, carried_folder, check, load
+from kvfold.cli.inputs import calibrated_folder, carried_folder, check, load
 from kvfold.cli.options import ArtifactFolder, Model, recipe_option
 from kvfold.cli.output import out
-from kvfold.models import load_config, save_model
+from kvfold.models import CARRIED, load_config, save_model
 
 
 def fold(

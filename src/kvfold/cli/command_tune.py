@@ -48,6 +48,7 @@ def tune(
 
     Example: `kvfold tune embedded --bits 2.5 --out tuned`, then `kvfold serve embedded -r fold --artifact tuned`
     """
+    from kvfold.artifact.artifact import check_place
     from kvfold.calibration.automatic import tokens_on, usual_context
     from kvfold.recipes import TUNED, parse
     from kvfold.tune.choices import EQUAL, with_choices
@@ -59,6 +60,7 @@ def tune(
 
     if sum(budget is not None for budget in (bits, memory, quality)) != 1:
         raise ValueError("say what may be spent, with one of --bits, --memory and --quality")
+    check_place(folder)
     if artifact and artifact != str(folder) and (folder / "kvfold.json").exists():
         raise FileExistsError(f"{folder} holds another artifact than {artifact}: write to another folder")
     equal, words = [parse(name) for name in EQUAL], read_text(text, "calibration")

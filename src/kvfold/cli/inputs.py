@@ -17,14 +17,12 @@ import kvfold
 from kvfold.cli.output import err, progress
 from kvfold.files import columns_of
 from kvfold.geometry import Geometry, example_configs
-from kvfold.models import EMBEDDED, default_device, load_config, load_model, loads_at_once
+from kvfold.models import CARRIED, EMBEDDED, default_device, load_config, load_model, loads_at_once
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
     from kvfold.recipe import Recipe
-
-CARRIED = "kvfold"  # the artifact's folder inside a model's folder; engines do not look for weights there
 
 
 def check(
