@@ -4,10 +4,11 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from kvfold.files import append_rows, claimed, write_whole
+from kvfold.files import append_rows, check_target, claimed, write_whole
 
 
 def test_files_of_another_writer_are_left_alone(tmp_path, monkeypatch):
@@ -123,6 +124,34 @@ def test_file_systems_without_locks_hold_no_claim(tmp_path, monkeypatch):
     with claimed(tmp_path), claimed(tmp_path):
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+# Targets
+
+
+def test_a_target_is_checked_and_stays_as_it_is(tmp_path):
+    (tmp_path / "there").write_text("mine")
+    (tmp_path / "link").symlink_to("later")
+    for name in ("there", "new", "link"):
+        check_target(tmp_path / name)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "there"]
+    assert (tmp_path / "there").read_text() == "mine"
+    check_target(Path("/dev/null"))
+
+
+@pytest.mark.parametrize(
+    ("target", "why"),
+    [
+        ("folder", "it is a folder; name a file in it"),
+        ("missing/file", "there is no folder {tmp}/missing; run `mkdir -p {tmp}/missing`"),
+        ("/proc/file", "No such file or directory"),
+    ],
+)
+def test_what_cannot_be_written_is_no_target(tmp_path, target, why):
+    (tmp_path / "folder").mkdir()
+    path = tmp_path / target
+    with pytest.raises(OSError, match=f"^cannot write {path}: {why.format(tmp=tmp_path)}$"):
+        check_target(path)
 
 
 # Rows

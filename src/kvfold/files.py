@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, folders that one process claims, and CSV files that grow."""
+"""Files that are written whole or not at all, folders that one process claims, and targets of a long run."""
 
 import csv
 import os
@@ -89,6 +89,29 @@ def _lock(descriptor: int) -> bool:
     except (ImportError, OSError):  # Windows, and file systems without locks
         return True
     return True
+
+
+def check_target(path: Path) -> None:
+    """Refuse a file that cannot be written, before there is anything to write. What is there stays as it is."""
+    check_folder(path)
+    if path.is_dir():
+        raise IsADirectoryError(f"cannot write {path}: it is a folder; name a file in it")
+    target = path.resolve()  # of a link to a file that is not there yet
+    if target.exists() and not target.is_file():  # a pipe or a device: whoever reads it would see it closed
+        return
+    new = not target.exists()
+    try:
+        target.open("xb" if new else "ab").close()
+    except OSError as error:
+        raise OSError(f"cannot write {path}: {error.strerror}") from None
+    if new:
+        target.unlink()
+
+
+def check_folder(path: Path) -> None:
+    """Refuse a path whose folder does not exist."""
+    if not (folder := path.parent).is_dir():
+        raise FileNotFoundError(f"cannot write {path}: there is no folder {folder}; run `mkdir -p {folder}`")
 
 
 def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -32,6 +32,7 @@ from kvfold.evaluate.report import (
     spell_perplexity,
     spell_share,
 )
+from kvfold.files import check_folder
 
 if TYPE_CHECKING:
     from kvfold.artifact import CheckResult, Measure
@@ -40,8 +41,7 @@ if TYPE_CHECKING:
 
 def write_html(report: Report, path: Path, artifact: str | None = None, check: "CheckResult | None" = None) -> None:
     """Write the page of an evaluation, or of a check. `artifact` is named in the lines that serve its recipes."""
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"cannot write {path}: there is no folder {path.parent}")
+    check_folder(path)
     script = _file("page.js")
     digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()
     sections = (
