@@ -258,7 +258,7 @@ def test_a_full_disk_leaves_what_was_there(model, saved, tmp_path, name, monkeyp
     new = tmp_path / "new"
     new.mkdir()
     for folder in (saved, new):
-        (folder / f"{name}.x.partial").symlink_to("/dev/full")
+        (folder / f".{name}.x.kvfold-partial").symlink_to("/dev/full")
         with pytest.raises(OSError, match=f"^cannot write {folder}: No space left on device$"):
             artifact(model, key_mean=torch.full(SHAPE, 7.0)).save(folder)
     assert {path.name: path.read_bytes() for path in saved.iterdir()} == before

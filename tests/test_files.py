@@ -4,10 +4,11 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from kvfold.files import append_rows, claimed, write_whole
+from kvfold.files import append_rows, check_target, claimed, write_whole
 
 
 def test_files_of_another_writer_are_left_alone(tmp_path, monkeypatch):
@@ -64,16 +65,27 @@ def test_a_folder_that_stays_empty_is_removed_and_others_stay(tmp_path):
 def test_the_claim_of_a_killed_process_is_void(tmp_path):
     script = "import sys, pathlib; from kvfold.files import claimed\nwith claimed(pathlib.Path(sys.argv[1])): input()"
     process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE)
-    while not (tmp_path / ".in-use").exists() or not (tmp_path / ".in-use").read_text():
+    while not (tmp_path / ".kvfold-in-use").exists() or not (tmp_path / ".kvfold-in-use").read_text():
         assert process.poll() is None
     with pytest.raises(OSError, match=f"in use by another kvfold, process {process.pid}: wait for it"):
         claimed(tmp_path).__enter__()
-    (tmp_path / "kvfold.json.1234.partial").touch()
+    (tmp_path / ".kvfold.json.12345678.kvfold-partial").touch()
     process.send_signal(signal.SIGKILL)
     process.wait()
     with claimed(tmp_path):
-        assert [path.name for path in tmp_path.iterdir()] == [".in-use"], "its half-written files are gone"
+        assert [path.name for path in tmp_path.iterdir()] == [".kvfold-in-use"], "its half-written files are gone"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_files_of_the_user_stay_in_a_claimed_folder(tmp_path):
+    """Whatever they are called: names that another program, or an older kvfold, gives its files for a while too."""
+    names = ["movie.partial", "kvfold.json.1234abcd.partial", ".in-use", "unfinished", "a.tmp", ".kvfold-partial"]
+    for name in names:
+        (tmp_path / name).write_text(name)
+    with claimed(tmp_path):
+        write_whole(tmp_path, {"mine": b"mine"})
+    (tmp_path / "mine").unlink()
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {name: name for name in names}
 
 
 def test_a_claim_file_that_was_removed_meanwhile_is_made_anew(tmp_path, monkeypatch):
@@ -84,7 +96,7 @@ def test_a_claim_file_that_was_removed_meanwhile_is_made_anew(tmp_path, monkeypa
 
     def late(descriptor):
         if next(calls, False):
-            (folder / ".in-use").unlink()
+            (folder / ".kvfold-in-use").unlink()
             folder.rmdir()
         return lock(descriptor)
 
@@ -112,6 +124,34 @@ def test_file_systems_without_locks_hold_no_claim(tmp_path, monkeypatch):
     with claimed(tmp_path), claimed(tmp_path):
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+# Targets
+
+
+def test_a_target_is_checked_and_stays_as_it_is(tmp_path):
+    (tmp_path / "there").write_text("mine")
+    (tmp_path / "link").symlink_to("later")
+    for name in ("there", "new", "link"):
+        check_target(tmp_path / name)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "there"]
+    assert (tmp_path / "there").read_text() == "mine"
+    check_target(Path("/dev/null"))
+
+
+@pytest.mark.parametrize(
+    ("target", "why"),
+    [
+        ("folder", "it is a folder; name a file in it"),
+        ("missing/file", "there is no folder {tmp}/missing; run `mkdir -p {tmp}/missing`"),
+        ("/proc/file", "No such file or directory"),
+    ],
+)
+def test_what_cannot_be_written_is_no_target(tmp_path, target, why):
+    (tmp_path / "folder").mkdir()
+    path = tmp_path / target
+    with pytest.raises(OSError, match=f"^cannot write {path}: {why.format(tmp=tmp_path)}$"):
+        check_target(path)
 
 
 # Rows

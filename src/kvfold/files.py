@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, folders that one process claims, and CSV files that grow."""
+"""Files that are written whole or not at all, folders that one process claims, and targets of a long run."""
 
 import csv
 import os
@@ -8,14 +8,15 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-CLAIM = ".in-use"  # the locked file in a claimed folder; it holds the process id
-PARTIAL = "partial"
+# The names that kvfold gives its own files for a while. Nobody else's file is deleted.
+CLAIM = ".kvfold-in-use"  # the locked file in a claimed folder; it holds the process id
+PARTIAL = ".{name}.{random}.kvfold-partial"  # what `write_whole` has not yet renamed
 
 
 def write_whole(folder: Path, contents: Mapping[str, bytes]) -> None:
     """Write files by name: all, or none if the disk is full. Old files stay until all new ones are written."""
     # random names, so that two writers never share a file
-    partial = {name: folder / f"{name}.{token_hex(4)}.{PARTIAL}" for name in contents}
+    partial = {name: folder / PARTIAL.format(name=name, random=token_hex(4)) for name in contents}
     try:
         for name, content in contents.items():
             partial[name].write_bytes(content)
@@ -41,7 +42,7 @@ def claimed(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise OSError(f"cannot write {folder}: {error.strerror or error}") from None
     try:
-        for left_over in folder.glob(f"*.{PARTIAL}"):  # left by a process that was killed
+        for left_over in folder.glob(PARTIAL.format(name="*", random="?" * 8)):  # left by a process that was killed
             left_over.unlink()
         yield
     finally:
@@ -88,6 +89,29 @@ def _lock(descriptor: int) -> bool:
     except (ImportError, OSError):  # Windows, and file systems without locks
         return True
     return True
+
+
+def check_target(path: Path) -> None:
+    """Refuse a file that cannot be written, before there is anything to write. What is there stays as it is."""
+    check_folder(path)
+    if path.is_dir():
+        raise IsADirectoryError(f"cannot write {path}: it is a folder; name a file in it")
+    target = path.resolve()  # of a link to a file that is not there yet
+    if target.exists() and not target.is_file():  # a pipe or a device: whoever reads it would see it closed
+        return
+    new = not target.exists()
+    try:
+        target.open("xb" if new else "ab").close()
+    except OSError as error:
+        raise OSError(f"cannot write {path}: {error.strerror}") from None
+    if new:
+        target.unlink()
+
+
+def check_folder(path: Path) -> None:
+    """Refuse a path whose folder does not exist."""
+    if not (folder := path.parent).is_dir():
+        raise FileNotFoundError(f"cannot write {path}: there is no folder {folder}; run `mkdir -p {folder}`")
 
 
 def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

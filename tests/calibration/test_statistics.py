@@ -115,5 +115,5 @@ def test_queries_are_spread_over_the_second_half_of_long_prompts():
 def test_other_files_are_refused(tmp_path):
     path = tmp_path / "statistics"
     path.write_bytes(b"not safetensors")
-    with pytest.raises(ValueError, match="holds no calibration statistics"):
+    with pytest.raises(ValueError, match="holds no calibration statistics; delete it to begin anew: "):
         Statistics.load(path)

@@ -1,6 +1,7 @@
 """`kvfold calibrate`."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -72,7 +73,7 @@ def test_calibrate_says_that_the_disk_is_full(error_of, small: Path, tmp_path: P
     write = Path.write_bytes
 
     def onto_a_full_disk(path: Path, content: bytes) -> int:
-        if path.name.startswith(name):
+        if path.name.startswith(f".{name}."):
             path.symlink_to("/dev/full")
         return write(path, content)
 
@@ -94,6 +95,28 @@ def test_calibrate_into_a_file_is_refused_before_the_model_is_loaded(error_of, s
     line = error_of("calibrate", small, "--out", tmp_path / "file")
     assert line == f"error: cannot write {tmp_path / 'file'}: it is a file, not a folder"
     assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("command", ["calibrate", "tune", "pull", "push"])
+def test_no_artifact_is_written_beside_weights(error_of, small: Path, means: Path, tmp_path: Path, command: str):
+    """vLLM reads every safetensors file of a model's folder as its weights."""
+    model, tensors = tmp_path / "model", tmp_path / "tensors"
+    shutil.copytree(small, model)
+    tensors.mkdir()
+    (tensors / "tensors.safetensors").write_text("of somebody")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    arguments = {
+        "calibrate": lambda folder: (small, "--out", folder),
+        "tune": lambda folder: (small, "--bits", 5, "--out", folder),
+        "pull": lambda folder: (means, "--out", folder),
+        "push": lambda folder: (means, folder),
+    }[command]
+    line = error_of(command, *arguments(model))
+    assert line.startswith(f"error: {model} holds a model, ")
+    assert line.endswith(f": write to {model / 'kvfold'}")
+    line = error_of(command, *arguments(tensors))
+    assert f"{tensors / 'tensors.safetensors'} belongs to no artifact: move it away, or write to another" in line
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def test_calibrate_interrupted_early_leaves_no_folder(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -167,7 +167,7 @@ def test_another_check_replaces_it_and_a_later_calibration_leaves_it(checked, se
         ("KL tail", 50, "passed"),
         ("needles", 0.03, "passed"),
     ]
-    assert not (fits / ".in-use").exists()
+    assert not (fits / ".kvfold-in-use").exists()
     run("serve", model, "-r", "int2", "--require-check", "--artifact", fits)
     artifact = Artifact.load(fits)
     made = artifact.metadata.calibration

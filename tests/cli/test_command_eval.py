@@ -3,14 +3,19 @@
 import csv
 import json
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from commands import HEAD_DIM, KV_HEADS, LAYERS, plain, run
+from typer.testing import CliRunner
 
+from kvfold.cli import app
 from kvfold.cli.inputs import choose_recipes
 from kvfold.models import EMBEDDED
+
+PASSAGE = "kvfold.evaluate.logits._compare"  # measures one
 
 
 def test_eval_refuses_text_that_was_calibrated_on(error_of, small: Path, tmp_path: Path):
@@ -199,3 +204,85 @@ def test_recipes_come_from_the_artifact_where_none_is_named():
     assert [str(recipe) for recipe in choose_recipes(None, means, "saw-int4")] == ["saw-int4"]
     with pytest.raises(ValueError, match="name a recipe with --recipe"):
         choose_recipes(None, means)
+
+
+# Interrupted
+
+
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch, means: Path, tmp_path: Path) -> tuple[object, ...]:
+    """Options of an evaluation in three passages, with a cache folder of its own."""
+    monkeypatch.setenv("KVFOLD_CACHE", str(tmp_path / "cache"))
+    return ("-r", "int4", "--artifact", means, "--tokens", 300, "--context", 100)
+
+
+def calls_of(monkeypatch: pytest.MonkeyPatch, function: str, interrupted: int = 0) -> list[str]:
+    """A list that gets the calls of a function. One of them, if its number is given, is interrupted by Ctrl-C."""
+    module, _, name = function.rpartition(".")
+    original, calls = getattr(sys.modules[module], name), []
+
+    def counted(*arguments: object) -> object:
+        calls.append(name)
+        if len(calls) == interrupted:
+            raise KeyboardInterrupt
+        return original(*arguments)
+
+    monkeypatch.setattr(function, counted)
+    return calls
+
+
+def test_an_interrupted_eval_goes_on(error_of, small, sizes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """First in the last passage, then where the second cache looks for needles."""
+    unfinished = tmp_path / "cache" / "unfinished"
+    arguments = ("eval", small, *sizes, "--json", tmp_path / "rows.json")
+    run(*arguments)
+    assert not any(unfinished.iterdir()), "nothing is left of a run that was not interrupted"
+    whole = (tmp_path / "rows.json").read_bytes()
+    passages = calls_of(monkeypatch, PASSAGE)
+    for function, number, counted in ((PASSAGE, 3, 2), ("kvfold.evaluate.run.needle_accuracy", 2, 1)):
+        with monkeypatch.context() as patched:
+            calls_of(patched, function, number)
+            result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+        assert result.exit_code == 130
+        (file,) = unfinished.iterdir()
+        said = plain(result.stderr).strip().splitlines()[-1]
+        assert said == f"Stopped. {file} keeps what is finished: the same command goes on from there."
+        assert len(passages) == counted, "a passage that was finished is not read again"
+        passages.clear()
+    kept = file.read_bytes()
+    file.write_bytes(kept.replace(b"logits", b"logitz", 1))
+    assert error_of(*arguments) == f"error: {file} is damaged; delete it to begin anew"
+    file.write_bytes(kept)
+    run(*arguments, "--tokens", 299)
+    assert len(passages) == 3, "another run reads everything"
+    passages.clear()
+    run(*arguments)
+    assert passages == []
+    assert (tmp_path / "rows.json").read_bytes() == whole
+    assert not file.exists()
+
+
+def test_a_cache_folder_that_cannot_be_written_only_costs_the_checkpoint(small, sizes, tmp_path: Path):
+    (tmp_path / "cache").write_text("a file")
+    result = run("eval", small, *sizes, "--json", "-")
+    assert len(json.loads(result.stdout)) == 2
+    assert plain(result.stderr).strip().startswith("An interrupted run will begin anew: ")
+
+
+def test_a_failure_at_the_end_costs_nothing(error_of, small, sizes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    files = {name: tmp_path / f"report.{name}" for name in ("json", "csv", "html")}
+    options = [part for name, file in files.items() for part in (f"--{name}", file)]
+
+    def fail(*_: object) -> None:
+        raise OSError("the printer is on fire")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("kvfold.evaluate.page.write_html", fail)
+        assert error_of("eval", small, *sizes, *options) == "error: the printer is on fire"
+    with files["csv"].open() as file:
+        assert [row["recipe"] for row in csv.DictReader(file)] == ["bf16", "int4"]
+    assert [row["recipe"] for row in json.loads(files["json"].read_text())] == ["bf16", "int4"]
+    passages = calls_of(monkeypatch, PASSAGE)
+    run("eval", small, *sizes, *options)
+    assert files["html"].exists()
+    assert passages == []

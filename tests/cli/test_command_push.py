@@ -166,6 +166,33 @@ def test_a_hub_that_refuses(error_of, checked: Path, server: FakeHub, monkeypatc
     assert line.startswith("error: me/none is neither a folder nor what the Hugging Face Hub gives: ")
 
 
+@pytest.mark.parametrize("command", ["push", "pull"])
+def test_a_readme_of_the_user_stays(error_of, fits: Path, tmp_path: Path, command: str):
+    place, published = tmp_path / "place", tmp_path / "published"
+    run("push", fits, published)
+    arguments = (fits, place) if command == "push" else (published, "--out", place)
+    place.mkdir()
+    (place / "README.md").write_text("mine")
+    line = error_of(command, *arguments)
+    assert line.startswith(f"error: {place} has a README.md that kvfold did not write, or that was changed since: move")
+    assert contents(place) == {"README.md": b"mine"}
+    (place / "README.md").unlink()
+    run(command, *arguments)
+    (place / "README.md").write_text((place / "README.md").read_text().replace("smaller", "much smaller"))
+    assert "or that was changed since" in error_of(command, *arguments)
+    assert b"much smaller" in contents(place)["README.md"]
+
+
+def test_a_readme_of_the_user_stays_at_the_hub(error_of, fits: Path, server: FakeHub):
+    server.files["me/model"] = {"README.md": b"mine"}
+    line = error_of("push", fits, "me/model")
+    assert line.startswith("error: me/model has a README.md that kvfold did not write")
+    assert server.files["me/model"] == {"README.md": b"mine"}
+    for _ in range(2):
+        run("push", fits, "me/fits")
+    assert sorted(server.files["me/fits"]) == FILES
+
+
 def test_a_card_names_no_other_model(error_of, fits: Path, small: Path, tmp_path: Path):
     config = tmp_path / "other" / "config.json"
     shutil.copytree(small, config.parent)

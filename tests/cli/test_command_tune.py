@@ -6,12 +6,16 @@ from pathlib import Path
 
 import pytest
 from commands import LAYERS, plain, run
+from typer.testing import CliRunner
 
 import kvfold
+from kvfold.calibration import capture
+from kvfold.cli import app
 from kvfold.fitted import Fitted
 from kvfold.geometry import Geometry
 from kvfold.models import load_config
 from kvfold.recipes import TUNED
+from kvfold.tune import curves
 
 TOKENS = ("--tokens", 128)
 
@@ -89,4 +93,50 @@ def test_what_cannot_be_tuned(error_of: Callable[..., str], small: Path, means: 
     assert "holds another artifact" in line
     line = error_of("tune", small, *out, "--quality", 0, "--artifact", tuned / "fits", *TOKENS)
     assert "--quality 0: the least KL is " in line
-    assert not (tmp_path / "new").exists()
+    left = [path.name for path in (tmp_path / "new").iterdir()]
+    assert left == ["unfinished.jsonl"], "what was measured serves another --quality"
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "kept"),
+    [("_add_passage", 1, "Nothing is kept"), ("divergence", 6, "unfinished.jsonl keeps"), ("divergence", 18, "keeps")],
+    ids=["calibrating", "curves", "points"],
+)
+def test_an_interrupted_tune_goes_on(small: Path, tuned: Path, tmp_path: Path, monkeypatch, name, part: int, kept: str):
+    """Two layers have four options of keys and three of values each, then 13 points are measured."""
+    owner = curves._Run if name == "divergence" else capture
+    original, calls = getattr(owner, name), []
+
+    def counted(*arguments: object) -> object:
+        calls.append(name)
+        if len(calls) == part:
+            raise KeyboardInterrupt
+        return original(*arguments)
+
+    monkeypatch.setattr(owner, name, counted)
+    folder, rows = tmp_path / "fits", tmp_path / "rows.json"
+    command = ("tune", small, "--out", folder, "--bits", 5, "--context", 2048, *TOKENS, "--json", rows)
+    result = CliRunner().invoke(app, list(map(str, command)))
+    assert result.exit_code == 130
+    said = plain(result.stderr).strip().splitlines()[-1]
+    assert said.startswith("Stopped. ")
+    assert kept in said
+    assert (folder / "unfinished.jsonl").exists() == (name == "divergence")
+    done, part = len(calls) - 1, 0
+    run(*command)
+    points = {str((row["key widths"], row["value widths"])) for row in json.loads((tuned / "rows.json").read_text())}
+    if name == "divergence":
+        assert len(calls) - 1 - done == 14 + len(points) - done, "a part that was finished is not measured again"
+    assert rows.read_bytes() == (tuned / "rows.json").read_bytes()
+    assert sorted(path.name for path in folder.iterdir()) == ["kvfold.json", "tensors.safetensors"]
+    for file in folder.iterdir():
+        assert file.read_bytes() == (tuned / "fits" / file.name).read_bytes()
+
+
+def test_what_another_tune_has_kept_is_refused(error_of, small: Path, tuned: Path, tmp_path: Path):
+    folder = tmp_path / "new"
+    folder.mkdir()
+    (folder / "unfinished.jsonl").write_text("of the user")
+    line = error_of("tune", small, "--out", folder, "--bits", 5, "--artifact", tuned / "fits", *TOKENS)
+    assert line.startswith(f"error: {folder / 'unfinished.jsonl'} was kept by a run with another model, text, option")
+    assert (folder / "unfinished.jsonl").read_text() == "of the user"

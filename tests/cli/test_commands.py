@@ -1,9 +1,11 @@
 """All commands: their help, and what they refuse."""
 
+import json
 import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from commands import plain, run
 
 import kvfold
 from kvfold.cli import main
+from kvfold.cli.output import collect_rows
 from kvfold.fitted import Fitted
 from kvfold.geometry import Geometry
 from kvfold.models import EMBEDDED
@@ -241,11 +244,63 @@ def test_an_artifact_of_another_model(error_of, means: Path):
     assert "the artifact was made for another model: its layers is 2, the model's is 30" in line
 
 
+COMMANDS_WITH_TARGETS = [
+    *(("eval", "nobody/nothing", "-r", "int4", option) for option in ("--json", "--csv", "--html")),
+    *(("tune", "nobody/nothing", "--out", "new", "--bits", "3", option) for option in ("--json", "--png")),
+    *(("inspect", "nobody/nothing", option) for option in ("--json", "--png")),
+    *(("bench", "decode", "nobody/nothing", "-r", "int4", option) for option in ("--json", "--csv")),
+    ("check", "nobody/nothing", "--html"),
+    ("demo", "--html"),
+    ("doctor", "--json"),
+    ("plan", "nobody/nothing", "--memory", "1GB", "--json"),
+    ("recipes", "--json"),
+    ("selftest", "--csv"),
+]
+
+
 @pytest.mark.parametrize("option", ["--json", "--html"])
 def test_a_missing_folder_is_named_before_the_model_is_loaded(error_of, tmp_path: Path, option: str):
     path = tmp_path / "missing" / "report"
     line = error_of("eval", "nobody/nothing", "-r", "int4", option, path)
     assert f"there is no folder {path.parent}" in line
+
+
+@pytest.mark.parametrize("command", COMMANDS_WITH_TARGETS, ids=" ".join)
+def test_a_folder_is_no_target(error_of, tmp_path: Path, command: tuple[str, ...]):
+    """It is refused before anything is loaded, or looked for."""
+    assert error_of(*command, tmp_path) == f"error: cannot write {tmp_path}: it is a folder; name a file in it"
+
+
+def test_two_options_do_not_name_one_file(error_of, tmp_path: Path):
+    file = tmp_path / "rows"
+    line = error_of("eval", "nobody/nothing", "-r", "int4", "--json", file, "--csv", file)
+    assert line == f"error: two options name {file}: name another file with one of them"
+
+
+@dataclass
+class Measured:
+    case: int
+    parts: list[int]
+
+
+def test_rows_are_written_as_they_come(tmp_path: Path):
+    json_file, csv_file = tmp_path / "rows.json", tmp_path / "rows.csv"
+    for file in (json_file, csv_file):
+        file.write_text("of an earlier run")
+
+    def run(advance):
+        assert csv_file.read_text() == "of an earlier run"
+        yield Measured(1, [2])
+        assert csv_file.read_text() == "case\n1\n"
+        yield Measured(2, [])
+        assert csv_file.read_text() == "case\n1\n2\n"
+        assert json_file.read_text() == "of an earlier run"
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        collect_rows("Measuring", run, str(json_file), csv_file)
+    assert csv_file.read_text() == "case\n1\n2\n"
+    assert json.loads(json_file.read_text()) == [{"case": 1, "parts": [2]}, {"case": 2, "parts": []}]
 
 
 def test_a_text_that_is_missing_empty_or_short(error_of, small: Path, tmp_path: Path):

@@ -10,6 +10,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import kvfold
 from kvfold.evaluate.gsm8k import STOP, Problem, Problems, final_number, gsm8k, prompt, read_problems
+from kvfold.kept_parts import Parts
 
 PROBLEMS = [
     Problem(f"How much is {i} and {i}?", f"{i}+{i}=<<{i}+{i}={2 * i}>>{2 * i}\n#### {2 * i}") for i in range(12)
@@ -87,7 +88,7 @@ class Without:
         return self.tokenizer(*arguments, **options)
 
 
-def test_what_is_right_counts_and_each_batch_has_its_own_cache(embedded):
+def test_what_is_right_counts_and_each_batch_has_its_own_cache(embedded, tmp_path):
     """A model that answers the questions with even numbers right, and those with odd ones with 1 too many."""
     _, tokenizer = embedded
     calls = []
@@ -109,10 +110,20 @@ def test_what_is_right_counts_and_each_batch_has_its_own_cache(embedded):
     caches = iter("abc")
     model = SimpleNamespace(generate=generate, device=torch.device("cpu"))
     problems = Problems(PROBLEMS[:7], PROBLEMS[7:])
-    score = gsm8k(model, tokenizer, lambda: next(caches), problems, batch=3, advance=shares.append)
+    score = gsm8k(
+        model,
+        tokenizer,
+        lambda: next(caches),
+        problems,
+        batch=3,
+        advance=shares.append,
+        parts=Parts.load(tmp_path / "parts", "source"),
+    )
     assert (score.problems, score.correct, score.exact_match) == (7, 4, 4 / 7)
     assert calls == [(n, cache, [STOP], False) for n, cache in ((3, "a"), (3, "b"), (1, "c"))]
     assert sum(shares) == pytest.approx(1)
+    again = Parts.load(tmp_path / "parts", "source")
+    assert gsm8k(None, None, None, problems, batch=3, parts=again) == score, "no batch is asked again"
 
 
 def test_a_packed_batch_writes_what_each_prompt_gives_alone(embedded):

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 import kvfold
-from kvfold.evaluate.needle import TASKS, hide, needle_suite, needles
+from kvfold.evaluate.needle import TASKS, NeedleRow, hide, needle_suite, needles
 from kvfold.evaluate.retrieval import PREFILL
+from kvfold.kept_parts import Parts
 from kvfold.text import default_text, tokenize
 
 VOCABULARY = 256
@@ -97,6 +98,23 @@ def test_further_trials_go_on_where_earlier_ones_ended():
     one, two = (needle_suite(model, Characters(), Tape, {"": TEXT}, [3000], (0.5,), trials) for trials in (1, 3))
     assert 0 < fmean(row.score for row in two[len(one) :]) < 1
     assert needle_suite(model, Characters(), Tape, {"": TEXT}, [3000], (0.5,), 2, first=1) == two[len(one) :]
+
+
+def test_an_interrupted_suite_goes_on_with_the_next_haystack(tmp_path):
+    """Of four haystacks, three get a cache in the first run, and one in the second."""
+    model = Reader(sees=lambda text: text[len(text) // 2 :])
+    given = (model, Characters(), {"tildes": TEXT}, [2000], (0.25, 0.75), 2)
+
+    def suite(caches: int) -> list[NeedleRow]:
+        left = iter([Tape() for _ in range(caches)])
+        parts = Parts.load(tmp_path / "parts", "source")
+        return needle_suite(*given[:2], lambda: next(left), *given[2:], parts=parts)
+
+    with pytest.raises(StopIteration):
+        suite(caches=3)
+    whole = needle_suite(*given[:2], Tape, *given[2:])
+    assert suite(caches=1) == suite(caches=0) == whole
+    assert {row.score for row in whole} >= {0, 1}
 
 
 def test_who_reads_only_the_end_finds_what_is_there():

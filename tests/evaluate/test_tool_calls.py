@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import kvfold
 from kvfold.evaluate.retrieval import encode, read
 from kvfold.evaluate.tool_calls import CALLS, MOST_TOKENS, TOOLS, Record, answer, hide_records, score, tool_calls
+from kvfold.kept_parts import Parts
 
 EXPECTED = {"tool": "open_gate", "arguments": {"gate": "Lisbon", "gate_number": 48213}}
 TOKENIZER = byte_tokenizer()
@@ -79,14 +80,17 @@ class Reader:
         return SimpleNamespace(logits=logits)
 
 
-def test_who_reads_everything_writes_every_call(monkeypatch):
+def test_who_reads_everything_writes_every_call(monkeypatch, tmp_path):
     monkeypatch.setattr("kvfold.evaluate.tool_calls.MOST_TOKENS", 120)  # a token is a character here
     shares: list[float] = []
-    rows = tool_calls(Reader(), TOKENIZER, Tape, {"one": TEXT, "other": TEXT}, [4000], 2, shares.append)
+    parts, texts = Parts.load(tmp_path / "parts", "source"), {"one": TEXT, "other": TEXT}
+    rows = tool_calls(Reader(), TOKENIZER, Tape, texts, [4000], 2, shares.append, parts)
     keys = [(row.text, row.length, row.trial, row.call) for row in rows]
     assert keys == list(product(("one", "other"), [4000], range(2), range(CALLS)))
     assert all(row.valid and row.exact for row in rows)
     assert sum(shares) == pytest.approx(1)
+    again = Parts.load(tmp_path / "parts", "source")
+    assert tool_calls(None, TOKENIZER, None, texts, [4000], 2, parts=again) == rows, "nothing is read again"
 
 
 def test_who_reads_only_the_end_writes_the_calls_of_records_that_stand_there(monkeypatch):

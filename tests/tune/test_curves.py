@@ -87,10 +87,10 @@ def test_skipped_layers_change_nothing(monkeypatch: pytest.MonkeyPatch):
     ran: list[int] = []
     for number, layer in enumerate(tuner.model.get_decoder().layers):
         layer.self_attn.register_forward_hook(lambda *seen, number=number: ran.append(number))
-    short = curves.divergences(tuner.model, tuner.pairs, [change])
+    short = curves.divergences(tuner.model, tuner.pairs, {"it": change})["it"]
     assert ran == [0, 1, 1], "once in 16 bits, then from the changed layer on"
     monkeypatch.setattr(curves, "_skipped", lambda *given: torch.no_grad())
-    assert torch.equal(short, curves.divergences(tuner.model, tuner.pairs, [change]))
+    assert torch.equal(short, curves.divergences(tuner.model, tuner.pairs, {"it": change})["it"])
     assert ran == [0, 1, 1, 0, 1, 0, 1]
 
 

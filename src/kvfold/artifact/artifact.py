@@ -17,6 +17,7 @@ from kvfold.artifact.check_results import CheckResult
 from kvfold.artifact.fit_tensors import check_fit
 from kvfold.artifact.metadata import SCHEMA, Metadata, Shard, read
 from kvfold.files import write_whole
+from kvfold.models import CARRIED
 from kvfold.recipe import Recipe
 from kvfold.recipes import parse
 
@@ -131,6 +132,7 @@ class Artifact:
         return Artifact(self.metadata.model_copy(update=changed), tensors)
 
     def save(self, folder: Path) -> None:
+        check_place(folder)
         folder.mkdir(parents=True, exist_ok=True)
         tensors = save({name: tensor.contiguous() for name, tensor in self.tensors.items()})
         front = {"schema_version": SCHEMA, "tensors_sha256": hashlib.sha256(tensors).hexdigest()}
@@ -163,6 +165,17 @@ class Artifact:
         except (SafetensorError, ValueError) as error:
             raise ValueError(f"{folder / TENSORS} is not valid: {error}") from None
         return artifact
+
+
+def check_place(folder: Path) -> None:
+    """Refuse a folder with a model, whose engines would read an artifact's tensors as weights, and one with tensors
+    that are no artifact's."""
+    if (folder / "config.json").exists() or any(folder.glob("*.gguf")):
+        raise FileExistsError(
+            f"{folder} holds a model, and engines would read an artifact there as weights: write to {folder / CARRIED}"
+        )
+    if (folder / TENSORS).exists() and not (folder / METADATA).exists():
+        raise FileExistsError(f"{folder / TENSORS} belongs to no artifact: move it away, or write to another folder")
 
 
 def find(where: str | Path) -> Path:

@@ -194,4 +194,4 @@ class Statistics:
             layers = [LayerStatistics.from_tensors(layer) for layer in named]
             return cls(layers, rope, header["source"], int(header["windows"]))
         except (SafetensorError, KeyError, IndexError, ValueError) as error:
-            raise ValueError(f"{path} holds no calibration statistics: {error}") from None
+            raise ValueError(f"{path} holds no calibration statistics; delete it to begin anew: {error}") from None

@@ -35,7 +35,7 @@ def decode(
     means = needed_artifact(means, model, (network, tokenizer), panel)
     words = tokenize(read_text(None, "evaluation"), tokenizer, context)
     timed = partial(run, network, words, panel, means, batch, steps)
-    rows = collect_rows("Timing", timed, csv_file)
+    rows = collect_rows("Timing", timed, json_file, csv_file)
     if write_json(json_file, rows):
         return
     title = f"Decoding {model} at {context:,} tokens, batch {batch}, {rows[0]['device']}"

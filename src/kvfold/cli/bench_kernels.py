@@ -66,7 +66,7 @@ def kernels(
     if any(each.op != "store" for each in cases):
         for name in missing():
             err.print(f"{name} is not installed, so it is not compared with", highlight=False)
-    rows = collect_rows("Timing", lambda advance: run.run(cases, panel, advance, target), csv_file)
+    rows = collect_rows("Timing", lambda advance: run.run(cases, panel, advance, target), json_file, csv_file)
     if not write_json(json_file, rows):
         _print_times(rows)
 

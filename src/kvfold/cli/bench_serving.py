@@ -47,7 +47,9 @@ def serving(
         for users in concurrency or [8]
     ]
     where = gpu or run.this_machine()
-    rows = collect_rows("Timing", lambda advance: run.run(server, loads, recipe, where, advance), csv_file, add=True)
+    rows = collect_rows(
+        "Timing", lambda advance: run.run(server, loads, recipe, where, advance), json_file, csv_file, add=True
+    )
     if not write_json(json_file, rows):
         _print_serving(rows)
 

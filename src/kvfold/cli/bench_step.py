@@ -49,7 +49,9 @@ def step(
     for each in panel:
         Fitted(each, geometry).check()
     cases = [run.Case.parse(text) for text in case or run.CASES]
-    rows = collect_rows("Timing", lambda advance: run.run(shape, config, cases, panel, page, advance), csv_file)
+    rows = collect_rows(
+        "Timing", lambda advance: run.run(shape, config, cases, panel, page, advance), json_file, csv_file
+    )
     if not write_json(json_file, rows):
         _print_steps(rows)
 

@@ -40,9 +40,11 @@ def calibrate(
     Example: `kvfold calibrate embedded -r oscar-int2 -r gtq-k3v3 --out fits`, then
     `kvfold eval embedded -r oscar-int2 --artifact fits`
     """
+    from kvfold.artifact.artifact import check_place
     from kvfold.calibration.automatic import usual_context
     from kvfold.recipes import parse
 
+    check_place(folder)
     panel, words = [parse(name) for name in recipe or ()], read_text(text, "calibration")
     geometry = check(model, panel)
     context = context or usual_context(geometry, default_device())

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from rich.markup import escape
 
 from kvfold import hub
-from kvfold.cli.inputs import install_command
+from kvfold.cli.inputs import check_files, install_command
 from kvfold.cli.options import DEFAULT, JsonFile
 from kvfold.cli.output import err, out, write_json
 from kvfold.fitting_table import FittingTable
@@ -39,6 +39,7 @@ def doctor(json_file: JsonFile = None) -> None:
 
     Example: `kvfold doctor`, or `kvfold doctor --json -`
     """
+    check_files(json_file)
     with err.status("Looking …"):
         parts = [*_hardware(), _kernels(), *map(_engine, ENGINES), _embedded(), _cache(), *_hub()]
     if write_json(json_file, [part._asdict() for part in parts]):

@@ -8,6 +8,7 @@ import typer
 from kvfold.cli.inputs import check, choose_recipes, find_artifact, load, needed_artifact
 from kvfold.cli.options import ArtifactFolder, CsvFile, JsonFile, Model, TextFile, recipe_option
 from kvfold.cli.output import out, progress, write_csv, write_json
+from kvfold.cli.unfinished import hash_of, parts_in_cache, unfinished
 from kvfold.text import DOCUMENTATION, haystack_texts, read_text, tokenize
 
 
@@ -58,14 +59,17 @@ def eval_(
 ) -> None:
     """Compare recipes with the 16-bit cache of the same model: perplexity, KL, top-1, copying, needles, bits.
 
+    A run that was interrupted goes on when the same command is run again.
+
     Example: `kvfold eval embedded -r int4 -r saw-int4:sink=4 --tokens 4096 --html report.html`, or
     `kvfold eval Qwen/Qwen3-8B -r oscar-int2 --artifact fits --needle 4096 --needle 32768 --gsm8k test.jsonl`, or
     `kvfold eval Qwen/Qwen3-8B -r saw-int4 --tool-calls 16384 --haystack novel.txt --haystack code.txt --trials 10`
     """
     from kvfold.evaluate.gsm8k import read_problems
     from kvfold.evaluate.page import write_html
-    from kvfold.evaluate.report import rows, table
+    from kvfold.evaluate.report import Report, rows, table
     from kvfold.evaluate.run import Haystacks, evaluate
+    from kvfold.recipes import method_source
 
     asked = None if gsm8k is None else read_problems(gsm8k, problems)
     means, words = find_artifact(artifact, model, recipe), read_text(text, "evaluation")
@@ -76,24 +80,37 @@ def eval_(
     ids = tokenize(words, tokenizer, tokens)
     texts = {name: tokenize(part, tokenizer, None) for name, part in hay.items()}
     means = needed_artifact(means, model, (network, tokenizer), panel)
-    with progress(f"Evaluating {len(panel)} recipes") as advance:
-        report = evaluate(
-            network,
-            tokenizer,
-            panel,
-            ids,
-            context,
-            artifact=means,
-            names=(model, text.name if text else DOCUMENTATION),
-            haystacks=Haystacks(texts, needle or (), tool_calls or (), trials),
-            problems=asked,
-            tasks=tasks or (),
-            layers=layers,
-            answers=html is not None,
-            advance=advance,
-        )
-    if html:
-        write_html(report, html, artifact)
-    write_csv(csv_file, rows(report))
-    if not write_json(json_file, rows(report)):
+    haystacks = Haystacks(texts, needle or (), tool_calls or (), trials)
+    methods = [(str(each), method_source(each)) for each in panel]
+    learned = (means.tensors, means.metadata.rope) if means else None
+    defined = [Path(task).read_text() if Path(task).is_file() else task for task in tasks or ()]
+    parts = parts_in_cache(hash_of(model, network, methods, learned, ids, context, haystacks, asked, defined))
+
+    def save(report: Report) -> None:
+        write_csv(csv_file, rows(report))
+        if json_file != "-":
+            write_json(json_file, rows(report))
+
+    with unfinished(parts.file):
+        with progress(f"Evaluating {len(panel)} recipes") as advance:
+            report = evaluate(
+                network,
+                tokenizer,
+                panel,
+                ids,
+                context,
+                artifact=means,
+                names=(model, text.name if text else DOCUMENTATION),
+                haystacks=haystacks,
+                problems=asked,
+                tasks=tasks or (),
+                layers=layers,
+                answers=html is not None,
+                advance=advance,
+                parts=parts,
+                finished=save,
+            )
+        if html:
+            write_html(report, html, artifact)
+    if not (json_file == "-" and write_json(json_file, rows(report))):
         out.print(table(report))

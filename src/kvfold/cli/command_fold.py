@@ -9,10 +9,11 @@ import typer
 from rich.markup import escape
 
 import kvfold
-from kvfold.cli.inputs import CARRIED, calibrated_folder, carried_folder, check, load
+from kvfold.cli.inputs import calibrated_folder, carried_folder, check, load
 from kvfold.cli.options import ArtifactFolder, Model, recipe_option
 from kvfold.cli.output import out
-from kvfold.models import load_config, save_model
+from kvfold.files import check_folder
+from kvfold.models import CARRIED, load_config, save_model
 
 
 def fold(
@@ -34,7 +35,8 @@ def fold(
     parsed = parse(recipe)
     there = artifact or carried_folder(model, [recipe])
     fits = kvfold.Artifact.load(there) if there else None
-    check(model, [parsed], folder, artifact=fits)
+    check_folder(folder)
+    check(model, [parsed], artifact=fits)
     check_foldable(parsed, load_config(model))
     if folder.is_symlink() or folder.is_mount() or (folder.exists() and (folder.is_file() or any(folder.iterdir()))):
         raise FileExistsError(

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 import kvfold
+from kvfold.cli.inputs import check_files
 from kvfold.cli.options import JsonFile
 from kvfold.cli.output import check_table, out, write_json
 from kvfold.fitting_table import FittingTable
@@ -23,6 +24,7 @@ def inspect(
     from kvfold.calibration.describe import describe, draw
     from kvfold.recipes import parse
 
+    check_files(png, json_file)
     artifact = kvfold.Artifact.load(folder)
     rows = describe(artifact)
     checks = {name: result for name in artifact.metadata.checks if (result := artifact.check_result(parse(name)))}

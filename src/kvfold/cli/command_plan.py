@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvfold.cli.inputs import bytes_in, config_of, fitting_recipes
+from kvfold.cli.inputs import bytes_in, check_files, config_of, fitting_recipes
 from kvfold.cli.options import JsonFile
 from kvfold.cli.output import out, write_json
 from kvfold.fitting_table import FittingTable
@@ -40,6 +40,7 @@ def plan(
     from kvfold.fitted import Fitted
     from kvfold.recipes import RECIPES
 
+    check_files(json_file)
     config = config_of(model)
     geometry = Geometry.from_config(config)
     budget = bytes_in(memory)

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from kvfold.cli.inputs import fitting_recipes
+from kvfold.cli.inputs import check_files, fitting_recipes
 from kvfold.cli.options import JsonFile
 from kvfold.cli.output import out, write_json
 from kvfold.fitting_table import FittingTable
@@ -22,6 +22,7 @@ def recipes(
     """
     from kvfold.fitted import Fitted
 
+    check_files(json_file)
     geometry = Geometry.uniform("any", layers=1, q_heads=1, kv_heads=1, head_dim=head_dim)
     fitting, others = fitting_recipes(geometry)
     rows: list[dict[str, Any]] = []

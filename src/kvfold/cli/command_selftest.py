@@ -20,7 +20,7 @@ def selftest(target: Target = None, json_file: JsonFile = None, csv_file: CsvFil
     from kvfold.bench import selftest as run
 
     check_files(json_file, csv_file)
-    rows = collect_rows("Checking", lambda advance: run.run(advance, target), csv_file)
+    rows = collect_rows("Checking", lambda advance: run.run(advance, target), json_file, csv_file)
     if not write_json(json_file, rows):
         _print_checks(rows)
     if wrong := [row for row in rows if not row["ok"]]:

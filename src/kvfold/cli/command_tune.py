@@ -11,6 +11,7 @@ import kvfold
 from kvfold.cli.inputs import bytes_in, check, load
 from kvfold.cli.options import JsonFile, Model, TextFile
 from kvfold.cli.output import out, progress, write_json
+from kvfold.cli.unfinished import hash_of, unfinished
 from kvfold.files import claimed
 from kvfold.fitting_table import FittingTable
 from kvfold.geometry import Geometry
@@ -44,15 +45,18 @@ def tune(
     """Split a budget over layers, keys and values, for the recipe `fold`.
 
     Measures what each width costs in each layer: the KL of predictions on text and on repeated random tokens. Then
-    chooses the widths that cost least within the budget. Without an artifact, the model is calibrated first.
+    chooses the widths that cost least within the budget. Without an artifact, the model is calibrated first. A run that
+    was interrupted goes on when the same command is run again.
 
     The small model takes 5 to 15 minutes on a CPU, one of 1.5B parameters about one on an H200. Fewer --tokens take
     less.
 
     Example: `kvfold tune embedded --bits 2.5 --out tuned`, then `kvfold serve embedded -r fold --artifact tuned`
     """
+    from kvfold.artifact.artifact import check_place
     from kvfold.calibration.automatic import tokens_on, usual_context
-    from kvfold.recipes import TUNED, parse
+    from kvfold.kept_parts import Parts
+    from kvfold.recipes import TUNED, method_source, parse
     from kvfold.tune.choices import EQUAL, with_choices
     from kvfold.tune.curves import passages
     from kvfold.tune.tuner import Tuner
@@ -62,13 +66,16 @@ def tune(
 
     if sum(budget is not None for budget in (bits, memory, quality)) != 1:
         raise ValueError("say what may be spent, with one of --bits, --memory and --quality")
+    check_place(folder)
     if artifact and artifact != str(folder) and (folder / "kvfold.json").exists():
         raise FileExistsError(f"{folder} holds another artifact than {artifact}: write to another folder")
     equal, words = [parse(name) for name in EQUAL], read_text(text, "calibration")
     fits = kvfold.Artifact.load(artifact) if artifact else None
     geometry = check(model, equal, png, json_file, artifact=fits)
     budget = 0 if quality is not None else _budget(geometry, bits, memory, context, requests)
-    with claimed(folder):
+    # what calibration keeps is deleted only if it was made or read here
+    checkpoint, measured = folder / "unfinished.safetensors", folder / "unfinished.jsonl"
+    with claimed(folder), unfinished(*([] if fits else [checkpoint]), measured):
         there = kvfold.Artifact.load(folder) if (folder / "kvfold.json").exists() else None
         network, tokenizer = load(model)
         tokens = tokens or TOKENS.get(network.device.type, TOKENS["cuda"])
@@ -79,9 +86,13 @@ def tune(
             most = usual_context(geometry, network.device.type)
             with progress("Calibrating") as advance:
                 opened = with_openings(ids[:read], most, tokenizer)
-                fits = kvfold.calibrate(network, opened, most, equal, into=there, progress=advance)
+                fits = kvfold.calibrate(
+                    network, opened, most, equal, into=there, checkpoint=checkpoint, progress=advance
+                )
         fits.metadata.model.check(network)
-        tuner = Tuner(network, fits, passages(ids[read:], length, tokenizer), context)
+        pairs = passages(ids[read:], length, tokenizer)
+        parts = Parts.load(measured, hash_of(model, network, method_source(TUNED), fits.tensors, pairs))
+        tuner = Tuner(network, fits, pairs, context, parts)
         with progress(f"Measuring {len(geometry.packed)} layers") as advance:
             curves = tuner.curves(lambda share: advance(0.88 * share))
             if quality is not None:
@@ -91,10 +102,12 @@ def tune(
             named = [(name, (choice,) * len(geometry.packed)) for name, choice in EQUAL.items()]
             named += [(TUNED.name, tuner.allocate(curves, each)) for each in tuner.budgets()[::4]]
             *points, best = tuner.measure([*named, (TUNED.name, chosen)], lambda share: advance(0.07 * share))
+        rows = [{**point.row(), "chosen": point is best} for point in (*points, best)]
         with_choices(fits, geometry, chosen, ids[read:]).save(folder)
-    if png:
-        draw(points, best, png)
-    if write_json(json_file, [{**point.row(), "chosen": point is best} for point in (*points, best)]):
+        shown = write_json(json_file, rows)
+        if png:
+            draw(points, best, png)
+    if shown:
         return
     table = FittingTable(
         f"{model}, {len(ids) - read:,} tokens of text", "recipe", "bits", "bytes per token", "KL", "copying: KL"

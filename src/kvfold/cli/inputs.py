@@ -16,16 +16,14 @@ from rich.markup import escape
 import kvfold
 from kvfold.cli.output import err, progress
 from kvfold.evaluate.limits import MOST_TRIALS
-from kvfold.files import columns_of
+from kvfold.files import check_target, columns_of
 from kvfold.geometry import Geometry, example_configs
-from kvfold.models import EMBEDDED, default_device, load_config, load_model, loads_at_once
+from kvfold.models import CARRIED, EMBEDDED, default_device, load_config, load_model, loads_at_once
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
     from kvfold.recipe import Recipe
-
-CARRIED = "kvfold"  # the artifact's folder inside a model's folder; engines do not look for weights there
 
 
 def check(
@@ -35,8 +33,8 @@ def check(
     artifact: "kvfold.Artifact | None" = None,
     served: bool = False,
 ) -> Geometry:
-    """The shape of the model. Refuses recipes that do not fit it, or that engines do not serve, and files in a folder
-    that does not exist."""
+    """The shape of the model. Refuses recipes that do not fit it, or that engines do not serve, and files that cannot
+    be written."""
     from kvfold.fitted import Fitted
 
     check_files(*files)
@@ -52,9 +50,12 @@ def check(
 
 
 def check_files(*files: str | Path | None) -> None:
-    for file in files:
-        if file and file != "-" and not (folder := Path(file).parent).is_dir():
-            raise FileNotFoundError(f"cannot write {file}: there is no folder {folder}; run `mkdir -p {folder}`")
+    """Refuse files that cannot be written, and one file for two things."""
+    targets = [Path(file) for file in files if file and file != "-"]
+    for number, target in enumerate(targets):
+        check_target(target)
+        if target in targets[:number]:
+            raise ValueError(f"two options name {target}: name another file with one of them")
 
 
 def check_columns(file: Path | None, row: type["DataclassInstance"]) -> None:

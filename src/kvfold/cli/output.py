@@ -49,18 +49,24 @@ def progress(what: str) -> Iterator[Callable[[float], None]]:
 
 
 def collect_rows(
-    what: str, run: Callable[[Callable[[float], None]], Iterable[Any]], csv_file: Path | None, add: bool = False
+    what: str,
+    run: Callable[[Callable[[float], None]], Iterable[Any]],
+    json_file: str | None,
+    csv_file: Path | None,
+    add: bool = False,
 ) -> list[dict[str, Any]]:
-    """The rows of a run, which are written to the CSV file too, or added to it. If the run fails, its rows so far are
-    written."""
+    """The rows of a run. Each is written to the CSV file as it comes, or added to it. If the run fails, its rows so far
+    are written to the JSON file too. An older file stays until there is a row."""
     rows: list[dict[str, Any]] = []
     try:
         with progress(what) as advance:
-            for row in run(advance):
-                rows.append(asdict(row))
-    finally:
-        if rows:
-            (add_to_csv if add else write_csv)(csv_file, rows)
+            for row in map(asdict, run(advance)):
+                rows.append(row)
+                (add_to_csv if add or len(rows) > 1 else write_csv)(csv_file, [row])
+    except BaseException:
+        if rows and json_file != "-":
+            write_json(json_file, rows)
+        raise
     return rows
 
 
@@ -80,7 +86,7 @@ def write_csv(file: Path | None, rows: list[dict[str, Any]]) -> None:
     """Write one line per row. Columns of lists or dictionaries are left out."""
     if file is None:
         return
-    columns = [name for name, value in rows[0].items() if not isinstance(value, dict | list)]
+    columns = list(_flat(rows[0]))
     with file.open("w", newline="") as stream:
         writer = csv.DictWriter(stream, columns, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
@@ -88,5 +94,10 @@ def write_csv(file: Path | None, rows: list[dict[str, Any]]) -> None:
 
 
 def add_to_csv(file: Path | None, rows: list[dict[str, Any]]) -> None:
+    """The same, behind the lines that are there."""
     if file is not None:
-        append_rows(file, rows)
+        append_rows(file, list(map(_flat, rows)))
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if not isinstance(value, dict | list)}

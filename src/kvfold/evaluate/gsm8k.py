@@ -4,8 +4,9 @@ import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.evaluate.retrieval import Make
+from kvfold.kept_parts import NOTHING_KEPT, Parts
 
 SHOTS = 5
 STOP = "\n\nQuestion"  # without a chat template, a model goes on to a problem of its own here
@@ -69,27 +71,36 @@ def gsm8k(
     batch: int = 128,
     max_new_tokens: int = 512,
     advance: Callable[[float], None] = lambda share: None,
+    parts: Parts = NOTHING_KEPT,  # a batch each
 ) -> Gsm8kScore:
     """Let the model answer greedily, `batch` problems at a time. Each batch gets a new cache."""
+    correct, count = 0, len(problems.asked)
+    for start in range(0, count, batch):
+        some = replace(problems, asked=problems.asked[start : start + batch])
+        correct += parts(start, partial(_correct, model, tokenizer, make, some, max_new_tokens))
+        advance(len(some.asked) / count)
+    return Gsm8kScore(count, correct)
+
+
+def _correct(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, make: Make, problems: Problems, max_new_tokens: int
+) -> int:
+    """How many problems are solved, all in one batch."""
     prompts = [prompt(tokenizer, problems.shots, problem.question) for problem in problems.asked]
-    correct = 0
-    for start in range(0, len(prompts), batch):
-        ids, mask = left_padded(prompts[start : start + batch], tokenizer.eos_token_id)
-        written = model.generate(
-            input_ids=ids.to(model.device),
-            attention_mask=mask.to(model.device),
-            past_key_values=make(),
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            pad_token_id=tokenizer.eos_token_id,
-            stop_strings=[STOP],
-            tokenizer=tokenizer,
-        )
-        texts = tokenizer.batch_decode(written[:, ids.shape[1] :], skip_special_tokens=True)
-        for text, problem in zip(texts, problems.asked[start : start + batch], strict=True):
-            correct += final_number(text) == final_number(problem.answer)
-        advance(len(ids) / len(prompts))
-    return Gsm8kScore(len(prompts), correct)
+    ids, mask = left_padded(prompts, tokenizer.eos_token_id)
+    written = model.generate(
+        input_ids=ids.to(model.device),
+        attention_mask=mask.to(model.device),
+        past_key_values=make(),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        pad_token_id=tokenizer.eos_token_id,
+        stop_strings=[STOP],
+        tokenizer=tokenizer,
+    )
+    texts = tokenizer.batch_decode(written[:, ids.shape[1] :], skip_special_tokens=True)
+    pairs = zip(texts, problems.asked, strict=True)
+    return sum(final_number(text) == final_number(problem.answer) for text, problem in pairs)
 
 
 def prompt(tokenizer: PreTrainedTokenizerBase, shots: list[Problem], question: str) -> list[int]:

@@ -1,14 +1,17 @@
 """Perplexity, KL divergence and top-1 agreement with the 16-bit cache, token by token."""
 
 import math
+from base64 import b64decode, b64encode
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+from kvfold.kept_parts import NOTHING_KEPT, Parts
 from kvfold.ops.dense import divergence
 
 # Tokens per call of the model, and per softmax. They bound the memory of logits and change no answer: with 152,000
@@ -44,6 +47,15 @@ class Scores:
         """Add the scores of other passages."""
         for name, numbers in vars(more).items():
             setattr(self, name, np.append(getattr(self, name), numbers))
+
+    def extend_written(self, written: str) -> None:
+        """Add the tokens of scores that were `written`."""
+        parts = np.frombuffer(b64decode(written)).reshape(4, -1)
+        self.positions, self.nll, self.kls, self.agreed = map(np.append, vars(self).values(), parts)
+
+    def written(self) -> str:
+        """Exactly, as text."""
+        return b64encode(np.stack(list(vars(self).values())).tobytes()).decode()
 
     def beyond(self, position: int) -> "Scores | None":
         """The scores of tokens from this position on, if there are any."""
@@ -85,29 +97,46 @@ def compare(
     reference: Callable[[], Cache],
     caches: dict[str, Callable[[], Cache]],
     advance: Callable[[float], None] = lambda share: None,
+    parts: Parts = NOTHING_KEPT,  # a passage each
 ) -> tuple[Scores, dict[str, Scores]]:
-    """Score every cache on `tokens` (1-D), in passages of `context` tokens. Each passage begins with an empty cache.
+    """Score every cache on `tokens` (1-D), in passages of `context` tokens. Each passage begins with an empty cache."""
+    own, *others = (Scores() for _ in range(1 + len(caches)))
+    for number, passage in enumerate(tokens.to(model.device).split(context)):
+        if len(passage) < 2:
+            continue
+        if number in parts:
+            advance(len(passage) / len(tokens))
+        measure = partial(_compare, model, passage, [reference, *caches.values()], len(tokens), advance)
+        for scores, written in zip((own, *others), parts(number, measure), strict=True):
+            scores.extend_written(written)
+    if not own.tokens:
+        raise ValueError("nothing to score: the text needs at least two tokens")
+    return own, dict(zip(caches, others, strict=True))
+
+
+def _compare(
+    model: PreTrainedModel,
+    passage: Tensor,
+    caches: list[Callable[[], Cache]],
+    total: int,
+    advance: Callable[[float], None],
+) -> list[str]:
+    """The scores of the caches on a passage out of `total` tokens, as `written`. The first cache is the reference.
 
     The caches take turns per chunk. So the logits of the reference are computed once and kept for one chunk only.
     """
-    own, others = Scores(), {name: Scores() for name in caches}
-    for passage in tokens.to(model.device).split(context):
-        if len(passage) < 2:
-            continue
-        reference_cache = reference()
-        filled = {name: make() for name, make in caches.items()}
-        for start in range(0, len(passage) - 1, CHUNK):
-            chunk = passage[start : min(start + CHUNK, len(passage) - 1)]
-            targets = passage[start + 1 : start + 1 + len(chunk)]
-            expected = _logits(model, chunk, reference_cache)
-            own.add(start, expected, expected, targets)
-            advance(len(chunk) / len(tokens) / (1 + len(caches)))
-            for name, cache in filled.items():
-                others[name].add(start, _logits(model, chunk, cache), expected, targets)
-                advance(len(chunk) / len(tokens) / (1 + len(caches)))
-    if not own.tokens:
-        raise ValueError("nothing to score: the text needs at least two tokens")
-    return own, others
+    filled = [make() for make in caches]
+    scores = [Scores() for _ in filled]
+    for start in range(0, len(passage) - 1, CHUNK):
+        chunk = passage[start : min(start + CHUNK, len(passage) - 1)]
+        targets = passage[start + 1 : start + 1 + len(chunk)]
+        expected = None
+        for own, cache in zip(scores, filled, strict=True):
+            logits = _logits(model, chunk, cache)
+            expected = logits if expected is None else expected
+            own.add(start, logits, expected, targets)
+            advance(len(chunk) / total / len(caches))
+    return [own.written() for own in scores]
 
 
 def _logits(model: PreTrainedModel, tokens: Tensor, cache: Cache) -> Tensor:

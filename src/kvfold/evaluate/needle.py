@@ -18,6 +18,7 @@ values found. A value is found if greedy decoding gives all its tokens, after th
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.evaluate.retrieval import Make, ask, encode, haystack, read, seeded
+from kvfold.kept_parts import NOTHING_KEPT, Parts
 
 TASKS = ("single", "distractor", "multi", "m-key", "m-value", "m-query")
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -76,6 +78,7 @@ def needle_suite(
     trials: int = TRIALS,
     advance: Callable[[float], None] = lambda share: None,
     first: int = 0,
+    parts: Parts = NOTHING_KEPT,  # a haystack each
 ) -> list[NeedleRow]:
     """All tasks, in haystacks of `lengths` tokens out of each text (1-D). Every cache gets the same haystacks. Trials
     are numbered from `first` on, and each number gives other haystacks."""
@@ -84,14 +87,29 @@ def needle_suite(
         for length in lengths:
             for depth in depths:
                 for trial in range(first, first + trials):
-                    hay, hidden = hide(tokenizer, tokens, length, depth, trial)
-                    found: dict[str, list[float]] = {task: [] for task in TASKS}
-                    for needle, score in _found(model, make(), hay, hidden).items():
-                        for task in needle.tasks:
-                            found[task].append(score)
-                    rows += [NeedleRow(text, length, depth, trial, task, fmean(found[task])) for task in TASKS]
+                    measure = partial(_scores, model, tokenizer, make, tokens, length, depth, trial)
+                    scores = parts((text, length, depth, trial), measure)
+                    rows += [NeedleRow(text, length, depth, trial, task, scores[task]) for task in TASKS]
                     advance(length / (sum(lengths) * len(texts) * len(depths) * trials))
     return rows
+
+
+def _scores(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    make: Make,
+    text: Tensor,
+    length: int,
+    depth: float,
+    trial: int,
+) -> dict[str, float]:
+    """What each task scores in one haystack."""
+    hay, hidden = hide(tokenizer, text, length, depth, trial)
+    found: dict[str, list[float]] = {task: [] for task in TASKS}
+    for needle, score in _found(model, make(), hay, hidden).items():
+        for task in needle.tasks:
+            found[task].append(score)
+    return {task: fmean(scores) for task, scores in found.items()}
 
 
 def needles(depth: float, rng: random.Random) -> list[Needle]:

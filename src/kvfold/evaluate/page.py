@@ -33,6 +33,7 @@ from kvfold.evaluate.report import (
     spell_perplexity,
     spell_share,
 )
+from kvfold.files import check_folder
 from kvfold.recipes import BAD_EXAMPLE
 
 if TYPE_CHECKING:
@@ -42,8 +43,7 @@ if TYPE_CHECKING:
 
 def write_html(report: Report, path: Path, artifact: str | None = None, check: "CheckResult | None" = None) -> None:
     """Write the page of an evaluation, or of a check. `artifact` is named in the lines that serve its recipes."""
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"cannot write {path}: there is no folder {path.parent}")
+    check_folder(path)
     script = _file("page.js")
     digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()
     sections = (

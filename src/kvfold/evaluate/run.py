@@ -1,7 +1,7 @@
 """One evaluation: every recipe on the same model and text, as a report."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,10 +11,10 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from kvfold.artifact import TEXT, Artifact
 from kvfold.calibration.fit import versions
 from kvfold.calibration.text_overlap import check_disjoint
-from kvfold.engines.transformers import cache
+from kvfold.engines.transformers import PackedCache, cache
 from kvfold.evaluate.answers import QUESTION, answer
 from kvfold.evaluate.gsm8k import Problems, gsm8k
-from kvfold.evaluate.layer_attention import diagnose
+from kvfold.evaluate.layer_attention import LayerRow, diagnose
 from kvfold.evaluate.logits import LONG, Scores, compare
 from kvfold.evaluate.needle import TRIALS as NEEDLE_TRIALS
 from kvfold.evaluate.needle import hide, needle_suite
@@ -25,8 +25,10 @@ from kvfold.evaluate.tool_calls import TRIALS as TOOL_TRIALS
 from kvfold.evaluate.tool_calls import hide_records, tool_calls
 from kvfold.fitted import Fitted
 from kvfold.geometry import Geometry
+from kvfold.kept_parts import NOTHING_KEPT, Parts
 from kvfold.recipe import Recipe
 from kvfold.recipes import parse
+from kvfold.rope import Rope
 from kvfold.text import with_openings
 
 PLAIN = "transformers' own cache"
@@ -70,8 +72,11 @@ def evaluate(
     layers: bool = False,  # whether to diagnose the attention of every layer
     answers: bool = False,  # whether to ask every cache about the text
     advance: Callable[[float], None] = lambda share: None,
+    parts: Parts = NOTHING_KEPT,
+    finished: Callable[[Report], None] = lambda report: None,
 ) -> Report:
-    """Evaluate `recipes` and the 16-bit cache on `tokens` (1-D). `advance` gets shares of 1."""
+    """Evaluate `recipes` and the 16-bit cache on `tokens` (1-D). `advance` gets shares of 1. `finished` gets the report
+    after each row."""
     geometry = Geometry.from_config(model.config.to_dict())
     if artifact is not None:
         for read in (tokens, *(haystacks.texts.values() if haystacks else ())):
@@ -85,26 +90,17 @@ def evaluate(
         haystacks.check(tokenizer)
     check_tasks(tasks)
     rope = artifact.metadata.rope if artifact else None
-    by_layer = diagnose(model, scored[: min(context, DIAGNOSED)], caches, rope) if layers else {}
+    by_layer: dict[str, list[dict[str, Any]]] = {}
+    if layers:
+        by_layer = parts("layers", partial(_diagnosed, model, scored[: min(context, DIAGNOSED)], caches, rope))
     others = {name: make for name, make in makes.items() if name != REFERENCE}
     others[PLAIN] = partial(DynamicCache, config=model.config)
-    own, scores = compare(model, scored, context, makes[REFERENCE], others, lambda share: advance(0.6 * share))
+    own, scores = compare(
+        model, scored, context, makes[REFERENCE], others, lambda share: advance(0.6 * share), parts.of("logits")
+    )
     long = haystacks.measures if haystacks else 0
     part = 0.4 / len(panel) / (1 + long + bool(problems) + bool(tasks))
-    rows = []
-    for name, recipe in panel.items():
-        copied = copy_accuracy(model, tokenizer, makes[name], tokens)
-        needles = needle_accuracy(model, tokenizer, makes[name], tokens)
-        row = row_of(recipe, geometry, artifact, own if name == REFERENCE else scores[name])
-        row = replace(row, copy=copied, needle=sum(needles.values()) / len(needles), needle_by_depth=needles)
-        if answers:
-            row = replace(row, answer=answer(model, tokenizer, makes[name], tokens))
-        advance(part)
-        asked_for = _asked_for(
-            model, tokenizer, makes[name], haystacks, problems, tasks, lambda share: advance(part * share)
-        )
-        rows.append(replace(row, layers=by_layer.get(name), **asked_for))
-    return Report(
+    report = Report(
         model=names[0],
         text=names[1],
         context=context,
@@ -112,9 +108,33 @@ def evaluate(
         noise_floor=scores[PLAIN].kl,
         plain_perplexity=scores[PLAIN].perplexity,
         versions=versions(),
-        rows=rows,
+        rows=[],
         question=QUESTION if answers else None,
     )
+    for name, recipe in panel.items():
+        asked, kept = (model, tokenizer, makes[name], tokens), parts.of(name)
+        copied = kept("copy", partial(copy_accuracy, *asked))
+        needles = kept("needle", partial(needle_accuracy, *asked))
+        row = row_of(recipe, geometry, artifact, own if name == REFERENCE else scores[name])
+        row = replace(row, copy=copied, needle=sum(needles.values()) / len(needles), needle_by_depth=needles)
+        if answers:
+            row = replace(row, answer=kept("answer", partial(answer, *asked)))
+        advance(part)
+        asked_for = _asked_for(
+            model, tokenizer, makes[name], haystacks, problems, tasks, lambda share: advance(part * share), kept
+        )
+        if layers:
+            asked_for["layers"] = [LayerRow(**each) for each in by_layer[name]]
+        report.rows.append(replace(row, **asked_for))
+        finished(report)
+    return report
+
+
+def _diagnosed(
+    model: PreTrainedModel, tokens: Tensor, caches: Mapping[str, PackedCache], rope: Rope | None
+) -> dict[str, list[dict[str, Any]]]:
+    """What `diagnose` finds, as JSON."""
+    return {name: list(map(asdict, rows)) for name, rows in diagnose(model, tokens, caches, rope).items()}
 
 
 def _asked_for(
@@ -125,6 +145,7 @@ def _asked_for(
     problems: Problems | None,
     tasks: Sequence[str],
     advance: Callable[[float], None],
+    parts: Parts,
 ) -> dict[str, Any]:
     """The optional measurements, which take long."""
     found: dict[str, Any] = {}
@@ -132,17 +153,23 @@ def _asked_for(
         texts, trials = haystacks.texts, haystacks.trials
         if lengths := haystacks.needle:
             found["suite"] = needle_suite(
-                model, tokenizer, make, texts, lengths, trials=trials or NEEDLE_TRIALS, advance=advance
+                *(model, tokenizer, make, texts, lengths),
+                trials=trials or NEEDLE_TRIALS,
+                advance=advance,
+                parts=parts.of("needle suite"),
             )
         if lengths := haystacks.tool_calls:
             found["tool_calls"] = tool_calls(
-                model, tokenizer, make, texts, lengths, trials=trials or TOOL_TRIALS, advance=advance
+                *(model, tokenizer, make, texts, lengths),
+                trials=trials or TOOL_TRIALS,
+                advance=advance,
+                parts=parts.of("tool calls"),
             )
     if problems:
-        score = gsm8k(model, tokenizer, make, problems, advance=advance)
+        score = gsm8k(model, tokenizer, make, problems, advance=advance, parts=parts.of("gsm8k"))
         found |= {"gsm8k": score.exact_match, "gsm8k_error": score.standard_error}
     if tasks:
-        found["tasks"] = lm_eval_tasks(model, tokenizer, make, tasks)
+        found["tasks"] = parts("tasks", partial(lm_eval_tasks, model, tokenizer, make, tasks))
         advance(1)
     return found
 

@@ -18,6 +18,7 @@ to 33 %, tools and three solved requests at the end 8 of 12: the model took the 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvfold.evaluate.retrieval import Make, encode, haystack, read, seeded
+from kvfold.kept_parts import NOTHING_KEPT, Parts
 
 TRIALS = 5  # haystacks per text and length
 MOST_TOKENS = 64  # of an answer
@@ -93,6 +95,7 @@ def tool_calls(
     trials: int = TRIALS,
     advance: Callable[[float], None] = lambda share: None,
     first: int = 0,
+    parts: Parts = NOTHING_KEPT,  # a haystack each
 ) -> list[ToolCallRow]:
     """The calls in haystacks of `lengths` tokens out of each text (1-D). Every cache gets the same haystacks.
     Trials are numbered from `first` on, and each number gives another haystack."""
@@ -100,14 +103,22 @@ def tool_calls(
     for text, tokens in texts.items():
         for length in lengths:
             for trial in range(first, first + trials):
-                context, records = hide_records(tokenizer, tokens, length, trial)
-                cache = make()
-                read(model, cache, context)
-                answers = answer(model, tokenizer, cache, [record.request for record in records])
-                for i, (record, said) in enumerate(zip(records, answers, strict=True)):
-                    rows.append(ToolCallRow(text, length, trial, i, *score(said, record.call)))
+                measure = partial(_scores, model, tokenizer, make, tokens, length, trial)
+                for i, (valid, exact) in enumerate(parts((text, length, trial), measure)):
+                    rows.append(ToolCallRow(text, length, trial, i, valid, exact))
                 advance(length / (sum(lengths) * len(texts) * trials))
     return rows
+
+
+def _scores(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, make: Make, text: Tensor, length: int, trial: int
+) -> list[tuple[bool, bool]]:
+    """The `score` of each call in one haystack."""
+    context, records = hide_records(tokenizer, text, length, trial)
+    cache = make()
+    read(model, cache, context)
+    answers = answer(model, tokenizer, cache, [record.request for record in records])
+    return [score(said, record.call) for said, record in zip(answers, records, strict=True)]
 
 
 def hide_records(

@@ -1,5 +1,6 @@
 """The card of an artifact, its README.md: what it holds, what was measured, and how to serve it."""
 
+import hashlib
 import shlex
 from pathlib import Path
 
@@ -13,8 +14,26 @@ MEANS_ALONE = "Means alone. They serve every recipe that learns nothing else, as
 UNCHECKED = "not checked"
 
 
+MARK = "\n<!-- written by kvfold: {sha256} -->\n"  # the end of every card, with a hash of what stands before it
+
+
 def card(artifact: Artifact, where: str, model: str | None) -> str:
     """In Markdown. `where` it is published, and `model`, its Hub id or its folder here, of which the name is shown."""
+    text = _text(artifact, where, model)
+    return text + _mark(text.encode()).decode()
+
+
+def is_card(content: bytes) -> bool:
+    """Whether kvfold wrote this README.md, and nobody has changed it since."""
+    text, mark = content[: -len(_mark(b""))], content[-len(_mark(b"")) :]
+    return mark == _mark(text)
+
+
+def _mark(text: bytes) -> bytes:
+    return MARK.format(sha256=hashlib.sha256(text).hexdigest()).encode()
+
+
+def _text(artifact: Artifact, where: str, model: str | None) -> str:
     on_hub = model is not None and not Path(model).expanduser().exists() and HUB_ID.fullmatch(model)
     model = model if on_hub or model is None else Path(model).name
     shape, made = artifact.metadata.model, artifact.metadata.calibration

@@ -4,10 +4,10 @@ from pathlib import Path
 
 from kvfold import hub
 from kvfold.artifact import Artifact, digest_model
-from kvfold.artifact.artifact import CARD, METADATA, TENSORS, find
+from kvfold.artifact.artifact import CARD, METADATA, TENSORS, check_place, find
 from kvfold.files import claimed, write_whole
 from kvfold.models import complete_config
-from kvfold.publish.card import card
+from kvfold.publish.card import card, is_card
 
 PATHS = (".", "/", "~")  # how the paths of folders begin that need not exist
 
@@ -21,15 +21,19 @@ def push(folder: Path, where: str, model: str | None = None, private: bool = Fal
     if where.startswith(PATHS) or Path(where).is_dir():
         _write(Path(where).expanduser(), files, same=TENSORS)  # a later check may be published
         return where
-    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub import CommitOperationAdd, HfApi, hf_hub_download
 
     if hub.silent():
         raise OSError(f"cannot push to {where}: {hub.unreachable()}. A folder is written as ./{where}")
     try:
         api = HfApi()
+        if api.repo_exists(where) and api.file_exists(where, CARD):
+            _check_card(Path(hf_hub_download(where, CARD)).read_bytes(), files[CARD], where)
         address = api.create_repo(where, private=private or None, exist_ok=True)
         added = [CommitOperationAdd(name, content) for name, content in files.items()]
         api.create_commit(where, added, commit_message="Add an artifact of kvfold")
+    except FileExistsError:
+        raise
     except Exception as error:  # its type depends on the HTTP library of the Hub's client
         status = getattr(getattr(error, "response", None), "status_code", None)
         fix = ": run `hf auth login`, with a token that may write there" if status in (401, 403) else ""
@@ -56,9 +60,21 @@ def _published(folder: Path, where: str, model: str | None) -> dict[str, bytes]:
 
 
 def _write(folder: Path, files: dict[str, bytes], same: str) -> None:
-    """Refuses a folder with another artifact: one whose file `same` differs."""
+    """Refuses a folder with another artifact, one whose file `same` differs, and one with a README.md that kvfold did
+    not write."""
+    check_place(folder)
     with claimed(folder):
         there = folder / same
         if there.exists() and there.read_bytes() != files[same]:
             raise FileExistsError(f"{folder} holds another artifact: name a new folder")
+        if CARD in files and (folder / CARD).exists():
+            _check_card((folder / CARD).read_bytes(), files[CARD], str(folder))
         write_whole(folder, files)
+
+
+def _check_card(there: bytes, new: bytes, where: str) -> None:
+    if there != new and not is_card(there):
+        raise FileExistsError(
+            f"{where} has a {CARD} that kvfold did not write, or that was changed since: move it away, or name another "
+            "place"
+        )

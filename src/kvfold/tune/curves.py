@@ -11,6 +11,7 @@ query reads is packed, though passages are short, and what only reads its neighb
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from kvfold.engines.unpacked_attention import attend_masked, attend_unpacked, lo
 from kvfold.format.codec import Codec, sixteen_bit
 from kvfold.format.windows import Windows
 from kvfold.geometry import Geometry
+from kvfold.kept_parts import NOTHING_KEPT, Name, Parts
 from kvfold.ops.dense import divergence
 from kvfold.recipes import TUNED
 from kvfold.text import with_openings
@@ -59,23 +61,27 @@ def passages(text: Tensor, length: int, tokenizer: PreTrainedTokenizerBase) -> T
 def divergences(
     model: PreTrainedModel,
     pairs: Tensor,
-    changes: Sequence[Packed],
+    changes: Mapping[Name, Packed],
     advance: Callable[[float], None] = lambda share: None,
-) -> Tensor:
-    """float64[changes, tests]: the mean KL per token, if the layers of a change are packed and all others are not.
+    parts: Parts = NOTHING_KEPT,  # a change on a pair each
+) -> dict[Name, Tensor]:
+    """Per change, float64[tests]: the mean KL per token, if the layers of the change are packed and all others are not.
 
     `pairs` come from `passages`. `advance` gets shares of 1.
     """
     geometry = Geometry.from_config(model.config.to_dict())
-    weights = [1.1 * len(geometry.layers) - min(change) for change in changes]  # the head takes time too
-    total = torch.zeros(len(changes), len(TESTS), dtype=torch.float64)
+    # the head takes time too
+    weights = {name: 1.1 * len(geometry.layers) - min(change) for name, change in changes.items()}
+    total = {name: torch.zeros(len(TESTS), dtype=torch.float64) for name in changes}
     with attending(model, IMPLEMENTATION):
-        for pair in pairs:
+        for number, pair in enumerate(pairs):
             run = _Run(model, geometry, pair.to(model.device))
-            for row, change, weight in zip(total, changes, weights, strict=True):
-                row += run.divergence(change)
-                advance(weight / sum(weights) / len(pairs))
-    return (total / len(pairs)).clamp_min(0)  # sums of nearly equal numbers may fall just below zero
+            for name, change in changes.items():
+                kl = parts((number, name), partial(run.divergence, change))
+                total[name] += torch.tensor(kl, dtype=torch.float64)
+                advance(weights[name] / sum(weights.values()) / len(pairs))
+    # sums of nearly equal numbers may fall just below zero
+    return {name: (kl / len(pairs)).clamp_min(0) for name, kl in total.items()}
 
 
 class _Run:
@@ -87,21 +93,26 @@ class _Run:
         # layers that read the cache of others need these to run
         self.layers: Sequence[nn.Module] = () if self.readers else getattr(model.get_decoder(), "layers", ())
         self.outputs: list[Any] = []
+
+    @cached_property
+    def expected(self) -> list[Tensor]:
+        """Per test, the log-probabilities with a 16-bit cache. Keeps what every layer gives."""
         hooks = [layer.register_forward_hook(lambda *seen: self.outputs.append(seen[-1])) for layer in self.layers]
         try:
-            self.expected = self._log_probs({})
+            return self._log_probs({})
         finally:
             for hook in hooks:
                 hook.remove()
 
-    def divergence(self, packed: Packed) -> Tensor:
-        """float64[tests]"""
+    def divergence(self, packed: Packed) -> list[float]:
+        """Per test."""
+        expected = self.expected
         shared = {n: packed[target] for n, target in self.readers.items() if target in packed}
         first = min(packed)
         with _skipped(self.layers[:first], self.outputs[first - 1] if first and self.layers else None):
             found = self._log_probs({**packed, **shared})
-        kl = [divergence(p, q).double().mean() for p, q in zip(self.expected, found, strict=True)]
-        return torch.stack(kl).cpu()
+        kl = [divergence(p, q).double().mean() for p, q in zip(expected, found, strict=True)]
+        return torch.stack(kl).tolist()
 
     def _log_probs(self, packed: Packed) -> list[Tensor]:
         """Per test: float32[scored tokens, vocabulary]."""

@@ -6,12 +6,14 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvfold.artifact import Artifact
 from kvfold.format.codec import Codec, sixteen_bit
 from kvfold.geometry import Geometry
+from kvfold.kept_parts import NOTHING_KEPT, Name, Parts
 from kvfold.recipes import TUNED
 from kvfold.tune.choices import CHOICES, EQUAL, OPTIONS, Choice, layer_fit, sizes
 from kvfold.tune.curves import Packed, divergences
@@ -51,6 +53,7 @@ class Tuner:
     artifact: Artifact
     pairs: Tensor  # from `curves.passages`
     context: int
+    parts: Parts = NOTHING_KEPT
 
     @cached_property
     def geometry(self) -> Geometry:
@@ -63,11 +66,14 @@ class Tuner:
     def curves(self, advance: Advance = lambda share: None) -> dict[str, Tensor]:
         """Per side, float64[packed layers, options, tests]: the KL if one side of one layer is packed, and nothing
         else."""
-        changes: list[Packed] = []
+        changes: dict[Name, Packed] = {}
         for layer in self.geometry.packed:
-            changes += [{layer: (self._codecs(layer, (i, 0))[0], None)} for i in range(len(OPTIONS["key"]))]
-            changes += [{layer: (None, self._codecs(layer, (0, i))[1])} for i in range(len(OPTIONS["value"]))]
-        found = divergences(self.model, self.pairs, changes, advance).unflatten(0, (len(self.geometry.packed), -1))
+            for i in range(len(OPTIONS["key"])):
+                changes["key", layer, i] = {layer: (self._codecs(layer, (i, 0))[0], None)}
+            for i in range(len(OPTIONS["value"])):
+                changes["value", layer, i] = {layer: (None, self._codecs(layer, (0, i))[1])}
+        costs = divergences(self.model, self.pairs, changes, advance, self.parts)
+        found = torch.stack(list(costs.values())).unflatten(0, (len(self.geometry.packed), -1))
         return dict(zip(OPTIONS, found.split([len(options) for options in OPTIONS.values()], dim=1), strict=True))
 
     def allocate(self, curves: dict[str, Tensor], budget: int) -> Choices:
@@ -109,13 +115,16 @@ class Tuner:
 
     def measure(self, named: Sequence[tuple[str, Choices]], advance: Advance = lambda share: None) -> list[Point]:
         """What choices cost, each with its name."""
-        packed = [
-            {layer: self._codecs(layer, choice) for layer, choice in zip(self.geometry.packed, choices, strict=True)}
+        packed: dict[Name, Packed] = {
+            choices: {
+                layer: self._codecs(layer, choice) for layer, choice in zip(self.geometry.packed, choices, strict=True)
+            }
             for _, choices in named
-        ]
+        }
         points = []
-        costs = divergences(self.model, self.pairs, packed, advance).tolist()
-        for (name, choices), (kl, copy_kl) in zip(named, costs, strict=True):
+        costs = divergences(self.model, self.pairs, packed, advance, self.parts)
+        for name, choices in named:
+            kl, copy_kl = costs[choices].tolist()
             size = sum(self.sizes[CHOICES.index(choice)] for choice in choices)
             bits = 8 * size / (self.geometry.elements_per_token * self.context)
             points.append(Point(name, bits, size, kl, copy_kl, choices))
