@@ -4,9 +4,7 @@ import datetime
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import PositiveInt
-
-from kvfold.artifact.fingerprint import Sha256, Strict
+from kvfold.artifact.fingerprint import Count, Sha256, Strict, Word
 
 
 class Measure(Strict):
@@ -15,7 +13,7 @@ class Measure(Strict):
     Units are nats, or shares of what there was to find. `low` and `high` are the 95 % interval of a share's loss.
     """
 
-    name: str
+    name: Word
     unit: Literal["nats", "share"]
     value: float
     reference: float  # of the 16-bit cache
@@ -52,9 +50,9 @@ class Measure(Strict):
 
 
 class CheckResult(Strict):
-    context: PositiveInt  # tokens that the model saw at a time
+    context: Count  # tokens that the model saw at a time
     date: datetime.date
-    versions: dict[str, str]
+    versions: dict[Word, Word]
     fit_sha256: Sha256  # `Artifact.fit_sha256` of the recipe: with other means or fits, the result says nothing
     measures: tuple[Measure, ...]
 
