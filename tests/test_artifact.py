@@ -342,7 +342,7 @@ def test_an_artifact_from_before_there_were_checks_is_read(model, saved):
 def test_the_json_is_readable(saved):
     content = json.loads((saved / "kvfold.json").read_text())
     assert list(content)[:2] == ["schema_version", "tensors_sha256"]
-    assert content["schema_version"] == 5
+    assert content["schema_version"] == 6
     assert content["tensors_sha256"] == hashlib.sha256((saved / "tensors.safetensors").read_bytes()).hexdigest()
     assert content["model"]["model_type"] == "llama"
     assert len(content["model"]["weights"]["layers.0.self_attn.k_proj.weight"]) == 16
@@ -369,7 +369,7 @@ def test_the_json_is_readable(saved):
         (lambda content: content.pop("tensors_sha256"), "tensors_sha256: "),
         (lambda content: content.update(tensors_sha256="x" * 64), "tensors_sha256: "),
         (lambda content: content.pop("schema_version"), "schema_version: Field required"),
-        (lambda content: content.update(schema_version="5"), "schema_version: "),
+        (lambda content: content.update(schema_version="6"), "schema_version: "),
         (lambda content: content.update(recipes=["oscar"]), "unknown recipe 'oscar'"),
         (lambda content: content.update(recipes=["oscar-int2:sink=3"]), "recipes: oscar-int2:sink=3 are not as"),
         (lambda content: content.update(recipes=["oscar-int2", "oscar-int2"]), "recipes: .* each once"),
@@ -406,17 +406,43 @@ def test_the_json_is_readable(saved):
         (lambda content: content["model"].update(packed=[0, 2, 1]), "model: packed: .* are not ascending"),
         (lambda content: content["model"].update(packed=[]), "model: all its layers are linear"),
         (lambda content: content["model"].update(kv_heads=3), "model: num_key_value_heads is 3, which does not"),
+        (lambda content: content["model"].update(layers=300_000_000), "model.layers: .* less than or equal to 10000"),
+        (lambda content: content["model"].update(key_dim=513), "model.key_dim: .* less than or equal to 512"),
+        (lambda content: content["model"].update(q_heads=4096, kv_heads=2048), "model: kv_heads: no model has 2048 KV"),
+        (lambda content: content["model"].update(model_type="[/x]"), "model.model_type: "),
+        (lambda content: content["model"].update(model_type="\x1b]0;x\x07"), "model.model_type: "),
+        (lambda content: content["model"].update(model_type="x" * 201), "model.model_type: "),
+        (lambda content: content["model"]["rope"].update(factor="`id`"), "model.rope: no model has such"),
+        (
+            lambda content: content["model"]["rope"].update(factor=[1] * 9999),
+            "model.rope: no model has such",
+        ),
+        (lambda content: content["model"]["weights"].update({"$(id)": "0" * 16}), "model.weights.*: "),
+        (lambda content: content["calibration"]["versions"].update({"\x07": "1"}), "calibration.versions.*: "),
+        (lambda content: content["calibration"].update(tokens=2**63), "calibration.tokens: "),
+        (lambda content: content.update(recipes=["int4"] * 33), "recipes: .*at most 32"),
+        (lambda content: content.update(recipes=["gtq-k3v3:seed=99999999999"]), "seed='99999999999': .* less than"),
+        (lambda content: content.update({"\x1b[31m" * 1000: 1}), r"Extra inputs|…; copy the artifact again"),
+        (lambda content: content.update(x=[0] * 50_000), "it is larger than any model needs"),
+        (lambda content: content.update(x="0" * 2**22), "it is larger than any model needs"),
     ],
 )
 def test_json_that_is_not_ours_is_refused(saved, change, message):
     rewrite(saved, change)
     with pytest.raises(ValueError, match=rf"^{saved}/kvfold\.json is not valid: .*{message}") as caught:
         Artifact.load(saved)
-    assert "\n" not in str(caught.value)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 1000
     assert type(caught.value) is ValueError
 
 
-@pytest.mark.parametrize("version", [1, 2, 3, 4, 6])
+def test_a_recipe_without_end_is_refused_before_it_is_read(saved):
+    rewrite(saved, lambda content: content.update(recipes=["fold4:" + "sink=1," * 9_000]))
+    with pytest.raises(ValueError, match=r"recipes\.0: String should have at most 4096 characters"):
+        Artifact.load(saved)
+
+
+@pytest.mark.parametrize("version", [1, 2, 3, 4, 5, 7])
 def test_an_artifact_of_another_schema_names_the_command_that_makes_a_new_one(model, tmp_path, version):
     fitted_artifact(model).save(tmp_path)
     rewrite(tmp_path, lambda content: content.update(schema_version=version))
@@ -426,6 +452,13 @@ def test_an_artifact_of_another_schema_names_the_command_that_makes_a_new_one(mo
         Artifact.load(tmp_path)
     command = "`kvfold calibrate MODEL --recipe oscar-int2 --recipe gtq-k3v3:seed=4 --out ANOTHER_DIR`"
     assert command in str(caught.value)
+
+
+@pytest.mark.parametrize("recipes", [["x; rm -rf ~", "oscar-int2", "$(id)"], ["oscar-int2:sink=1;id", "oscar-int2"]])
+def test_what_an_older_artifact_calls_a_recipe_is_no_part_of_a_command(saved, recipes):
+    rewrite(saved, lambda content: content.update(schema_version=4, recipes=recipes))
+    with pytest.raises(ValueError, match=r": `kvfold calibrate MODEL --recipe oscar-int2 --out ANOTHER_DIR`$"):
+        Artifact.load(saved)
 
 
 @pytest.mark.parametrize(
@@ -505,6 +538,12 @@ ROTATION, ORDER, WIDTHS = (
         ("oscar-int2/key_rotation", torch.zeros(3, 1, 3, 5), r"of shape \(3, 1 or 2, 16, 16\)"),
         ("oscar-int2/key_clip", torch.tensor([[0.9], [-0.9], [1.0]]), "must be positive"),
         ("oscar-int2/value_clip", torch.tensor([[0.9], [0.0], [1.0]]), "must be positive"),
+        ("oscar-int2/value_clip", torch.tensor([[0.9], [1e5], [1.0]]), "must be positive and at most 65,504"),
+        ("gtq-k3v3:seed=4/key_unit", torch.full((3, 1), 2.0**16), "must be powers of two, at most 65,504"),
+        ("gtq-k3v3:seed=4/key_unit", torch.full((3, 1), 3.0), "must be powers of two, at most 65,504"),
+        ("gtq-k3v3:seed=4/key_centroids", torch.full((3, 2, 5, 16), -1e5), "must be at most 65,504"),
+        ("key_mean", torch.full(SHAPE, 1e38), "must be at most 65,504, which 16 bits hold"),
+        ("value_mean", torch.full(SHAPE, -65536.0), "must be at most 65,504, which 16 bits hold"),
         ("oscar-int2/key_spectrum", torch.full((3, 1, 16), -1.0), "must not be negative"),
         ("oscar-int2/value_folded", torch.zeros(3, 1), "must be 1"),
         ("gtq-k3v3:seed=4/key_order", torch.zeros_like(ORDER), "must hold permutations"),
@@ -525,6 +564,53 @@ def test_numbers_that_no_calibration_finds_are_refused_when_made_and_when_loaded
     rewrite_tensors(tmp_path, {**load_file(tmp_path / "tensors.safetensors"), name: tensor.contiguous()})
     with pytest.raises(ValueError, match=rf"^{tmp_path}/tensors\.safetensors is not valid: {name} .*{message}"):
         Artifact.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("size", "header", "message"),
+    [(2**30 + 1, 8, "it is larger than 1 GiB"), (2**22, 2**20 + 1, "its header is longer than that of any artifact")],
+)
+def test_a_file_that_is_too_large_is_refused(saved, size, header, message):
+    path = saved / "tensors.safetensors"
+    with path.open("wb") as file:
+        file.write(header.to_bytes(8, "little"))
+        file.truncate(size)  # takes no room on the disk
+    checksum = hashlib.sha256(path.read_bytes()).hexdigest() if size < 2**30 else "0" * 64
+    rewrite(saved, lambda content: content.update(tensors_sha256=checksum))
+    with pytest.raises(ValueError, match=f"^{path} is not valid: {message}"):
+        Artifact.load(saved)
+
+
+def test_a_file_without_end_is_not_read_to_its_end(saved):
+    (saved / "kvfold.json").unlink()
+    (saved / "kvfold.json").symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match="it is larger than any model needs"):
+        Artifact.load(saved)
+
+
+@pytest.mark.parametrize("name", ["kvfold.json", "tensors.safetensors"])
+@pytest.mark.parametrize("content", [b"{", None])
+def test_a_damaged_artifact_of_the_cache_names_the_command_that_repairs_it(model, tmp_path, monkeypatch, name, content):
+    monkeypatch.setenv("KVFOLD_CACHE", str(tmp_path / "a b"))
+    folder = tmp_path / "a b" / "artifacts" / "0123-means"
+    artifact(model).save(folder)
+    if content is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"the next command makes it again: `rm -r '{folder}'`$"):
+        Artifact.load(folder)
+
+
+def test_what_cannot_be_read_again_is_not_written(model, tmp_path):
+    made = artifact(model)
+    for sink in range(9):
+        made = made.with_check(parse(f"int4:sink={sink}"), checked(made, "int4", 0.0))
+    versions = {f"package {number}": "1.0" for number in range(6000)}
+    checks = {name: each.model_copy(update={"versions": versions}) for name, each in made.metadata.checks.items()}
+    with pytest.raises(ValueError, match="it is larger than any model needs"):
+        Artifact(made.metadata.model_copy(update={"checks": checks}), made.tensors).save(tmp_path / "new")
+    assert not list(tmp_path.glob("new/*"))
 
 
 @pytest.mark.parametrize(
@@ -561,7 +647,8 @@ def test_wrong_tensors_are_refused_when_made_and_when_loaded(model, saved, name,
     with pytest.raises(ValueError, match=rf"{name} must be finite") as caught:
         artifact(model, **{name: tensor})
     assert re.search(needed, str(caught.value))
-    tensors = {"key_mean": torch.zeros(SHAPE), "value_mean": torch.zeros(SHAPE), name: tensor}
+    others = {"key_mean": torch.zeros(SHAPE), "value_mean": torch.zeros(SHAPE), "text": torch.arange(50)}
+    tensors = {**others, name: tensor}
     rewrite_tensors(saved, tensors)
     with pytest.raises(ValueError, match=rf"tensors.safetensors is not valid: {name} must be"):
         Artifact.load(saved)
@@ -613,6 +700,45 @@ def test_every_parameter_of_the_decoder_counts(saved, name, tmp_path):
     changed.save_pretrained(tmp_path / "model")
     with pytest.raises(ValueError, match=message):
         check_folder(saved, tmp_path / "model")
+
+
+@pytest.mark.parametrize("row", [0, 5, 31])
+def test_every_row_of_a_matrix_counts(saved, tmp_path, row):
+    """As in a model that was fine-tuned or pruned from some row on."""
+    changed = llama()
+    with torch.no_grad():
+        changed.get_parameter("model.layers.1.self_attn.v_proj.weight")[row] *= 1.7
+    message = r"its weights are others, layers\.1\.self_attn\.v_proj\.weight among them"
+    with pytest.raises(ValueError, match=message):
+        Artifact.load(saved).metadata.model.check(changed)
+    changed.save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=message):
+        check_folder(saved, tmp_path / "model")
+
+
+def test_every_column_of_a_square_matrix_counts(model, saved):
+    for column in (0, 17, 63):
+        changed = llama()
+        with torch.no_grad():
+            changed.get_parameter("model.layers.1.self_attn.q_proj.weight")[:, column] = 0.0
+        with pytest.raises(ValueError, match="its weights are others"):
+            Artifact.load(saved).metadata.model.check(changed)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.ones(8, 64, dtype=torch.int32), torch.ones(8, 64).to(torch.float8_e4m3fn), torch.ones(4, 8, 16)],
+    ids=["AWQ", "FP8", "a stack of experts"],
+)
+def test_tensors_that_are_not_compared_still_name_the_weights(model, tmp_path, tensor):
+    """Pages in files are named after all weights of the files."""
+    model.save_pretrained(tmp_path)
+    digests = []
+    for value in (1, 2):
+        add_tensors(tmp_path, {"other": (tensor.float() * value).to(tensor.dtype)})
+        digests.append(digest_model(str(tmp_path)))
+    changed = {name for name in digests[0] if digests[0][name] != digests[1][name]}
+    assert changed == {f"other {tensor.dtype}"}
 
 
 def test_what_comes_after_the_decoder_does_not_count(saved):

@@ -150,6 +150,20 @@ def test_config_that_is_none_is_refused(tmp_path: Path):
             load_config(str(tmp_path))
 
 
+@pytest.mark.parametrize("levels", [40, 700, 100_000])
+@pytest.mark.parametrize("load", [load_model, load_config, models.complete_config])
+def test_config_that_is_nested_too_deeply_is_refused(tmp_path: Path, levels: int, load):
+    """Python gives up at about a thousand levels, and its functions, one after the other, at fewer."""
+    nested = '{"text_config":' * levels + "1" + "}" * levels
+    (tmp_path / "config.json").write_text(nested)
+    with pytest.raises(ValueError, match=r"config\.json is not a model configuration: it is nested too deeply$"):
+        load(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors.index.json").write_text(nested)
+    with pytest.raises(ValueError, match=r"is no index of weights"):
+        models.weight_files(str(tmp_path))
+
+
 @pytest.mark.parametrize("load", [load_model, load_tokenizer, load_config])
 def test_folder_without_a_model_is_refused(tmp_path: Path, load):
     with pytest.raises(FileNotFoundError, match=r"neither config\.json nor a \.gguf file"):

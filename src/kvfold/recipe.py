@@ -1,9 +1,9 @@
 """Recipe: how keys and values are stored, which tokens are read raw, and which layers are stored raw."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from kvfold.format.layout import SlotLayout
 from kvfold.format.windows import Windows
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from kvfold.transforms import Rotation
 
 PAGE_SIZE = 16  # tokens per page, unless the engine or the method decides
+LONGEST = 4096  # characters of a recipe with its options
+
+Number = Annotated[int, Field(ge=0, lt=2**31)]  # of tokens, of a layer, or a seed
 
 Fit = Mapping[str, "Tensor"]  # what calibration found for one layer, by name; first dimension: KV heads, or 1 for all
 Means = tuple["Tensor | None", "Tensor | None"]  # of keys and values, float64[kv_heads, d]; None without centring
@@ -35,10 +38,10 @@ class Recipe(BaseModel):
 
     name: str
     summary: str = Field(repr=False)
-    sink: NonNegativeInt = 0  # the first tokens, read raw
-    recent: NonNegativeInt = 0  # the last tokens, read raw
+    sink: Number = 0  # the first tokens, read raw
+    recent: Number = 0  # the last tokens, read raw
     centre: bool = True  # subtract the mean key and value of calibration text
-    skip: tuple[NonNegativeInt, ...] = ()  # layers stored raw
+    skip: tuple[Number, ...] = ()  # layers stored raw
 
     def layouts(self, key_dim: int, value_dim: int, fit: Fit) -> tuple[SlotLayout, SlotLayout]:
         """The slots of keys of `key_dim` and of values of `value_dim` coordinates. Without a fit, they have the

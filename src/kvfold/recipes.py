@@ -21,7 +21,7 @@ from kvfold.methods.quarot import QuaRot
 from kvfold.methods.saw import Saw
 from kvfold.methods.sixteen_bit import SixteenBit
 from kvfold.methods.turboquant import TurboQuant
-from kvfold.recipe import Recipe
+from kvfold.recipe import LONGEST, Recipe
 
 TUNED = Fold(name="fold", summary="kvfold's own, with widths that `kvfold tune` chose per layer")
 CODEBOOKS = re.compile(r"(tq|gtq)-k(\d+)v(\d+)")  # any two bit widths; RECIPES lists a few
@@ -111,6 +111,8 @@ def method_source(recipe: Recipe) -> str:
 
 def parse(text: str) -> Recipe:
     """A recipe from its name and options: `saw-int4:order=64,sink=4`."""
+    if len(text) > LONGEST:
+        raise ValueError(f"a recipe has at most {LONGEST:,} characters, and this one {len(text):,}")
     load_methods()
     name, _, options = text.partition(":")
     if codebooks := CODEBOOKS.fullmatch(name):
@@ -132,7 +134,9 @@ def parse(text: str) -> Recipe:
     pairs = [tuple(map(str.strip, option.partition("="))) for option in options.split(",") if option.strip()]
     if bad := [option for option, equals, _ in pairs if not equals]:
         raise ValueError(f"{text!r}: write options as name=value, not {bad[0]!r}")
-    names = [option for option, _, _ in pairs]
-    if twice := [option for option in names if names.count(option) > 1]:
-        raise ValueError(f"{text!r}: option {twice[0]!r} is given twice")
-    return recipe.with_options({option: value for option, _, value in pairs})
+    values: dict[str, str] = {}
+    for option, _, value in pairs:
+        if option in values:
+            raise ValueError(f"{text!r}: option {option!r} is given twice")
+        values[option] = value
+    return recipe.with_options(values)

@@ -19,7 +19,7 @@ from kvfold.cli import app
 def test_calibrate_writes_an_artifact(means: Path):
     assert sorted(path.name for path in means.iterdir()) == ["kvfold.json", "tensors.safetensors"]
     metadata = json.loads((means / "kvfold.json").read_text())
-    assert metadata["schema_version"] == 5
+    assert metadata["schema_version"] == 6
     assert metadata["recipes"] == []
     assert metadata["model"]["model_type"] == "llama"
     assert (metadata["calibration"]["tokens"], metadata["calibration"]["context"]) == (100, 64)

@@ -2,20 +2,23 @@
 
 import hashlib
 import json
+import os
 import re
+import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
 
 from kvfold import hub
 from kvfold.artifact.check_results import CheckResult
-from kvfold.artifact.fit_tensors import check_fit
-from kvfold.artifact.metadata import SCHEMA, Metadata, Shard, read
+from kvfold.artifact.fit_tensors import LARGEST, check_numbers, check_shape, in_range
+from kvfold.artifact.metadata import COPY, SCHEMA, Metadata, Saved, Shard, not_valid, read, repair, valid
 from kvfold.files import write_whole
 from kvfold.models import CARRIED
 from kvfold.recipe import Recipe
@@ -23,6 +26,8 @@ from kvfold.recipes import parse
 
 METADATA, TENSORS, CARD = "kvfold.json", "tensors.safetensors", "README.md"
 TEXT = "text"
+MEANS = "key_mean", "value_mean"
+MOST_BYTES, MOST_HEADER = 2**30, 2**20  # of tensors.safetensors; a few megabytes are usual
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -38,37 +43,22 @@ class Artifact:
     tensors: dict[str, Tensor]
 
     def __post_init__(self) -> None:
-        model, shard = self.metadata.model, self.metadata.shard
-        kv_heads = model.kv_heads // shard.ranks if shard else model.kv_heads
-        heads = (len(model.packed), kv_heads)
-        for name, dims in (("key_mean", model.key_dim), ("value_mean", model.value_dim)):
-            tensor, shape = self.tensors.get(name), (*heads, dims)
-            if tensor is None or tensor.shape != shape or tensor.dtype != torch.float32:
-                found = "missing" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
-                raise ValueError(f"{name} must be finite float32 of shape {shape}; it is {found}")
+        _check_shapes(self.metadata, self.tensors)
         for name, tensor in self.tensors.items():
             if not torch.isfinite(tensor).all():
                 raise ValueError(f"{name} must be finite")
-            recipe, slash, _ = name.rpartition("/")
-            if slash and recipe not in self.metadata.recipes:
-                raise ValueError(f"{name} belongs to none of the recipes")
-            if slash:
-                check_fit(name, tensor, *heads, model.key_dim, model.value_dim)
-            elif name not in ("key_mean", "value_mean", TEXT):
-                raise ValueError(f"unknown tensor {name}")
-        text = self.tensors.get(TEXT)
-        if text is None or text.dtype != torch.int64 or text.ndim != 1:
-            raise ValueError(f"{TEXT} must be the hashes of the text that was calibrated on, int64 of one dimension")
-        for recipe in self.metadata.recipes:
-            if not any(name.startswith(f"{recipe}/") for name in self.tensors):
-                raise ValueError(f"there is no tensor of {recipe}")
+            if name in MEANS and not in_range(tensor):
+                raise ValueError(f"{name} must be at most {LARGEST:,.0f}, which 16 bits hold")
+            if "/" in name:
+                check_numbers(name, tensor)
 
     def _try_recipes(self) -> None:
-        """Refuse tensors that a recipe cannot work with, before it is used."""
-        means = [self.tensors[name][:1] for name in ("key_mean", "value_mean")]  # [1, kv_heads, d]
+        """Refuse tensors that a recipe cannot work with, before it is used. One layer and KV head are tried: all others
+        have tensors of the same shapes."""
+        means = [self.tensors[name][:1, :1] for name in MEANS]  # [1, 1, d]
         model = self.metadata.model
         for name in self.metadata.recipes:
-            fit = self.fit(parse(name), model.packed[0])
+            fit = {key: tensor[:1] for key, tensor in self.fit(parse(name), model.packed[0]).items()}
             try:
                 codecs = parse(name).codecs(model.key_dim, model.value_dim, fit)
                 for codec, mean in zip(codecs, means, strict=True):
@@ -92,7 +82,7 @@ class Artifact:
         """A hash of all that the recipe takes from the artifact: the means, and its own tensors."""
         digest = hashlib.sha256()
         for name, tensor in sorted(self.tensors.items()):
-            if name in ("key_mean", "value_mean") or name.rpartition("/")[0] == recipe.fitted_as:
+            if name in MEANS or name.rpartition("/")[0] == recipe.fitted_as:
                 digest.update(save({name: tensor.contiguous()}))
         return digest.hexdigest()
 
@@ -136,34 +126,30 @@ class Artifact:
         folder.mkdir(parents=True, exist_ok=True)
         tensors = save({name: tensor.contiguous() for name, tensor in self.tensors.items()})
         front = {"schema_version": SCHEMA, "tensors_sha256": hashlib.sha256(tensors).hexdigest()}
-        metadata = json.dumps({**front, **self.metadata.model_dump(mode="json")}, indent=2) + "\n"
-        write_whole(folder, {TENSORS: tensors, METADATA: metadata.encode()})
+        metadata = (json.dumps({**front, **self.metadata.model_dump(mode="json")}, indent=2) + "\n").encode()
+        valid(metadata, folder / METADATA)  # what is written can be read
+        write_whole(folder, {TENSORS: tensors, METADATA: metadata})
 
     @classmethod
     def load(cls, where: str | Path) -> Self:
-        """From a folder, or from the Hub by its id."""
+        """From a folder, or from the Hub by its id. Nothing in it is trusted."""
         folder = find(where)
         try:
-            text, content = (folder / METADATA).read_bytes(), (folder / TENSORS).read_bytes()
+            saved = read(folder / METADATA)
+            tensors = _tensors(folder / TENSORS, saved)
         except FileNotFoundError as error:
+            make = f"make one with `kvfold calibrate MODEL --out {shlex.quote(str(folder))}`"
             raise ValueError(
-                f"{folder} is no artifact: there is no {Path(error.filename).name} in it; make one with "
-                f"`kvfold calibrate MODEL --out {folder}`"
+                f"{folder} is no artifact: there is no {Path(error.filename).name} in it; {repair(folder, make)}"
             ) from None
         except OSError as error:
             raise ValueError(f"{folder} is no artifact: {error.filename}: {error.strerror}") from None
-        saved = read(folder / METADATA, text)
-        if hashlib.sha256(content).hexdigest() != saved.tensors_sha256:
-            raise ValueError(
-                f"{folder / TENSORS} is damaged, or not the one that {METADATA} was written with: "
-                "its SHA-256 is not tensors_sha256; copy the artifact again, or calibrate again"
-            )
         try:
             metadata = Metadata(**{field: getattr(saved, field) for field in Metadata.model_fields})
-            artifact = cls(metadata, load(content))
+            artifact = cls(metadata, tensors)
             artifact._try_recipes()
-        except (SafetensorError, ValueError) as error:
-            raise ValueError(f"{folder / TENSORS} is not valid: {error}") from None
+        except ValueError as error:
+            raise not_valid(folder / TENSORS, error) from None
         return artifact
 
 
@@ -176,6 +162,54 @@ def check_place(folder: Path) -> None:
         )
     if (folder / TENSORS).exists() and not (folder / METADATA).exists():
         raise FileExistsError(f"{folder / TENSORS} belongs to no artifact: move it away, or write to another folder")
+
+
+def _tensors(file: Path, saved: Saved) -> dict[str, Tensor]:
+    """The tensors of a file. None is read before all have the shapes that `saved` asks for."""
+    with file.open("rb") as stream:
+        if os.fstat(stream.fileno()).st_size > MOST_BYTES:
+            raise not_valid(file, f"it is larger than {MOST_BYTES // 2**30} GiB")
+        if hashlib.file_digest(stream, "sha256").hexdigest() != saved.tensors_sha256:
+            raise ValueError(
+                f"{file} is damaged, or not the one that {METADATA} was written with: its SHA-256 is not "
+                f"tensors_sha256; {repair(file.parent, COPY)}"
+            )
+        stream.seek(0)
+        if int.from_bytes(stream.read(8), "little") > MOST_HEADER:
+            raise not_valid(file, "its header is longer than that of any artifact")
+    try:
+        with safe_open(file, framework="pt") as opened:
+            mapped = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118, they are still on the disk
+            _check_shapes(saved, mapped)
+            return {name: tensor.clone() for name, tensor in mapped.items()}
+    except (SafetensorError, ValueError) as error:
+        raise not_valid(file, error) from None
+
+
+def _check_shapes(metadata: Metadata, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse tensors of other names, types or shapes than the metadata ask for. Reads no number of them."""
+    model, shard = metadata.model, metadata.shard
+    kv_heads = model.kv_heads // shard.ranks if shard else model.kv_heads
+    heads = (len(model.packed), kv_heads)
+    for name, dims in zip(MEANS, (model.key_dim, model.value_dim), strict=True):
+        tensor, shape = tensors.get(name), (*heads, dims)
+        if tensor is None or tensor.shape != shape or tensor.dtype != torch.float32:
+            found = "missing" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+            raise ValueError(f"{name} must be finite float32 of shape {shape}; it is {found}")
+    for name, tensor in tensors.items():
+        recipe, slash, _ = name.rpartition("/")
+        if slash and recipe not in metadata.recipes:
+            raise ValueError(f"{name} belongs to none of the recipes")
+        if slash:
+            check_shape(name, tensor, *heads, model.key_dim, model.value_dim)
+        elif name not in (*MEANS, TEXT):
+            raise ValueError(f"unknown tensor {name}")
+    text = tensors.get(TEXT)
+    if text is None or text.dtype != torch.int64 or text.ndim != 1:
+        raise ValueError(f"{TEXT} must be the hashes of the text that was calibrated on, int64 of one dimension")
+    for recipe in metadata.recipes:
+        if not any(name.startswith(f"{recipe}/") for name in tensors):
+            raise ValueError(f"there is no tensor of {recipe}")
 
 
 def find(where: str | Path) -> Path:

@@ -4,9 +4,7 @@ import datetime
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import PositiveInt
-
-from kvfold.artifact.fingerprint import Sha256, Strict
+from kvfold.artifact.fingerprint import Count, Sha256, Strict, Word
 
 Verdict = Literal["passed", "failed", "not decided"]
 
@@ -18,7 +16,7 @@ class Measure(Strict):
     decided.
     """
 
-    name: str
+    name: Word
     unit: Literal["nats", "share"]
     value: float
     reference: float  # of the 16-bit cache
@@ -60,9 +58,9 @@ class Measure(Strict):
 
 
 class CheckResult(Strict):
-    context: PositiveInt  # tokens that the model saw at a time
+    context: Count  # tokens that the model saw at a time
     date: datetime.date
-    versions: dict[str, str]
+    versions: dict[Word, Word]
     fit_sha256: Sha256  # `Artifact.fit_sha256` of the recipe: with other means or fits, the result says nothing
     measures: tuple[Measure, ...]
 

@@ -2,28 +2,37 @@
 
 import hashlib
 import json
-import math
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, StringConstraints, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 from safetensors import safe_open
 from torch import Tensor
 
-from kvfold.geometry import Geometry, LayerShape, text_config
+from kvfold.geometry import MOST, Geometry, LayerShape, text_config
 from kvfold.models import weight_files
+from kvfold.printable import printable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MAKE = "make one with `kvfold calibrate MODEL --out DIR`"
-DIGESTED = 256  # numbers per parameter that are hashed
-PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # not quantized
+# No model has more. With these limits, what is computed when an artifact is loaded is as small as the artifact.
+WIDEST = 512  # coordinates per head
+TOKEN = 2**14  # coordinates of all KV heads
+PLAIN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # not quantized
 
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
-Digests = Mapping[str, str]  # the `_digest` of parameters, by name
+# Text that neither a terminal, nor a shell, nor Markdown, nor rich reads as more than text.
+Word = Annotated[str, StringConstraints(max_length=200, pattern=r"^[A-Za-z0-9_ .,:+%()/-]*$")]
+ROPE = re.compile(r'[A-Za-z0-9_ .,:+"{}\[\]-]{,20000}')  # its parameters as JSON: no escapes, so no odd characters
+Count = Annotated[int, Field(ge=1, lt=2**63)]
+Size = Annotated[int, Field(ge=1, le=MOST)]
+Width = Annotated[int, Field(ge=1, le=WIDEST)]
+Digests = Mapping[Word, Word]  # the `_digest` of parameters, by name
 
 
 class Strict(BaseModel):
@@ -35,18 +44,27 @@ class Strict(BaseModel):
 class Fingerprint(Strict):
     """What tells one model from another. Only its language model counts: the KV cache comes from there."""
 
-    model_type: str
-    layers: int
+    model_type: Word
+    layers: Size
     packed: tuple[int, ...]  # the layers that an artifact describes
-    q_heads: int  # of packed layers, as are the next three
-    kv_heads: int
-    key_dim: int
-    value_dim: int
+    q_heads: Size  # of packed layers, as are the next three
+    kv_heads: Size
+    key_dim: Width
+    value_dim: Width
     rope: dict[str, Any]
     weights: Digests  # of the decoder's parameters, by their names in the decoder
 
+    @field_validator("rope")
+    @classmethod
+    def _plain(cls, rope: dict[str, Any]) -> dict[str, Any]:
+        if not ROPE.fullmatch(json.dumps(rope)):
+            raise ValueError("no model has such parameters of RoPE")
+        return rope
+
     @model_validator(mode="after")
     def _possible(self) -> Self:
+        if self.kv_heads * max(self.key_dim, self.value_dim) > TOKEN:
+            raise ValueError(f"kv_heads: no model has {self.kv_heads} KV heads of so many coordinates")
         if others := [layer for layer in self.packed if not 0 <= layer < self.layers]:
             raise ValueError(f"packed: the model has layers 0 to {self.layers - 1}, and no layer {others[0]}")
         if self.geometry.packed != self.packed:
@@ -69,9 +87,9 @@ class Fingerprint(Strict):
     @classmethod
     def of(cls, model: "PreTrainedModel") -> Self:
         weights = {
-            name: _digest(parameter.shape, parameter.flatten()[:DIGESTED])
+            name: _digest(parameter)
             for name, parameter in model.get_decoder().named_parameters()
-            if parameter.dtype in PLAIN.values() and parameter.ndim <= 2
+            if parameter.dtype in PLAIN and parameter.ndim <= 2
         }
         return cls(**cls.shape(model.config.to_dict()), weights=weights)
 
@@ -103,7 +121,8 @@ class Fingerprint(Strict):
             unstated = field == "rope" and not theirs  # engines have classes of their own, without rope_parameters
             if field != "weights" and not unstated and (mine := getattr(self, field)) != theirs:
                 raise ValueError(
-                    f"the artifact was made for another model: its {field} is {mine}, the model's is {theirs}; {MAKE}"
+                    f"the artifact was made for another model: its {field} is {printable(mine)}, the model's is "
+                    f"{printable(theirs)}; {MAKE}"
                 )
         if changed := self._changed(other["weights"]):
             raise ValueError(
@@ -140,25 +159,32 @@ def _rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _digest(shape: Sequence[int], numbers: Tensor) -> str:
-    """A hash of a parameter's shape and first numbers, in bfloat16: conversion to 16 bits does not change it."""
-    first = numbers.detach().to("cpu", torch.bfloat16).view(torch.uint8).numpy().tobytes()
-    return hashlib.sha256(f"{tuple(shape)} ".encode() + first).hexdigest()[:16]
+def _digest(tensor: Tensor) -> str:
+    """A hash of a tensor's shape and of a sample of its numbers: all of a vector, and some of every row of a matrix.
+
+    The numbers are hashed in bfloat16, so conversion to 16 bits does not change the hash. Quantized ones are bytes.
+    """
+    tensor = torch.atleast_1d(tensor.detach())
+    plain = tensor.dtype in PLAIN
+    numbers = tensor if plain else tensor.view(torch.uint8)
+    columns = numbers.shape[-1]
+    rows = numbers.numel() // max(1, columns)
+    sample = numbers.flatten()[:: max(1, min(rows, columns) - 1)]  # less than a row apart, so columns vary
+    raw = (sample.to(torch.bfloat16) if plain else sample).cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(f"{tuple(tensor.shape)} ".encode() + raw).hexdigest()[:16]
 
 
 def digest_model(name: str, revision: str | None = None) -> Digests | None:
     """Digests of the tensors in the files of a model on this machine, by their names there. None if there are none.
 
-    Quantized tensors are left out. So are stacks of experts, which transformers transposes when it loads them.
+    transformers changes quantized tensors when it loads them, and transposes stacks of experts. So these have their
+    type behind their name, as no parameter has. They are compared with no artifact, but name what was made with them.
     """
     digests = {}
     for file in weight_files(name, revision):
-        with safe_open(file, framework="pt") as tensors:
-            for tensor in tensors.keys():  # noqa: SIM118
-                part = tensors.get_slice(tensor)
-                shape = part.get_shape()
-                if part.get_dtype() in PLAIN and len(shape) <= 2:
-                    rows = -(-DIGESTED // max(1, math.prod(shape[1:])))
-                    numbers = part[:rows] if shape else tensors.get_tensor(tensor)
-                    digests[tensor] = _digest(shape, numbers.flatten()[:DIGESTED])
+        with safe_open(file, framework="pt") as tensors:  # read from the disk are the sampled pages alone
+            for key in tensors.keys():  # noqa: SIM118
+                tensor = tensors.get_tensor(key)
+                plain = tensor.dtype in PLAIN and tensor.ndim <= 2
+                digests[key if plain else f"{key} {tensor.dtype}"] = _digest(tensor)
     return digests or None

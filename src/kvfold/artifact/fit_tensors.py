@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+LARGEST = torch.finfo(torch.float16).max  # of means and scales: what 16 bits hold
 NEARLY = 1e-4  # largest |A·Aᵀ − 1| of an orthogonal float32 matrix A; rounding gives 1e-6
 
 
@@ -14,7 +15,7 @@ class Kind(NamedTuple):
     shape: tuple[
         str, ...
     ]  # after [layers, kv_heads or 1]; "d" is the dimension of keys or values, any other name has any size
-    right: Callable[[Tensor], Tensor]  # whether the numbers are right
+    right: Callable[[Tensor], Tensor]  # whether the numbers of a layer are right
     must: str  # the same in words, for the error
 
 
@@ -31,20 +32,29 @@ def _widths(x: Tensor) -> Tensor:
     return ((x >= 1) & (x <= 8)).all() & (x[..., 1:] <= x[..., :-1]).all()
 
 
+def _units(x: Tensor) -> Tensor:
+    return ((x > 0) & (x.log2() == x.log2().round())).all() & in_range(x)
+
+
+def in_range(x: Tensor) -> Tensor:
+    return (x.abs() <= LARGEST).all()
+
+
 KINDS = {
     "rotation": Kind(torch.float32, ("d", "d"), _orthogonal, "hold orthogonal matrices"),
     "spectrum": Kind(torch.float32, ("d",), lambda x: (x >= 0).all(), "not be negative"),
-    "clip": Kind(torch.float32, (), lambda x: (x > 0).all(), "be positive"),
+    "clip": Kind(torch.float32, (), lambda x: (x > 0).all() & in_range(x), f"be positive and at most {LARGEST:,.0f}"),
     "folded": Kind(torch.float32, (), lambda x: (x == 1).all(), "be 1"),
-    "centroids": Kind(torch.float32, ("centroids", "d"), lambda x: x.isfinite().all(), "be finite"),
+    "centroids": Kind(torch.float32, ("centroids", "d"), in_range, f"be at most {LARGEST:,.0f}"),
     "widths": Kind(torch.uint8, ("d",), _widths, "hold widths from 8 bits down to 1, the largest first"),
-    "unit": Kind(torch.float32, (), lambda x: ((x > 0) & (x.log2() == x.log2().round())).all(), "be powers of two"),
+    "unit": Kind(torch.float32, (), _units, f"be powers of two, at most {LARGEST:,.0f}"),
     "order": Kind(torch.int16, ("d",), _permutations, "hold permutations of the coordinates of a head"),
 }
 
 
-def check_fit(name: str, tensor: Tensor, layers: int, kv_heads: int, key_dim: int, value_dim: int) -> None:
-    """Refuse a tensor that no calibration finds. `name` is its name in an artifact (RECIPE/key_rotation, …)."""
+def check_shape(name: str, tensor: Tensor, layers: int, kv_heads: int, key_dim: int, value_dim: int) -> None:
+    """Refuse a tensor of a type or a shape that no calibration finds. `name` is its name in an artifact
+    (RECIPE/key_rotation, …)."""
     side, _, of = name.rpartition("/")[2].partition("_")
     if side not in ("key", "value") or of not in KINDS:
         raise ValueError(f"unknown tensor {name}")
@@ -60,5 +70,10 @@ def check_fit(name: str, tensor: Tensor, layers: int, kv_heads: int, key_dim: in
     ):
         shape = ", ".join(map(str, (layers, f"1 or {kv_heads}", *behind)))
         raise ValueError(f"{name} must be {kind.dtype} of shape ({shape}), not {tensor.dtype} of {tuple(tensor.shape)}")
-    if not kind.right(tensor):
+
+
+def check_numbers(name: str, tensor: Tensor) -> None:
+    """Refuse numbers that no calibration finds, in a tensor of the right shape."""
+    kind = KINDS[name.rpartition("/")[2].partition("_")[2]]
+    if not all(kind.right(layer) for layer in tensor):
         raise ValueError(f"{name} must {kind.must}")

@@ -1,5 +1,6 @@
 """Statistics of the queries, keys, values and outputs per layer. Their size does not grow with the text."""
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -194,4 +195,7 @@ class Statistics:
             layers = [LayerStatistics.from_tensors(layer) for layer in named]
             return cls(layers, rope, header["source"], int(header["windows"]))
         except (SafetensorError, KeyError, IndexError, ValueError) as error:
-            raise ValueError(f"{path} holds no calibration statistics; delete it to begin anew: {error}") from None
+            raise ValueError(
+                f"{path} holds no calibration statistics: {error}; it only keeps what an interrupted run has done, so "
+                f"delete it to begin anew: `rm {shlex.quote(str(path))}`"
+            ) from None

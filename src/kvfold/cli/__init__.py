@@ -31,6 +31,7 @@ from kvfold.cli.command_selftest import selftest
 from kvfold.cli.command_serve import serve
 from kvfold.cli.command_tune import tune
 from kvfold.cli.output import err, out
+from kvfold.printable import printable
 from kvfold.version import __version__
 
 START = """\
@@ -68,7 +69,7 @@ def main() -> None:
 
 
 def _fail(line: str, code: int = 1) -> NoReturn:
-    err.print(f"[bold red]error:[/] {escape(' '.join(line.split()))}", soft_wrap=True, highlight=False)
+    err.print(f"[bold red]error:[/] {escape(printable(line, most=4000))}", soft_wrap=True, highlight=False)
     raise SystemExit(code) from None
 
 

@@ -43,6 +43,7 @@ def inspect(
         + (f", drawn with seed {made.seed}" if made.seed is not None else "")
         + f" ({', '.join(f'{name} {version}' for name, version in made.versions.items())})",
         highlight=False,
+        markup=False,
     )
     for name in artifact.metadata.recipes:
         own = [row for row in rows if row["recipe"] == name]

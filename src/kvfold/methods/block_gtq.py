@@ -2,13 +2,11 @@
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import NonNegativeInt
-
 from kvfold.format.layout import SlotLayout, codebook_slot, mixed_slot
 from kvfold.methods.allocation import allocate, runs
 from kvfold.methods.importance import Score, ranked_blocks
 from kvfold.methods.turboquant import TurboQuant
-from kvfold.recipe import Fit, Means, Rotations
+from kvfold.recipe import Fit, Means, Number, Rotations
 
 if TYPE_CHECKING:
     from kvfold.calibration.statistics import LayerStatistics
@@ -40,7 +38,7 @@ class BlockGtq(TurboQuant):
     """
 
     options: ClassVar = (*TurboQuant.options, "score", "widths", "per_head")
-    sink: NonNegativeInt = 4
+    sink: Number = 4
     score: Score = "product"
     widths: Literal["two", "three", "all"] | None = None  # None: by the head dimension
     per_head: bool = False

@@ -3,12 +3,10 @@
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
 
-from pydantic import NonNegativeInt
-
 from kvfold.format.layout import SlotLayout, even_slot
 from kvfold.methods.allocation import runs
 from kvfold.methods.importance import ranked_blocks
-from kvfold.recipe import Fit, Means, Recipe, Rotations
+from kvfold.recipe import Fit, Means, Number, Recipe, Rotations
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,8 +34,8 @@ class Fold(Recipe):
     folds: ClassVar = True
     key: Quarters | None = None  # None: `kvfold tune` chooses
     value: Quarters | None = None
-    sink: NonNegativeInt = 16
-    recent: NonNegativeInt = 256
+    sink: Number = 16
+    recent: Number = 256
 
     def layouts(self, key_dim: int, value_dim: int, fit: Fit) -> tuple[SlotLayout, SlotLayout]:
         key, value = self._segments("key", key_dim, fit), self._segments("value", value_dim, fit)

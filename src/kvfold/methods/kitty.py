@@ -3,10 +3,10 @@
 import math
 from typing import ClassVar
 
-from pydantic import Field, NonNegativeInt
+from pydantic import Field
 
 from kvfold.format.layout import SlotLayout, affine_slot, channel_slot
-from kvfold.recipe import Fit, Recipe
+from kvfold.recipe import Fit, Number, Recipe
 
 
 class Kitty(Recipe):
@@ -21,8 +21,8 @@ class Kitty(Recipe):
     page_size: ClassVar = 128
     centre: bool = False
     bits: int = Field(ge=1, le=4)
-    sink: NonNegativeInt = 32
-    recent: NonNegativeInt = 128
+    sink: Number = 32
+    recent: Number = 128
     boost: float = Field(default=0.25, ge=0, le=1)  # share of boosted channels, rounded up to a multiple of 8
 
     def layouts(self, key_dim: int, value_dim: int, fit: Fit) -> tuple[SlotLayout, SlotLayout]:

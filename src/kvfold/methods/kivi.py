@@ -3,10 +3,10 @@
 from math import gcd
 from typing import ClassVar
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, PositiveInt
 
 from kvfold.format.layout import SlotLayout, affine_slot, channel_slot
-from kvfold.recipe import Fit, Recipe
+from kvfold.recipe import Fit, Number, Recipe
 
 
 class Kivi(Recipe):
@@ -22,7 +22,7 @@ class Kivi(Recipe):
     page_size: ClassVar = 32
     centre: bool = False
     bits: int = Field(ge=1, le=8)
-    recent: NonNegativeInt = 128
+    recent: Number = 128
     group: PositiveInt | None = None  # channels of a value that share a scale; default: gcd(32, d)
 
     def layouts(self, key_dim: int, value_dim: int, fit: Fit) -> tuple[SlotLayout, SlotLayout]:

@@ -7,7 +7,7 @@ from pydantic import Field
 from kvfold.format.layout import SlotLayout
 from kvfold.methods.integers import Integers
 from kvfold.methods.saw import Saw
-from kvfold.recipe import Fit, Means
+from kvfold.recipe import Fit, Means, Number
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +25,7 @@ class KMeans(Integers):
 
     options: ClassVar = ("centroids", "seed", *Integers.options)
     centroids: int = Field(default=256, ge=1, le=2**15)  # their numbers are int16
-    seed: int = Field(default=0, ge=0, lt=2**31)
+    seed: Number = 0
 
     def layouts(self, key_dim: int, value_dim: int, fit: Fit) -> tuple[SlotLayout, SlotLayout]:
         key, value = super().layouts(key_dim, value_dim, fit)

@@ -4,11 +4,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
-from pydantic import NonNegativeInt
-
 from kvfold.format.layout import SlotLayout, affine_slot
 from kvfold.methods.integers import Integers
-from kvfold.recipe import Fit, Means, Rotations
+from kvfold.recipe import Fit, Means, Number, Rotations
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,8 +34,8 @@ class Oscar(Integers):
 
     options: ClassVar = ("per_head", "eigen", "hadamard", "permute", "clip", *Integers.options)
     folds: ClassVar = True
-    sink: NonNegativeInt = 64
-    recent: NonNegativeInt = 256
+    sink: Number = 64
+    recent: Number = 256
     per_head: bool = False  # a rotation per KV head
     eigen: bool = True
     hadamard: bool = True

@@ -5,7 +5,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from kvfold.format.layout import SlotLayout, codebook_slot
-from kvfold.recipe import Fit, Recipe, Rotations
+from kvfold.recipe import Fit, Number, Recipe, Rotations
 
 
 class TurboQuant(Recipe):
@@ -17,7 +17,7 @@ class TurboQuant(Recipe):
     options: ClassVar = (*Recipe.options, "seed")
     key_bits: int = Field(ge=1, le=8)
     value_bits: int = Field(ge=1, le=8)
-    seed: int = Field(default=0, ge=0, lt=2**31)  # twice that, and one more, is what NumPy takes
+    seed: Number = 0
 
     def layouts(self, key_dim: int, value_dim: int, fit: Fit) -> tuple[SlotLayout, SlotLayout]:
         return codebook_slot([(key_dim, self.key_bits)]), codebook_slot([(value_dim, self.value_bits)])
