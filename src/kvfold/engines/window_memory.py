@@ -40,5 +40,5 @@ def check_left(memory: int, taken: int, requests: int) -> None:
     if taken >= memory:
         raise ValueError(
             f"kvfold: the windows of --max-num-seqs {requests} requests take {taken / 2**30:.1f} GiB and leave nothing "
-            f"of the {memory / 2**30:.1f} GiB for the cache: lower --max-num-seqs, or raise --kv-cache-memory-bytes"
+            f"of about {memory / 2**30:.1f} GiB for the cache: lower --max-num-seqs, or raise --kv-cache-memory-bytes"
         )

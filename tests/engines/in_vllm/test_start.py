@@ -25,6 +25,7 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention.backend import AttentionBackend
 
+from kvfold.engines import start
 from kvfold.engines.start import RECIPE
 from kvfold.engines.vllm import backend, engine, offload, plan, plugin, serve_vllm
 from kvfold.models import embedded_folder
@@ -368,7 +369,7 @@ def test_no_more_requests_run_than_the_memory_carries(config, memory, default, g
 @pytest.mark.parametrize(("memory", "given"), [(2**30, 128), (SHADOW * 7, None)])
 def test_windows_that_leave_nothing_are_refused(config, memory, given):
     changed, made = windowed(config, memory, 128)
-    with pytest.raises(ValueError, match=r"take .* GiB and leave nothing of the .* GiB .*: lower --max-num-seqs, or"):
+    with pytest.raises(ValueError, match=r"take .* GiB and leave nothing of about .* GiB .*: lower --max-num-seqs, or"):
         serve_vllm._requests(changed, made, given)
 
 
@@ -379,6 +380,36 @@ def test_the_memory_of_a_gpu_is_estimated_without_the_weights(config, tmp_path, 
     changed.cache_config.gpu_memory_utilization = 0.5
     monkeypatch.setattr(serve_vllm.current_platform, "get_device_total_memory", lambda: 2**31)
     assert serve_vllm._cache_memory(changed) == 2**30 - 2**20
+
+
+NOT_STARTED = RuntimeError("Engine core initialization failed. See root cause above. Failed core proc(s): {}")
+WAITED = Exception(
+    "WorkerProc initialization failed due to an exception in a background process."
+)  # the worker's parent
+
+
+@pytest.mark.parametrize(
+    ("recorded", "raised", "last"),
+    [
+        ([ValueError("kvfold: too\nlarge"), WAITED], NOT_STARTED, "^too large$"),
+        ([KeyError("weight"), WAITED], NOT_STARTED, "^KeyError: 'weight'$"),
+        ([WAITED], NOT_STARTED, "ended without a word, as it does if the machine's memory is full$"),
+        ([], NOT_STARTED, "ended without a word"),
+        ([], ValueError("what the main process refuses"), "^what the main process refuses$"),
+        ([], KeyboardInterrupt(), "^the server was ended before it had started$"),
+    ],
+)
+def test_the_first_process_that_fails_says_why(monkeypatch, recorded, raised, last):
+    def fail(_: object) -> None:
+        for error in recorded:
+            start.record(error)
+        raise raised
+
+    monkeypatch.setattr(serve_vllm.ServeSubcommand, "cmd", fail)
+    monkeypatch.setattr(serve_vllm, "engine_utils", SimpleNamespace(zmq_socket_ctx=None))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    with pytest.raises(ValueError, match=last):
+        serve_vllm._run(SimpleNamespace())
 
 
 # What vLLM loads

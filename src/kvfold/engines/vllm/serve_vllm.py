@@ -26,6 +26,7 @@ from kvfold.engines.window_memory import carried, check_left
 from kvfold.models import weight_files
 
 CPU_CACHE = 2**30  # bytes, unless a flag or VLLM_CPU_KVCACHE_SPACE says otherwise
+KILLED = "a process of vLLM ended without a word, as it does if the machine's memory is full"
 QUIET = "ignore::UserWarning:multiprocessing.resource_tracker"  # it would list what it removes, after the last line
 
 
@@ -93,9 +94,10 @@ def _run(args: Namespace) -> None:
         except KeyboardInterrupt:  # vLLM makes one of SIGTERM too
             raise ValueError("the server was ended before it had started") from None
         except Exception as error:
-            if recorded := Path(causes.name).read_text(encoding="utf-8").splitlines():
-                raise ValueError(recorded[0]) from error
-            raise
+            said = Path(causes.name).read_text(encoding="utf-8").splitlines()
+            if not said and "Engine core initialization failed" not in str(error):
+                raise  # nothing was started yet
+            raise ValueError(next((line for line in said if "in a background process" not in line), KILLED)) from error
 
 
 def _interruptible(socket: Callable[..., AbstractContextManager[Any]]) -> Callable[..., AbstractContextManager[Any]]:
