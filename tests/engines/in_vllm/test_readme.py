@@ -5,10 +5,12 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -32,12 +34,17 @@ OURS = re.compile("TRITON_|VLLM_|KVFOLD_|MAKE|MFLAGS")  # variables that tests a
 def start(line: str, log: Path) -> subprocess.Popen:
     environment = {name: value for name, value in os.environ.items() if not OURS.match(name)}
     with log.open("w") as output:
+        streams = {"stdout": output, "stderr": subprocess.STDOUT}
         return subprocess.Popen(
-            ["bash", "-c", f"exec {line}"], cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT
+            ["bash", "-c", f"exec {line}"], cwd=ROOT, env=environment, start_new_session=True, **streams
         )
 
 
-@pytest.mark.parametrize("line", [*(line for line in LINES if not line.startswith("make")), IN_TRANSFORMERS])
+@pytest.mark.parametrize(
+    "line",
+    [*(line for line in LINES if not line.startswith("make")), IN_TRANSFORMERS],
+    ids=lambda line: line.split()[1],
+)
 def test_a_line_runs(line: str, tmp_path: Path):
     process = start(line, log := tmp_path / "log")
     assert process.wait() == 0, log.read_text()
@@ -71,20 +78,20 @@ def wait_until_ready(process: subprocess.Popen, log: Path) -> None:
 
 @pytest.mark.timeout(900)
 def test_make_serve_starts_answers_and_ends(tmp_path: Path):
-    """With the default recipe."""
-    log = tmp_path / "log"
-    process = start(SERVE, log)
+    """With the default recipe, on vLLM's defaults."""
+    process = start(SERVE, log := tmp_path / "log")
     try:
         wait_until_ready(process, log)
         answer = chat(stream=False)
         assert "Paris" in answer
         assert chat(stream=True) == answer
-    finally:
-        processes = psutil.Process(process.pid).children(recursive=True)
+        children = psutil.Process(process.pid).children(recursive=True)
         process.terminate()
-        process.wait(timeout=120)
-        left = [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
-        for each in left:
-            each.kill()
+        process.wait(timeout=300)
+        left = [each for each in children if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert children
     assert not left
     assert "Traceback" not in log.read_text()

@@ -412,6 +412,16 @@ def test_the_first_process_that_fails_says_why(monkeypatch, recorded, raised, la
         serve_vllm._run(SimpleNamespace())
 
 
+def test_what_the_plugin_refuses_in_a_process_of_vllm_is_told(config, tmp_path, monkeypatch):
+    monkeypatch.setenv(start.CAUSES, str(tmp_path / "causes"))
+    changed = copy.copy(config)
+    changed.cache_config = copy.copy(config.cache_config)
+    changed.cache_config.cache_dtype = "fp8"
+    with pytest.raises(SystemExit):
+        plugin.check(changed)
+    assert (tmp_path / "causes").read_text().startswith("--kv-cache-dtype fp8 packs the cache in another way")
+
+
 # What vLLM loads
 
 MAKE = f"EngineArgs({str(embedded_folder())!r}, dtype='float32').create_engine_config()"
