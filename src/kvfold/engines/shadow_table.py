@@ -7,6 +7,7 @@ for the device, and an update can be captured in a CUDA graph.
 import torch
 from torch import Tensor
 
+from kvfold.engines.window_memory import most_pages
 from kvfold.format.windows import Windows
 
 
@@ -121,21 +122,3 @@ class ShadowTable:
         inside = torch.maximum(index * self.page_size, first) < end
         pages = table.gather(1, index.clamp_max(table.shape[1] - 1).flatten(1)).long()
         return torch.where(inside, pages.view_as(index), -1).flatten()
-
-
-def most_pages(tokens: int, page_size: int) -> int:
-    """How many pages `tokens` successive tokens can lie in, at most."""
-    return 0 if tokens <= 0 else 1 + -(-(tokens - 1) // page_size)
-
-
-def shadows_needed(windows: Windows, page_size: int, requests: int, tokens: int) -> int:
-    """How many shadows a step of `tokens` tokens needs at once, at most, while `requests` requests run.
-
-    - Every running request needs the pages of its sink and of its recent window, also if it sits the step out.
-    - The step begins at most one page per request and one per `page_size` tokens. Per request, the recent window
-      reaches into at most as many of them as it has pages.
-    - A request that sits the step out may have begun one page with tokens that were taken back.
-    """
-    sink, recent = -(-windows.sink // page_size), most_pages(windows.recent - 1, page_size)
-    begun = min(requests + tokens // page_size, requests * recent)
-    return requests * (sink + recent) + begun

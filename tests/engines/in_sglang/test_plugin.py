@@ -38,7 +38,8 @@ from kvfold.engines.serving import Config, Plan
 from kvfold.engines.sglang import hooks
 from kvfold.engines.sglang.attention import MixedBackend, PackedBackend
 from kvfold.engines.sglang.packed_pool import PackedPool
-from kvfold.engines.shadow_table import ShadowTable, shadows_needed
+from kvfold.engines.shadow_table import ShadowTable
+from kvfold.engines.window_memory import shadows_needed
 from kvfold.models import embedded_folder
 from kvfold.ops.restore import Restore
 from kvfold.recipes import parse

@@ -14,7 +14,7 @@ from test_plugin import MODEL, PAGE, PAGES, Requests, backend, reading, tokens
 from kvfold.engines.serving import Config, Plan
 from kvfold.engines.sglang.attention import PackedBackend
 from kvfold.engines.sglang.speculation import chains, refuse_drafts
-from kvfold.engines.shadow_table import shadows_needed
+from kvfold.engines.window_memory import shadows_needed
 from kvfold.ops.restore import Restore
 from kvfold.recipes import parse
 

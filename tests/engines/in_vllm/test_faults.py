@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import urllib.error
 from concurrent.futures import ThreadPoolExecutor
@@ -9,8 +10,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from operations_files import metrics_asked_for
-from served import Server, serving
+from safetensors.torch import save_file
+from served import Server, kvfold, serving
 
 from kvfold.bench import soak
 from kvfold.bench.serving_times import Server as Endpoint
@@ -71,3 +74,24 @@ def test_a_server_loses_no_answer_and_ends_with_a_clear_error(small: Path):
     exported = {name.partition("{")[0] for name in gauges}
     assert metrics_asked_for("vllm") | metrics_asked_for("kvfold") <= exported
     assert "2 packed" in server.printed
+
+
+def test_what_stops_a_worker_is_the_last_line(small: Path, tmp_path: Path):
+    folder = shutil.copytree(small, tmp_path / "model")
+    save_file({"fold4/key_order": torch.zeros(1)}, folder / "tensors.safetensors")  # as an artifact among the weights
+    with kvfold("serve", str(folder), "-r", RECIPE, *FLAGS) as process:
+        printed = process.communicate()[0]
+    *_, last = printed.splitlines()
+    assert process.returncode == 1
+    assert last.startswith("error: ")
+    assert "fold4/key_order" in last
+
+
+def test_a_server_that_starts_ends_by_sigterm(small: Path):
+    """While it waits for its processes, vLLM itself would ignore it."""
+    with kvfold("serve", str(small), "-r", RECIPE, *FLAGS) as process:
+        next(line for line in process.stdout if "Initializing a V1 LLM engine" in line)  # in the first of them
+        process.terminate()
+        printed = process.communicate(timeout=300)[0]
+    assert process.returncode == 1
+    assert printed.splitlines()[-1] == "error: the server was ended before it had started"

@@ -25,8 +25,9 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention.backend import AttentionBackend
 
+from kvfold.engines import start
 from kvfold.engines.start import RECIPE
-from kvfold.engines.vllm import backend, engine, offload, plan, plugin
+from kvfold.engines.vllm import backend, engine, offload, plan, plugin, serve_vllm
 from kvfold.models import embedded_folder
 
 
@@ -337,6 +338,90 @@ def test_memory_is_taken_once_however_often_an_engine_is_made(config, monkeypatc
         engine.Engine(changed)
 
 
+SHADOW = 30 * 3 * 2 * 128 * 64 * 2  # bytes of a shadow page: layers, KV heads, K and V, tokens, numbers of 16 bits
+
+
+def windowed(config, memory: int | None, requests: int, model: Path | None = None):
+    """A configuration with steps of 2,048 tokens, whose recipe keeps 16 + 256 tokens: 1 page of each request's sink, up
+    to 3 of its last 255 tokens, 1 that the step begins, and 16 that its other tokens begin."""
+    changed = of_model(config, config.model_config.hf_config.to_dict(), **({"model": str(model)} if model else {}))
+    changed.additional_config = {"kvfold": {"recipe": "int4:centre=false,sink=16,recent=256"}}
+    changed.cache_config, changed.scheduler_config = copy.copy(config.cache_config), copy.copy(config.scheduler_config)
+    changed.cache_config.kv_cache_memory_bytes = memory
+    changed.scheduler_config.max_num_seqs, changed.scheduler_config.max_num_batched_tokens = requests, 2048
+    return changed, plan.make_plan(changed)
+
+
+@pytest.mark.parametrize(
+    ("memory", "default", "given", "requests"),
+    [
+        (2**30, 128, None, (2**28 // SHADOW - 16) // 5),  # a quarter of the memory is for windows
+        (2**30, 8, None, 8),
+        (2**30, 64, 64, 64),  # as the user says
+        (SHADOW * 8, 128, None, 1),  # one request, though it takes 7 pages, of which a step begins 3
+    ],
+)
+def test_no_more_requests_run_than_the_memory_carries(config, memory, default, given, requests):
+    changed, made = windowed(config, memory, default)
+    assert serve_vllm._requests(changed, made, given) == requests
+
+
+@pytest.mark.parametrize(("memory", "given"), [(2**30, 128), (SHADOW * 7, None)])
+def test_windows_that_leave_nothing_are_refused(config, memory, given):
+    changed, made = windowed(config, memory, 128)
+    with pytest.raises(ValueError, match=r"take .* GiB and leave nothing of about .* GiB .*: lower --max-num-seqs, or"):
+        serve_vllm._requests(changed, made, given)
+
+
+def test_the_memory_of_a_gpu_is_estimated_without_the_weights(config, tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(bytes(2**20))
+    changed, _ = windowed(config, None, 128, tmp_path)
+    changed.cache_config.gpu_memory_utilization = 0.5
+    monkeypatch.setattr(serve_vllm.current_platform, "get_device_total_memory", lambda: 2**31)
+    assert serve_vllm._cache_memory(changed) == 2**30 - 2**20
+
+
+NOT_STARTED = RuntimeError("Engine core initialization failed. See root cause above. Failed core proc(s): {}")
+WAITED = Exception(
+    "WorkerProc initialization failed due to an exception in a background process."
+)  # the worker's parent
+
+
+@pytest.mark.parametrize(
+    ("recorded", "raised", "last"),
+    [
+        ([ValueError("kvfold: too\nlarge"), WAITED], NOT_STARTED, "^too large$"),
+        ([KeyError("weight"), WAITED], NOT_STARTED, "^KeyError: 'weight'$"),
+        ([WAITED], NOT_STARTED, "ended without a word, as it does if the machine's memory is full$"),
+        ([], NOT_STARTED, "ended without a word"),
+        ([], ValueError("what the main process refuses"), "^what the main process refuses$"),
+        ([], KeyboardInterrupt(), "^the server was ended before it had started$"),
+    ],
+)
+def test_the_first_process_that_fails_says_why(monkeypatch, recorded, raised, last):
+    def fail(_: object) -> None:
+        for error in recorded:
+            start.record(error)
+        raise raised
+
+    monkeypatch.setattr(serve_vllm.ServeSubcommand, "cmd", fail)
+    monkeypatch.setattr(serve_vllm, "engine_utils", SimpleNamespace(zmq_socket_ctx=None))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    with pytest.raises(ValueError, match=last):
+        serve_vllm._run(SimpleNamespace())
+
+
+def test_what_the_plugin_refuses_in_a_process_of_vllm_is_told(config, tmp_path, monkeypatch):
+    monkeypatch.setenv(start.CAUSES, str(tmp_path / "causes"))
+    changed = copy.copy(config)
+    changed.cache_config = copy.copy(config.cache_config)
+    changed.cache_config.cache_dtype = "fp8"
+    with pytest.raises(SystemExit):
+        plugin.check(changed)
+    assert (tmp_path / "causes").read_text().startswith("--kv-cache-dtype fp8 packs the cache in another way")
+
+
 # What vLLM loads
 
 MAKE = f"EngineArgs({str(embedded_folder())!r}, dtype='float32').create_engine_config()"
@@ -388,6 +473,7 @@ from kvfold.engines.vllm.serve_vllm import serve
 from kvfold.recipes import parse
 serve({str(embedded_folder())!r}, "embedded", Config(parse("int4:centre=false")), [])
 """
+TOO_MANY = SERVE.replace("centre=false", "centre=false,recent=256").replace("[]", "['--max-num-seqs', '2000']")
 
 
 @pytest.fixture(scope="module")
@@ -396,7 +482,7 @@ def starts() -> list[Ended]:
     kinds = "print(chosen.backend, *(str(backend) for backend in chosen.backend_per_kind.values()))"
     others = UNUSED, MOVED + MAKE, *(f"{GPU}chosen = {made}.attention_config; {kinds}" for made in (MAKE, ASK, OWN))
     ends = [({RECIPE: recipe}, code) for recipe, code, _ in ENDS]
-    return forked(IMPORTS, [*(({}, code) for code in others), *ends, ({"VLLM_PLUGINS": ""}, SERVE)])
+    return forked(IMPORTS, [*(({}, code) for code in others), *ends, ({}, TOO_MANY), ({"VLLM_PLUGINS": ""}, SERVE)])
 
 
 def test_nothing_changes_where_nothing_asks_for_kvfold(starts):
@@ -428,6 +514,12 @@ def test_what_fails_while_kvfold_is_loaded_ends_vllm_with_one_line(starts, numbe
     assert last.startswith("kvfold cannot serve this: ")
     assert named in last
     assert "Traceback" not in starts[number].errors
+
+
+def test_requests_that_leave_no_cache_are_refused_before_a_process_starts(starts):
+    *_, last = starts[-2].errors.splitlines()
+    assert "kvfold: the windows of --max-num-seqs 2000 requests take " in last
+    assert "EngineCore" not in starts[-2].printed + starts[-2].errors
 
 
 def test_the_server_needs_the_plugin(starts):

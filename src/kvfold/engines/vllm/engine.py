@@ -21,6 +21,7 @@ from kvfold.engines.vllm.blocks import fit_blocks
 from kvfold.engines.vllm.offload import loaded_blocks
 from kvfold.engines.vllm.plan import DRAFT_MODELS, geometry_of, layers_of, logger, make_plan
 from kvfold.engines.vllm.requests import Requests
+from kvfold.engines.window_memory import check_left
 from kvfold.geometry import listed
 from kvfold.ops.pages import on_device
 
@@ -64,13 +65,8 @@ class Engine:
         shadow_pages = plan.shadows(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
         if cache.kv_cache_memory_bytes is not None:  # for pages and shadow pages: vLLM measures nothing then
             given = vars(cache).setdefault("kvfold_given", cache.kv_cache_memory_bytes)  # an engine may be made again
+            check_left(given, plan.shadow_bytes(shadow_pages), scheduler.max_num_seqs)
             cache.kv_cache_memory_bytes = given - plan.shadow_bytes(shadow_pages)
-            if cache.kv_cache_memory_bytes <= 0:
-                raise ValueError(
-                    f"kvfold: {shadow_pages} shadow pages for the windows of --max-num-seqs {scheduler.max_num_seqs} "
-                    "requests leave nothing of the memory for the cache: lower --max-num-seqs, or raise "
-                    "--kv-cache-memory-bytes"
-                )
         with memory_pool(config, FREED):
             self.served = Served(plan, shadow_pages, logger)
         self.groups: list[Group] = []

@@ -11,12 +11,13 @@ backend that vLLM chooses.
 If this module cannot be imported, vLLM only logs it and serves in 16 bits. So it imports nothing that can fail.
 """
 
+import logging
 import os
 from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from kvfold.engines.start import RECIPE, aborting
+from kvfold.engines.start import CAUSES, RECIPE, aborting, record
 from kvfold.engines.vllm.configuration import SIXTEEN_BITS, asked_for
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 BACKEND = "kvfold.engines.vllm.backend.PackedBackend"
 OTHERS = ("sliding_window", "encoder_only_attention")  # kinds of layers with attention that are not packed
+FAILING = ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")  # loggers that get what ends a process
 
 
 @aborting
@@ -31,12 +33,22 @@ def register() -> None:
     """Called by vLLM in each process, before it makes its configuration."""
     from vllm.config import VllmConfig
 
+    for name in FAILING if os.environ.get(CAUSES) else ():
+        logging.getLogger(name).addFilter(recorded)
+
     VllmConfig.__post_init__ = prepared(VllmConfig.__post_init__)
     try:
         register_backend()
     except (AttributeError, ImportError):  # this vLLM has moved them
         if os.environ.get(RECIPE):
             raise  # otherwise `check` raises, if a configuration asks for kvfold
+
+
+def recorded(entry: logging.LogRecord) -> bool:
+    """A filter that passes everything, and records errors."""
+    if entry.exc_info and (error := entry.exc_info[1]):
+        record(error)
+    return True
 
 
 def register_backend() -> None:
