@@ -107,9 +107,10 @@ def check(
                 answers=html is not None,
             )
         fits.with_check(parsed, result).save(folder)
+    in_terminal = write_json(json_file, list(result.rows(str(parsed))))
     if html:
         write_html(report, html, artifact, result)
-    if not write_json(json_file, list(result.rows(str(parsed)))):
+    if not in_terminal:
         out.print(check_table(f"{model}: {parsed}", result))
         for name in texts.keys() - long.keys():
             out.print(f"{escape(name)} has fewer than {context:,} tokens, and was left out", highlight=False)
