@@ -168,6 +168,13 @@ def test_few_calls_do_not_show_that_nothing_is_lost(measured, monkeypatch):
     assert result.verdict == "passed"
 
 
+def test_an_interval_does_not_end_at_minus_zero():
+    """In a haystack all is lost, and in four nothing: many draws miss the one."""
+    scores = [[((i,), 1.0) for i in range(5)], [((i,), float(i > 0)) for i in range(5)]]
+    few = module._share("needles", [10 * each for each in scores], 0.03)
+    assert (few.loss, str(few.low), few.verdict) == (0.2, "0.0", "not decided")
+
+
 def test_looking_three_times_does_not_make_verdicts_wrong(monkeypatch):
     """The recipe loses as much as is allowed: a fifth. So either verdict is wrong."""
     monkeypatch.setattr("kvfold.evaluate.intervals.DRAWS", 2000)

@@ -208,7 +208,7 @@ def _share(name: str, scores: Sequence[Sequence[tuple[Haystack, float]]], allowe
         value=means[0],
         reference=means[1],
         loss=0.0 - less.mean,  # and not -0.0
-        low=-max(less.high, less.mean + least),
-        high=-min(less.low, less.mean - least),
+        low=0.0 - max(less.high, less.mean + least),
+        high=0.0 - min(less.low, less.mean - least),
         allowed=allowed,
     )
