@@ -84,7 +84,7 @@ def test_who_reads_everything_writes_every_call(monkeypatch, tmp_path):
     monkeypatch.setattr("kvfold.evaluate.tool_calls.MOST_TOKENS", 120)  # a token is a character here
     shares: list[float] = []
     parts, texts = Parts.load(tmp_path / "parts", "source"), {"one": TEXT, "other": TEXT}
-    rows = tool_calls(Reader(), TOKENIZER, Tape, texts, [4000], 2, shares.append, parts)
+    rows = tool_calls(Reader(), TOKENIZER, Tape, texts, [4000], 2, shares.append, parts=parts)
     keys = [(row.text, row.length, row.trial, row.call) for row in rows]
     assert keys == list(product(("one", "other"), [4000], range(2), range(CALLS)))
     assert all(row.valid and row.exact for row in rows)
