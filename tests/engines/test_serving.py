@@ -118,7 +118,9 @@ def test_the_report_says_what_was_checked(tmp_path):
         versions={},
         fit_sha256=artifact.fit_sha256(recipe),
         measures=(
-            Measure(name="KL", unit="nats", value=0.0021, reference=0.0, loss=0.0021, allowed=0.02),
+            Measure(
+                name="KL", unit="nats", value=0.0021, reference=0.0, loss=0.0021, low=0.002, high=0.003, allowed=0.02
+            ),
             Measure(
                 name="needles", unit="share", value=0.9, reference=0.983, loss=0.083, low=0.04, high=0.2, allowed=0.03
             ),

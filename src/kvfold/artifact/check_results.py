@@ -12,8 +12,7 @@ Verdict = Literal["passed", "failed", "not decided"]
 class Measure(Strict):
     """One measure of a recipe, beside the 16-bit cache of the same model. The interval of its loss gives the verdict.
 
-    Units are nats, or shares of what there was to find. kvfold 0.3.0 kept no interval for nats: what it measured is not
-    decided.
+    Units are nats, or shares of what there was to find.
     """
 
     name: Word
@@ -21,15 +20,15 @@ class Measure(Strict):
     value: float
     reference: float  # of the 16-bit cache
     loss: float  # how much worse than the 16-bit cache
-    low: float | None = None  # the interval of the loss
-    high: float | None = None
+    low: float  # the interval of the loss
+    high: float
     allowed: float
 
     @property
     def verdict(self) -> Verdict:
         if self.blind:
             return "passed"
-        if self.low is None or self.high is None or self.low <= self.allowed < self.high:
+        if self.low <= self.allowed < self.high:
             return "not decided"
         return "passed" if self.high <= self.allowed else "failed"
 
@@ -52,8 +51,6 @@ class Measure(Strict):
         return f"{self.name} lose {points}, and {100 * self.allowed:g} are allowed"
 
     def _interval(self, spell: str, times: int) -> str:
-        if self.low is None or self.high is None:
-            return ""
         return f" ({spell.format(times * self.low)} to {spell.format(times * self.high)})"
 
 

@@ -30,9 +30,7 @@ def check_table(title: str, result: "CheckResult") -> FittingTable:
     table = FittingTable(title, "measure", "16 bits", "packed", "loss", "95 % interval", "allowed", "verdict")
     for measure in result.measures:
         spell = "{:.4f}".format if measure.unit == "nats" else lambda share: f"{100 * share:.1f}"
-        interval = (
-            "–" if measure.low is None or measure.high is None else f"{spell(measure.low)} to {spell(measure.high)}"
-        )
+        interval = f"{spell(measure.low)} to {spell(measure.high)}"
         numbers = map(spell, (measure.reference, measure.value, measure.loss))
         verdict = Text(measure.verdict, style=STYLES[measure.verdict])
         table.add_row(measure.name, *numbers, interval, spell(measure.allowed), verdict)

@@ -109,8 +109,7 @@ def _verdict(report: Report, check: "CheckResult | None") -> str:
 def _measured(measure: "Measure") -> list[str]:
     spell: Callable[[float], str] = "{:.4f}".format if measure.unit == "nats" else lambda share: f"{100 * share:.1f} %"
     points: Callable[[float], str] = spell if measure.unit == "nats" else lambda share: f"{100 * share:.1f}"
-    low, high = measure.low, measure.high
-    span = NOT_MEASURED if low is None or high is None else f"{points(low)} to {points(high)}"
+    span = f"{points(measure.low)} to {points(measure.high)}"
     found = [spell(measure.reference), spell(measure.value)]
     return [measure.verdict, points(measure.loss), points(measure.allowed), _minus(span), *found]
 
