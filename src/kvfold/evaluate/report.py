@@ -24,7 +24,7 @@ NOT_MEASURED = "–"
 
 @dataclass(frozen=True)
 class LayerBits:
-    """Bits per number of one layer's keys and values: codes and metadata, without the open block."""
+    """Bits per number of one layer's keys and values: codes and metadata, without windows."""
 
     layer: int
     keys: float

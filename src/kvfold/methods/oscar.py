@@ -34,7 +34,8 @@ class Oscar(Integers):
 
     options: ClassVar = ("per_head", "eigen", "hadamard", "permute", "clip", *Integers.options)
     folds: ClassVar = True
-    block: Number = 256
+    sink: Number = 64
+    recent: Number = 256
     per_head: bool = False  # a rotation per KV head
     eigen: bool = True
     hadamard: bool = True

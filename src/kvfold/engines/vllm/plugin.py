@@ -147,10 +147,9 @@ def check(config: "VllmConfig") -> None:
     if not _serves(config):
         return
     from kvfold.engines.vllm.offload import check_files
-    from kvfold.engines.vllm.plan import choose_block_size, refuse
+    from kvfold.engines.vllm.plan import refuse
 
     register_backend()
-    choose_block_size(config)
     refuse(config)
     check_files(config)
 

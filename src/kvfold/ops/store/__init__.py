@@ -1,1 +1,1 @@
-"""Transform new tokens, pack them into their pages, and write them raw to rings."""
+"""Transform new tokens, pack them into their pages, and write them raw to shadow pages."""
