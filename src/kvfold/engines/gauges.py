@@ -47,12 +47,15 @@ def count_refused_page() -> None:
 class Gauges:
     """One set for all layers of a rank, however many page tables they have."""
 
-    def __init__(self, token_bytes: float, compression: float, device: torch.device, logger: Logger) -> None:
+    def __init__(self, token_bytes: float, device: torch.device, logger: Logger) -> None:
         _token_bytes.set(token_bytes)
-        _compression.set(compression)
         self.steps = 0
         self.used, self.restored = Late(device), Late(device)
         self.log = FaultLog(logger)
+
+    def compressed(self, times: float) -> None:
+        """How many times smaller the cache is, when it is known how many tokens fit."""
+        _compression.set(times)
 
     def update(self, groups: Sequence[tuple[ShadowTable, Faults]]) -> None:
         """Before each step: show how many shadows are in use, how many were restored and how many tokens could not be

@@ -295,7 +295,6 @@ class Served:
     has several page tables, it takes `only` the layers of each table.
     """
 
-    tokens: int  # that fit; set by `open`
     shadow_table: ShadowTable  # set by `open`
     faults: Faults  # set by `open`
 
@@ -315,7 +314,7 @@ class Served:
 
     def open(self, pages: int) -> None:
         """Serve from `pages` pages per layer."""
-        plan, self.pages, self.tokens = self.plan, pages, pages * self.plan.page_size
+        plan, self.pages = self.plan, pages
         self.layers: dict[int, Layer] = {}
         self.restore: Restore | None = None
         self.shadow_table = ShadowTable(plan.windows, plan.page_size, pages, self.shadow_pages, plan.device)
@@ -336,9 +335,7 @@ class Served:
     def gauges(self) -> "Gauges":
         from kvfold.engines.gauges import Gauges  # only after the engine has set up prometheus_client
 
-        plan = self.plan
-        smaller = plan.compression(self.shadow_pages, self.tokens)
-        return Gauges(plan.token_bytes, smaller, plan.device, self.logger)
+        return Gauges(self.plan.token_bytes, self.plan.device, self.logger)
 
     @property
     def shown(self) -> tuple[ShadowTable, Faults]:
@@ -348,6 +345,7 @@ class Served:
     def announce(self, pages: int) -> None:
         """Say at start what is served: in the log, and in the gauges."""
         self.logger.info(self.plan.report(pages, self.shadow_pages))
+        self.gauges.compressed(self.plan.compression(self.shadow_pages, pages * self.plan.page_size))
         self.gauges.update([self.shown])
 
     @property

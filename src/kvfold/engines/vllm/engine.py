@@ -168,9 +168,10 @@ class Engine:
 
     def announce(self, caches: KVCacheConfig) -> None:
         """Say at start what is served. Tokens are counted as vLLM does."""
-        self.served.tokens, _ = get_kv_cache_capacity(self.config, caches)
-        served = self.groups[0].served
-        logger.info(self.served.plan.report(served.pages, served.shadow_pages, self.served.tokens))
+        tokens, _ = get_kv_cache_capacity(self.config, caches)
+        served, plan = self.groups[0].served, self.served.plan
+        logger.info(plan.report(served.pages, served.shadow_pages, tokens))
+        self.served.gauges.compressed(plan.compression(served.shadow_pages, tokens))
         self.served.gauges.update([group.served.shown for group in self.groups])
         for group in self.groups:
             group.served.warm_up(in_pool=self.config.model_config.enable_cumem_allocator)
