@@ -214,7 +214,7 @@ def decode_kernels() -> dict[tuple[str, str, str], float]:
     return {key: float(row["speedup"]) for key, row in rows.items()}
 
 
-KERNEL_ROWS = {
+KERNEL_ROWS = {  # as rows name them: they are from before 0.4, when recipes had windows
     **{f"`{name}` with its windows": name for name in OURS},
     **{f"`{name}`, no windows": f"{name}:sink=0,recent=0" for name in OURS},
     "`saw-int4`": "saw-int4",
@@ -361,8 +361,8 @@ def capacity() -> str:
 # From the code
 
 MEANINGS = {
-    "sink": "the first N tokens are read in 16 bits",
-    "recent": "the last N tokens are read in 16 bits",
+    "block": "tokens of the open block B: a query at position t reads raw the tokens from ⌊t/B⌋·B on, and packed all "
+    "before. 0: none",
     "centre": "subtract mean keys and values; the papers do not",
     "skip": "layers that are stored in 16 bits: `skip=0+27`",
     "group": "how many numbers share a scale and an offset. By shape: the head dimension d; `oscar` d/2; "

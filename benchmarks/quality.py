@@ -40,7 +40,7 @@ from kvfold.models import load_model
 from kvfold.recipes import parse
 from kvfold.text import haystack_texts, read_text, tokenize, with_openings
 
-# As published: without centring, with windows if the paper has them.
+# As published: without centring, with an open block if the paper has windows.
 PUBLISHED = [
     "int4:centre=false",
     "saw-int4:centre=false",
@@ -50,50 +50,50 @@ PUBLISHED = [
     "kivi-2",
     "kivi-4",
     "kitty-2",
-    "quarot-int2:sink=64,recent=256,centre=false",
+    "quarot-int2:block=256,centre=false",
     "oscar-int2:centre=false",
     "oscar-int2:centre=false,group=WHOLE",
     *(f"tq-k{bits}v{bits}:centre=false" for bits in (2, 3, 4)),
-    *(f"gtq-k{bits}v{bits}:sink=0,centre=false,score=mean,widths=all" for bits in (2, 3, 4)),
-    "gtq-k3v3:sink=0,centre=false,score=mean,widths=all,per_head=true",
+    *(f"gtq-k{bits}v{bits}:centre=false,score=mean,widths=all" for bits in (2, 3, 4)),
+    "gtq-k3v3:centre=false,score=mean,widths=all,per_head=true",
 ]
-# Our defaults, and what windows add.
+# Our defaults, and what an open block adds.
 OURS = [
     "int8",
     "int4",
-    "int4:sink=4",
+    "int4:block=64",
     "saw-int4",
-    "saw-int4:sink=4",
+    "saw-int4:block=64",
     "kmeans-int4",
     "kmeans-saw-int4",
     "hessian-int4",
     "kivi-2:centre=true",
     "kivi-4:centre=true",
     "kitty-2:centre=true",
-    "quarot-int2:sink=64,recent=256",
+    "quarot-int2:block=256",
     "oscar-int2",
     "oscar-int2:group=WHOLE",
     "oscar-int2:per_head=true",
     *(f"tq-k{key}v{value}" for key, value in ((2, 2), (3, 3), (4, 4))),
-    *(f"tq-k{key}v{value}:sink=4" for key, value in ((2, 2), (3, 2), (3, 3), (4, 3), (4, 4))),
+    *(f"tq-k{key}v{value}:block=64" for key, value in ((2, 2), (3, 2), (3, 3), (4, 3), (4, 4))),
     *(f"gtq-k{bits}v{bits}" for bits in (2, 3, 4)),
     *(f"gtq-k{bits}v{bits}:widths=all" for bits in (2, 3, 4)),
-    *(f"{family}-k2v2:sink=64,recent=256" for family in ("tq", "gtq")),
-    "gtq-k2v2:sink=64,recent=256,widths=all",
+    *(f"{family}-k2v2:block=256" for family in ("tq", "gtq")),
+    "gtq-k2v2:block=256,widths=all",
 ]
 # OSCAR without one of its parts.
 ABLATIONS = [
     f"oscar-int2:{without}" for without in ("eigen=false", "hadamard=false", "permute=false", "clip=false")
-] + ["oscar-int2:sink=0,recent=0"]
+] + ["oscar-int2:block=0"]
 # Long contexts and generation take minutes, so these are fewer: every method in few forms, and as published.
 LONG = [
-    "saw-int4:sink=4",
+    "saw-int4:block=64",
     "oscar-int2:group=WHOLE",
-    "gtq-k2v2:sink=64,recent=256",
+    "gtq-k2v2:block=256",
     "gtq-k3v3",
     "kitty-2:centre=true",
     "kmeans-saw-int4",
-    "int4:sink=4",
+    "int4:block=64",
     "int4",
     "saw-int4",
     "oscar-int2",
@@ -102,10 +102,10 @@ LONG = [
     "hessian-int4",
     "kmeans-int4",
     "int8",
-    "quarot-int2:sink=64,recent=256",
+    "quarot-int2:block=256",
     *(f"tq-k{bits}v{bits}" for bits in (2, 3, 4)),
     *(f"gtq-k{bits}v{bits}" for bits in (2, 4)),
-    "tq-k2v2:sink=64,recent=256",
+    "tq-k2v2:block=256",
     *(name for name in PUBLISHED if "per_head" not in name),
 ]
 NEW_TOKENS = 320  # the most tokens of an answer

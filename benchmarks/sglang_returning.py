@@ -50,7 +50,7 @@ class Row:
     read_ms: float  # until the first token of an answer: all tokens are read
     device_ms: float  # the same when its pages are on the device
     host_ms: float  # the same when its pages are in host memory
-    same: int  # conversations with the same answer from both; windows may make a difference
+    same: int  # conversations with the same answer from both
     host_bytes: float  # per token
     host_tokens_per_gb: int
     conversations: int

@@ -67,12 +67,12 @@ def run(text: str, name: str, folded: bool, longest: int) -> list[Row]:
         pages = replace(pages, value=replace(pages.value, transform=replace(pages.value.transform, rotation=None)))
     room = max(0, longest // case.page - pages.step.table.shape[1])
     step = replace(pages.step, table=pad(pages.step.table, (0, room)))
-    layers = [replace(pages, step=step, pool=pages.pool.clone(), shadows=pages.shadows.clone()) for _ in range(STEPS)]
+    layers = [replace(pages, step=step, pool=pages.pool.clone(), ring=pages.ring.clone()) for _ in range(STEPS)]
     out = torch.empty_like(q)
 
     def steps() -> None:
         for layer in layers:
-            ops.store_and_attend(layer, q, k, v, case.scale, out)
+            ops.store_and_attend(layer, q, k, v, case.logits, out)
 
     graph, _ = capture(lambda: None, steps)
     with profile(activities=[ProfilerActivity.CUDA]) as trace:

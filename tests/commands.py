@@ -5,7 +5,7 @@ from typer.testing import CliRunner, Result
 
 from kvfold.cli import app
 
-FITTED = ("-r", "oscar-int2:sink=8", "-r", "gtq-k3v3")  # two recipes that learn
+FITTED = ("-r", "oscar-int2:block=48", "-r", "gtq-k3v3")  # two recipes that learn
 LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 16  # of the small model
 
 

@@ -27,16 +27,16 @@ def report(*rows: Row, noise_floor: float = 3e-5) -> Report:
 ORDINARY = report(
     row("int4", 4.5, 12.6, 0.0751, needle=0.5, needle_by_depth={"10 %": 1.0, "90 %": 0.0}),
     row("saw-int4", 4.5, 12.4, 0.0462),
-    row("saw-int4:sink=4", 4.62, 12.148, 0.0123),
+    row("saw-int4:block=4", 4.62, 12.148, 0.0123),
     row("int2", 2.5, 101_713.4, 9.7),
-    row("quarot-int2:sink=64,recent=256", 4.61, 12.9, 0.095),
+    row("quarot-int2:block=64", 4.61, 12.9, 0.095),
     row("int8", 8.5, 11.999, 2e-5),
 )
 BROKEN = report(
     row("int4:centre=false", 4.25, math.inf, 25.0),
     row("int2", 2.25, math.nan, math.nan),
     row(HOSTILE, 4.25, 1e9, math.inf),
-    row("saw-int4:order=64,centre=false,sink=4,recent=256,skip=0+1+29", 4.9, 12.0, 1e-12),
+    row("saw-int4:order=64,centre=false,skip=0+1+29,block=256", 4.9, 12.0, 1e-12),
     noise_floor=0.0,
 )
 REFERENCE_ALONE = report(noise_floor=0.0)

@@ -116,7 +116,7 @@ def test_each_recipe_gets_its_own_tensors(model, tmp_path):
     assert loaded.tensors.keys() == original.tensors.keys()
     assert all(same(loaded.tensors[name], tensor) for name, tensor in original.tensors.items())
     for layer in range(3):
-        fit = loaded.fit(parse("oscar-int2:sink=3,recent=0,skip=1"), layer)  # none of which is fitted
+        fit = loaded.fit(parse("oscar-int2:block=0,skip=1"), layer)  # neither is fitted
         assert fit.keys() == {"key_mean", "value_mean", "key_rotation", "value_rotation", "key_clip"}
         assert same(fit["key_rotation"], own["oscar-int2/key_rotation"][layer])
         assert same(fit["key_clip"], own["oscar-int2/key_clip"][layer])
@@ -296,18 +296,18 @@ def checked(artifact: Artifact, recipe: str, loss: float) -> CheckResult:
 
 
 def test_checks_are_kept_by_recipe_and_replaced(model, tmp_path):
-    made, recipe, other = fitted_artifact(model), parse("oscar-int2:sink=8"), parse("int4:recent=16")
+    made, recipe, other = fitted_artifact(model), parse("oscar-int2:block=64"), parse("int4:block=16")
     bad, good = checked(made, "oscar-int2", 0.2), checked(made, "oscar-int2", 0.01)
     assert (bad.verdict, good.verdict) == ("failed", "passed")
     made.with_check(recipe, bad).with_check(other, checked(made, "int4", 0.0)).save(tmp_path)
     kept = Artifact.load(tmp_path)
     assert kept.check_result(recipe) == bad
-    assert kept.check_result(parse("oscar-int2")) is None, "windows are part of what was checked"
+    assert kept.check_result(parse("oscar-int2")) is None, "the open block is part of what was checked"
     kept.with_check(recipe, good).save(tmp_path)
     again = Artifact.load(tmp_path)
     assert again.check_result(recipe) == good
     assert again.check_result(other) == checked(made, "int4", 0.0)
-    assert list(again.metadata.checks) == ["oscar-int2:sink=8", "int4:recent=16"]
+    assert list(again.metadata.checks) == ["oscar-int2:block=64", "int4:block=16"]
     assert again.shard(0, 2).check_result(recipe) is None, "a rank has a part of what was checked"
 
 
@@ -371,7 +371,7 @@ def test_the_json_is_readable(saved):
         (lambda content: content.pop("schema_version"), "schema_version: Field required"),
         (lambda content: content.update(schema_version="6"), "schema_version: "),
         (lambda content: content.update(recipes=["oscar"]), "unknown recipe 'oscar'"),
-        (lambda content: content.update(recipes=["oscar-int2:sink=3"]), "recipes: oscar-int2:sink=3 are not as"),
+        (lambda content: content.update(recipes=["oscar-int2:block=64"]), "recipes: oscar-int2:block=64 are not as"),
         (lambda content: content.update(recipes=["oscar-int2", "oscar-int2"]), "recipes: .* each once"),
         (lambda content: content.update(shard={"rank": 2, "ranks": 2}), "shard: 2 KV heads have no part 2 of 2"),
         (lambda content: content.update(shard={"rank": 0, "ranks": 3}), "shard: 2 KV heads have no part 0 of 3"),
@@ -436,8 +436,20 @@ def test_json_that_is_not_ours_is_refused(saved, change, message):
     assert type(caught.value) is ValueError
 
 
+def test_a_recipe_with_windows_in_it_says_what_to_write(saved):
+    """Where a recipe with fits is named, and where one that was checked is."""
+    message = r": oscar-int2: recent= is gone: .* so write block=64; copy the artifact again, or calibrate again, into "
+    name, loaded = "oscar-int2:recent=128", Artifact.load(saved)
+    check = checked(loaded, "oscar-int2", 0.0).model_dump(mode="json")
+    for change in ({"recipes": [name]}, {"recipes": list(loaded.metadata.recipes), "checks": {name: check}}):
+        rewrite(saved, lambda content, change=change: content.update(change))
+        with pytest.raises(ValueError, match=rf"^{saved}/kvfold\.json is not valid{message}") as caught:
+            Artifact.load(saved)
+        assert "\n" not in str(caught.value)
+
+
 def test_a_recipe_without_end_is_refused_before_it_is_read(saved):
-    rewrite(saved, lambda content: content.update(recipes=["fold4:" + "sink=1," * 9_000]))
+    rewrite(saved, lambda content: content.update(recipes=["fold4:" + "block=1," * 9_000]))
     with pytest.raises(ValueError, match=r"recipes\.0: String should have at most 4096 characters"):
         Artifact.load(saved)
 
@@ -454,7 +466,7 @@ def test_an_artifact_of_another_schema_names_the_command_that_makes_a_new_one(mo
     assert command in str(caught.value)
 
 
-@pytest.mark.parametrize("recipes", [["x; rm -rf ~", "oscar-int2", "$(id)"], ["oscar-int2:sink=1;id", "oscar-int2"]])
+@pytest.mark.parametrize("recipes", [["x; rm -rf ~", "oscar-int2", "$(id)"], ["oscar-int2:block=1;id", "oscar-int2"]])
 def test_what_an_older_artifact_calls_a_recipe_is_no_part_of_a_command(saved, recipes):
     rewrite(saved, lambda content: content.update(schema_version=4, recipes=recipes))
     with pytest.raises(ValueError, match=r": `kvfold calibrate MODEL --recipe oscar-int2 --out ANOTHER_DIR`$"):
@@ -604,8 +616,8 @@ def test_a_damaged_artifact_of_the_cache_names_the_command_that_repairs_it(model
 
 def test_what_cannot_be_read_again_is_not_written(model, tmp_path):
     made = artifact(model)
-    for sink in range(9):
-        made = made.with_check(parse(f"int4:sink={sink}"), checked(made, "int4", 0.0))
+    for block in range(9):
+        made = made.with_check(parse(f"int4:block={block}"), checked(made, "int4", 0.0))
     versions = {f"package {number}": "1.0" for number in range(6000)}
     checks = {name: each.model_copy(update={"versions": versions}) for name, each in made.metadata.checks.items()}
     with pytest.raises(ValueError, match="it is larger than any model needs"):

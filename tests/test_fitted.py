@@ -109,9 +109,9 @@ def test_every_recipe_fits_every_head_dimension(name, head_dim):
         ("hessian-int4", 128, 4.25),
         ("hessian-int4", 64, 4.5),
         # two groups of half a head
-        ("oscar-int2:sink=0,recent=0", 128, 2.5),
-        ("oscar-int2:sink=0,recent=0", 64, 3),
-        ("oscar-int2:sink=0,recent=0,group=128", 128, 2.25),
+        ("oscar-int2:block=0", 128, 2.5),
+        ("oscar-int2:block=0", 64, 3),
+        ("oscar-int2:group=128,block=0", 128, 2.25),
         # a norm of 16 bits
         ("tq-k2v2", 128, 2.125),
         ("tq-k3v3", 128, 3.125),
@@ -119,15 +119,15 @@ def test_every_recipe_fits_every_head_dimension(name, head_dim):
         ("tq-k4v4", 256, 4.0625),
         ("tq-k4v2", 64, 3.25),
         # keys of two widths have a norm for each: 48 + 4 bytes, and values 48 + 2
-        ("gtq-k3v3:sink=0,widths=two", 128, 3.1875),
-        ("gtq-k3v3:sink=0", 128, 3.25),  # three norms for keys
-        ("gtq-k3v3:sink=0,widths=all", 128, 3.375),  # five
-        ("gtq-k3v3:sink=0", 64, 3.375),
-        ("gtq-k2v2:sink=0,skip=3", 64, (16 + 3 * 2.375) / 4),
-        ("gtq-k1v8:sink=0", 128, 4.625),
+        ("gtq-k3v3:widths=two", 128, 3.1875),
+        ("gtq-k3v3", 128, 3.25),  # three norms for keys
+        ("gtq-k3v3:widths=all", 128, 3.375),  # five
+        ("gtq-k3v3", 64, 3.375),
+        ("gtq-k2v2:skip=3", 64, (16 + 3 * 2.375) / 4),
+        ("gtq-k1v8", 128, 4.625),
     ],
 )
-def test_bits_per_element_without_windows(name, head_dim, bits):
+def test_bits_per_element_without_an_open_block(name, head_dim, bits):
     for context in (16, 2048, 131072):
         assert Fitted(parse(name), geometry(head_dim)).bits_per_element(context) == pytest.approx(bits, rel=1e-12)
 
@@ -135,27 +135,19 @@ def test_bits_per_element_without_windows(name, head_dim, bits):
 @pytest.mark.parametrize(
     ("text", "context", "bytes_per_head"),
     [
-        # d = 128, pages of 16 tokens: 2176 bytes of int4 or 1152 of int2; a shadow page has 16·2·128·2 = 8192
+        # d = 128, pages of 16 tokens: 2176 bytes of int4 or 1152 of int2; a raw key and value have 2·128·2 = 512
         ("int4", 1, 2176),
         ("int4", 17, 2 * 2176),
-        ("int4:sink=4", 2048, 128 * 2176 + 8192),
-        ("int4:sink=16", 2048, 128 * 2176 + 8192),
-        ("int4:sink=17", 2048, 128 * 2176 + 2 * 8192),
-        ("int4:sink=64", 20, 2 * 2176 + 2 * 8192),
-        # the last 32 tokens can be taken back, so that a query at 2016 must find 1953…: pages 122 to 127, and page 0
-        ("int2:sink=4,recent=64", 2048, 128 * 1152 + 7 * 8192),
-        ("int2:sink=64,recent=256", 131072, 8192 * 1152 + (4 + 18) * 8192),
-        # a query at 2016 reads itself and nothing before: pages 126 and 127
-        ("int2:recent=1", 2048, 128 * 1152 + 2 * 8192),
-        ("int2:recent=2", 2048, 128 * 1152 + 3 * 8192),
-        # everything lies in the windows
-        ("int2:sink=4,recent=300", 200, 13 * 1152 + 13 * 8192),
+        ("int4:block=64", 2048, 128 * 2176 + (64 + 16) * 512),
+        ("int4:block=64", 20, 2 * 2176 + (64 + 16) * 512),
+        ("int2:block=256", 131072, 8192 * 1152 + (256 + 16) * 512),
+        ("int2:block=1", 2048, 128 * 1152 + (1 + 16) * 512),
     ],
 )
 def test_bytes_of_a_sequence_by_hand(text, context, bytes_per_head):
     stored = Fitted(parse(text), geometry(layers=3, kv_heads=2))
     assert stored.sequence_bytes(context) == 6 * bytes_per_head
-    # a skipped layer takes 16 bits for everything and has no shadows
+    # a skipped layer takes 16 bits for everything and has no ring
     skipping = parse(text + (",skip=1" if ":" in text else ":skip=1"))
     raw = -(-context // 16) * 8192
     assert Fitted(skipping, stored.geometry).sequence_bytes(context) == 2 * (2 * bytes_per_head + raw)
@@ -182,37 +174,28 @@ def test_bytes_of_recipes_that_quantize_whole_pages(text, head_dim, page_size, p
     recipe = parse(text)
     (layout,) = Fitted(recipe, geometry(head_dim, layers=1)).page_layouts().values()
     assert (layout.page_size, layout.page_bytes) == (page_size, page_bytes)
-    shadow = page_size * 2 * head_dim * 2
-    windows = f"sink=0,recent=0{',' + text.partition(':')[2] if ':' in text else ''}"
+    raw = 2 * head_dim * 2
     model = geometry(head_dim, layers=1, kv_heads=1)
-    whole, bare = Fitted(recipe, model), Fitted(parse(f"{recipe.name}:{windows}"), model)
-    # without windows, pages that are not full are in 16 bits, or become so when 32 tokens are taken back
-    for pages, shadows in ((1, 1), (7, 1)):
-        assert bare.sequence_bytes(pages * page_size) == pages * page_bytes + shadows * shadow
-        assert (
-            bare.sequence_bytes(pages * page_size - 1)
-            == pages * page_bytes + min(pages, shadows + (page_size == 32)) * shadow
-        )
-    if recipe.name.startswith("kivi"):
-        # a query at 2016 must find 1889…: pages 59 to 63
-        assert whole.sequence_bytes(2048) == 64 * page_bytes + 5 * shadow
-    else:
-        # the sink is page 0; a query at 2016 must find 1889…: pages 14 and 15
-        assert whole.sequence_bytes(2048) == 16 * page_bytes + 3 * shadow
+    bare = Fitted(parse(f"{recipe.name}:block=0{',' + text.partition(':')[2] if ':' in text else ''}"), model)
+    for pages in (1, 7):  # the open block is a page
+        assert bare.sequence_bytes(pages * page_size) == pages * page_bytes + (page_size + 16) * raw
+        assert bare.sequence_bytes(pages * page_size - 1) == pages * page_bytes + (page_size + 16) * raw
+    assert recipe.block == 128
+    assert Fitted(recipe, model).sequence_bytes(2048) == 2048 // page_size * page_bytes + (128 + 16) * raw
     bits = bare.bits_per_element(2**20)
     assert bits == pytest.approx(8 * page_bytes / (2 * head_dim * page_size), rel=2e-3)
 
 
-def test_windows_hardly_count_in_long_contexts():
-    recipe = parse("int2:sink=64,recent=256")
-    # (8192·1152 + 22·8192)·8 / (2·128·131072)
-    assert Fitted(recipe, geometry()).bits_per_element(131072) == pytest.approx(2.29296875, rel=1e-12)
+def test_the_open_block_hardly_counts_in_long_contexts():
+    recipe = parse("int2:block=256")
+    # (8192·1152 + 272·512)·8 / (2·128·131072)
+    assert Fitted(recipe, geometry()).bits_per_element(131072) == pytest.approx(2.283203125, rel=1e-12)
 
 
 def storage_bytes(cache: PagedCache) -> int:
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for tensor in (*cache.pools, *cache.shadows)
+        for tensor in (*cache.pools, *cache.rings)
         if tensor.numel()
     }
     return sum(storages.values())
@@ -221,18 +204,18 @@ def storage_bytes(cache: PagedCache) -> int:
 def allocated_after_one_step(recipe: Recipe, model: Geometry, context: int, page_size: int) -> int:
     fit = fitted(recipe.fitted_as, model.key_dim, model.kv_heads)
     codecs = Fitted(recipe, model, dict.fromkeys(model.packed, fit)).codecs(torch.bfloat16, "cpu")
-    cache = PagedCache(list(codecs.values()), model.kv_heads, 1, windows=recipe.windows, page_size=page_size)
+    cache = PagedCache(list(codecs.values()), model.kv_heads, 1, block=recipe.block, page_size=page_size)
     cache.extend([context])
     assert cache.allocated_bytes == storage_bytes(cache)
     return storage_bytes(cache)
 
 
-WINDOWS = ["", "sink=4", "recent=1", "recent=70", "sink=64,recent=256", "sink=4,recent=64,skip=0+2", "skip=0+1+2"]
+BLOCKS = ["", "block=1", "block=70", "block=64,skip=0+2", "skip=0+1+2"]
 
 
-BYTES = [(name, options, head_dim) for name in PLAIN for options in WINDOWS for head_dim in (64, 80, 128)]
-BYTES += [(f"{name}:centroids=9", "sink=4,recent=64,skip=0+2", 64) for name in ("kmeans-int4", "kmeans-saw-int4")]
-BYTES += [(name, options, 64) for name in [*LEARNING[2:], "tq-k3v2"] for options in ("sink=4,recent=70", "skip=1")]
+BYTES = [(name, options, head_dim) for name in PLAIN for options in BLOCKS for head_dim in (64, 80, 128)]
+BYTES += [(f"{name}:centroids=9", "block=64,skip=0+2", 64) for name in ("kmeans-int4", "kmeans-saw-int4")]
+BYTES += [(name, options, 64) for name in [*LEARNING[2:], "tq-k3v2"] for options in ("block=70", "skip=1")]
 
 
 @pytest.mark.parametrize(("name", "options", "head_dim"), BYTES)
@@ -242,14 +225,18 @@ def test_counted_bytes_are_the_allocated_bytes(name, options, head_dim):
     for page_size in (2 if name.startswith("ki") else 1, 3, 16, 64):
         for context in (1, 15, 16, 17, 333, 2048):
             allocated = allocated_after_one_step(recipe, model, context, page_size)
-            assert Fitted(recipe, model).sequence_bytes(context, page_size) == allocated, (page_size, context)
+            stored = Fitted(recipe, model)
+            layouts = stored.page_layouts(page_size).values()
+            # in transformers, 64 tokens can be taken back, and in engines 16
+            more = sum(48 * 2 * 2 * 2 * head_dim for layout in layouts if layout.block(recipe.block))
+            assert stored.sequence_bytes(context, page_size) == allocated - more, (page_size, context)
 
 
 def test_counted_bytes_are_the_allocated_bytes_at_128k():
-    recipe, model = parse("int2:sink=64,recent=256"), geometry(layers=2)
+    recipe, model = parse("int2:block=256"), geometry(layers=2)
     allocated = allocated_after_one_step(recipe, model, 131072, 16)
-    assert allocated == 4 * (8192 * 1152 + 22 * 8192)
-    assert Fitted(recipe, model).bits_per_element(131072) == 8 * allocated / (2 * 2 * 2 * 128 * 131072)
+    assert allocated == 4 * (8192 * 1152 + (256 + 64) * 512)
+    assert Fitted(recipe, model).bits_per_element(131072) == 8 * (allocated - 4 * 48 * 512) / (2 * 2 * 2 * 128 * 131072)
 
 
 # --- layers
@@ -283,7 +270,7 @@ def test_skipped_layers_of_recipes_that_learn(name):
 
 def test_layers_get_what_the_artifact_holds_for_them():
     config = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
-    recipe, model = parse("gtq-k3v3:sink=0,widths=all"), Geometry.from_config(config)
+    recipe, model = parse("gtq-k3v3:widths=all"), Geometry.from_config(config)
     artifact = random_artifact(config, [recipe])
     artifact.tensors["key_mean"] = torch.arange(2.0).view(2, 1, 1).expand(2, 2, 64)
     widths = torch.tensor([[4] * 32 + [2] * 32, [3] * 64], dtype=torch.uint8)
@@ -303,7 +290,7 @@ def test_only_full_attention_is_packed_and_keys_may_be_longer_than_values():
     kinds = ["sliding_attention", "full_attention", "linear_attention", "full_attention"]
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 192, "v_head_dim": 128}
     config = {**sizes, "num_hidden_layers": 4, "layer_types": kinds, "sliding_window": 16}
-    recipe, model = parse("int4:sink=4"), Geometry.from_config(config)
+    recipe, model = parse("int4:block=4"), Geometry.from_config(config)
     artifact = random_artifact(config, [recipe])
     artifact.tensors["key_mean"] = torch.tensor([1.0, 3.0]).view(2, 1, 1).expand(2, 2, 192)
     stored = Fitted.of(recipe, model, artifact)
@@ -312,8 +299,8 @@ def test_only_full_attention_is_packed_and_keys_may_be_longer_than_values():
     for layer, (key, value) in codecs.items():
         assert (key.transform.mean == layer).all()
         assert (key.layout.slot_bytes, value.layout.slot_bytes) == (96 + 4, 64 + 4)
-    # two layers of two heads: 2 pages of 16 tokens, and a shadow page of 16-bit keys and values
-    assert stored.sequence_bytes(17) == 2 * 2 * (2 * 16 * (100 + 68) + 16 * 2 * (192 + 128))
+    # two layers of two heads: 2 pages of 16 tokens, and a ring of 4 + 16 16-bit keys and values
+    assert stored.sequence_bytes(17) == 2 * 2 * (2 * 16 * (100 + 68) + (4 + 16) * 2 * (192 + 128))
     assert stored.bits_per_element(17) == 8 * stored.sequence_bytes(17) / (2 * 2 * (192 + 128) * 17)
     with pytest.raises(ValueError, match="layer 0 cannot be skipped: the packed layers are 1, 3"):
         Fitted(parse("int4:skip=0"), model).check()

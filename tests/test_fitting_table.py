@@ -17,7 +17,7 @@ ROWS = (
         "-35.6 (-47.5 to -23.8)",
         "evenly spaced levels are integers when multiplied",
     ),
-    ("oscar-int2:sink=0,recent=0,group=128", "2.25", "8", "triton", "–", "[short]"),
+    ("gtq-k3v3:block=64,score=mean,seed=12", "2.25", "8", "triton", "–", "[short]"),
 )
 
 
@@ -42,7 +42,7 @@ def test_no_cell_is_cut_in_any_terminal(width: int):
     shown = "\n".join(lines)
     assert "…" not in shown
     numbers = [cell for row in ROWS for cell in row[1:5]]
-    for cell in (*COLUMNS, *numbers, "fold4", "oscar-int2:sink=0,", "recent=0,group=128", "[short]"):
+    for cell in (*COLUMNS, *numbers, "fold4", "gtq-k3v3:block=64,", "score=mean,seed=12", "[short]"):
         assert cell in shown, "a name, a number or a column is broken"
     assert all(word in shown for word in ROWS[0][5].split())
 

@@ -24,7 +24,7 @@ ARCHITECTURES = {
     "Qwen3": {"hidden_size": 48, "num_attention_heads": 6},
 }
 RECIPES = [
-    f"oscar-int2:sink=0,recent=0,per_head={per_head},centre={centre}"
+    f"oscar-int2:block=0,per_head={per_head},centre={centre}"
     for per_head in ("false", "true")
     for centre in ("false", "true")
 ]
@@ -107,12 +107,12 @@ def test_values_come_out_rotated(folded, name, recipe):
             assert torch.allclose(case.own.tensors["value_mean"][layer, head].double(), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("windows", ["sink=0,recent=0", "sink=3,recent=20"])
+@pytest.mark.parametrize("block", [0, 20])
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_packed_cache_holds_the_same_values_and_gives_the_same_logits(folded, name, recipe, windows):
+def test_a_packed_cache_holds_the_same_values_and_gives_the_same_logits(folded, name, recipe, block):
     case = folded(name, recipe)
-    packing = parse(recipe.replace("sink=0,recent=0", windows))
+    packing = parse(recipe.replace("block=0", f"block={block}"))
     exact = logits(case.plain)
     old, new = cache(case.plain, packing, case.artifact), cache(case.model, packing, case.own)
     assert all(value.transform.rotation is not None for _, value in old.codecs.values())
@@ -219,7 +219,7 @@ def test_fused_projections_are_refused():
 @pytest.mark.parametrize("name", ["Gemma3", "GptOss", "MiMoV2Flash"])
 def test_only_packed_layers_are_folded(name):
     """Also with biases, sinks, and values of another dimension than keys."""
-    recipe = "oscar-int2:sink=2,recent=4"
+    recipe = "oscar-int2:block=4"
     case = fold(name, recipe)
     before, after = logits(case.plain), logits(case.model)
     assert (before - after).abs().max() < 1e-4 * before.abs().max()

@@ -32,7 +32,7 @@ DEEP = "<deep>"  # written as so many brackets that Python's own parser gives up
 NASTY: list[Any] = [
     *(None, True, 0, -1, 2**31, 300_000_000, 10**30, 1e38, 1e308, float("nan"), float("inf"), DEEP),
     *("", "x; rm -rf ~", "$(id)", "`id`", "[/x]", "[red]x[/red]", "\x1b]0;x\x07\x1b[2J", "\r\n\n", "\u202e", "\ud800"),
-    *("x" * 10**6, "fold4:" + "sink=1," * 10**5, "fold4:sink=" + "9" * 4000, "gtq-k3v3:seed=" + "9" * 30, "../../x"),
+    *("x" * 10**6, "fold4:" + "block=1," * 10**5, "fold4:block=" + "9" * 4000, "gtq-k3v3:seed=" + "9" * 30, "../../x"),
     *([], {}, [0] * 10**5, [[]] * 10**4, [[[[]]]], {"a": {"b": "\x07"}}, dict.fromkeys(map(str, range(10**4)), 0)),
     *(["oscar-int2"] * 1000, {"schema_version": 4}, {"oscar-int2": {}}, [2**62, 2**62], [0, 2**62]),
 ]

@@ -15,7 +15,6 @@ from kvfold.format.layout import (
     mixed_slot,
     raw_slot,
 )
-from kvfold.format.windows import Windows
 
 
 @pytest.mark.parametrize(
@@ -233,14 +232,13 @@ def test_bits_of_keys_and_of_values():
     assert PageLayout(affine_slot(64, 4), raw_slot(32), 3).side_bits == (8 * 112 / 192, 16)
 
 
-def test_windows_of_a_layer():
-    windows = Windows(4, 8)
+def test_the_open_block_of_a_layer():
     affine, channel, raw = affine_slot(16, 4), channel_slot(16, 4), raw_slot(16)
-    assert PageLayout(affine, affine, 32).windows(windows) == windows
-    assert PageLayout(affine, raw, 32).windows(windows) == windows
-    assert PageLayout(channel, affine, 32).windows(windows) == Windows(4, 8, 32)
-    assert PageLayout(affine, channel, 32).windows(Windows()) == Windows(0, 0, 32)
-    assert PageLayout(raw, raw, 32).windows(windows) == Windows()
+    for key, value in ((affine, affine), (affine, raw)):
+        assert [PageLayout(key, value, 32).block(block) for block in (0, 20, 64)] == [0, 20, 64]
+    for key, value in ((channel, affine), (affine, channel)):  # whole pages
+        assert [PageLayout(key, value, 32).block(block) for block in (0, 32, 40, 64)] == [32, 32, 160, 64]
+    assert PageLayout(raw, raw, 32).block(64) == 0
 
 
 @st.composite

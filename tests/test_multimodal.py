@@ -124,7 +124,7 @@ def test_it_is_loaded_calibrated_and_packed(folder, tmp_path):
 
     assert error("bf16") < 0.01
     assert error("int8") < 0.02
-    assert 0.05 < error("oscar-int2:sink=0,recent=0") < 0.6
+    assert 0.05 < error("oscar-int2:block=0") < 0.6
     model.generation_config.pad_token_id = 0
     packed = kvfold.cache(model, "int8", fits)
     assert model.generate(ids, past_key_values=packed, max_new_tokens=3, do_sample=False).shape == (1, 43)
@@ -144,7 +144,7 @@ def test_tokens_of_images_are_tokens(name):
     made = kvfold.calibrate(model, random_tokens(60), 60)
     cache = kvfold.cache(model, "bf16", made)
     assert (model(**prompt, past_key_values=cache).logits - exact).norm() < 0.005 * exact.norm()
-    packed = kvfold.cache(model, "int4:sink=2,recent=4", made)
+    packed = kvfold.cache(model, "int4:block=4", made)
     assert 1e-4 < (model(**prompt, past_key_values=packed).logits - exact).norm() / exact.norm() < 0.3
     cache = cache.empty()
     assert torch.equal(model.generate(**prompt, past_key_values=cache, **options), answer)

@@ -8,7 +8,7 @@ from kvfold.recipes import RECIPES, parse
 
 FOLDS = ("fold4", "fold3", "fold2")
 CODEBOOKS = [f"{family}-k{bits}v{bits}" for family in ("tq", "gtq") for bits in (2, 3, 4)]
-COMMON = ("sink", "recent", "centre", "skip")
+COMMON = ("block", "centre", "skip")
 OWN_OPTIONS = {
     "int8": ("group",),
     "int4": ("group",),
@@ -33,8 +33,7 @@ def boolean() -> st.SearchStrategy[str]:
 
 
 OPTIONS = {
-    "sink": st.integers(0, 10**6).map(str),
-    "recent": st.integers(0, 10**6).map(str),
+    "block": st.integers(0, 10**6).map(str),
     "centre": boolean(),
     "skip": st.lists(st.integers(0, 500), min_size=1, max_size=5).map(lambda layers: "+".join(map(str, layers))),
     "group": st.integers(1, 4096).map(str),
@@ -53,7 +52,7 @@ BOOLEANS = ("centre", "values", "per_head", "eigen", "hadamard", "permute", "cli
 def spelled(draw) -> tuple[str, dict[str, str]]:
     """A recipe as a user would type it: (name, options)."""
     name = draw(st.sampled_from(sorted(RECIPES)))
-    common = {"bf16": (), **dict.fromkeys(FOLDS, ("sink", "recent", "skip"))}.get(name, COMMON)
+    common = {"bf16": (), **dict.fromkeys(FOLDS, ("block", "skip"))}.get(name, COMMON)
     allowed = [*common, *OWN_OPTIONS.get(name, ())]
     chosen = draw(st.permutations(allowed))[: draw(st.integers(0, len(allowed)))]
     return name, {option: draw(OPTIONS[option]) for option in chosen}
@@ -91,19 +90,19 @@ def test_parse_and_str_are_each_others_inverse(recipe):
     [
         ("int4", "int4"),
         ("int4:", "int4"),
-        ("saw-int4:order=64,sink=4", "saw-int4:order=64,sink=4"),
-        ("saw-int4:sink=4,order=64", "saw-int4:order=64,sink=4"),
+        ("saw-int4:order=64,block=4", "saw-int4:order=64,block=4"),
+        ("saw-int4:block=4,order=64", "saw-int4:order=64,block=4"),
         ("saw-int4:values=false", "saw-int4"),
         ("quarot-int2:values=true", "quarot-int2"),
         ("quarot-int2:values=false", "quarot-int2:values=false"),
         ("int2: group=64 , skip=0+29 ", "int2:skip=0+29,group=64"),
-        ("int4:centre=0,recent=007", "int4:recent=7,centre=false"),
+        ("int4:centre=0,block=007", "int4:block=7,centre=false"),
         ("bf16", "bf16"),
-        ("oscar-int2:sink=64,recent=256,per_head=false", "oscar-int2"),
-        ("oscar-int2:recent=0,sink=0", "oscar-int2:sink=0,recent=0"),
-        ("kitty-2:boost=0.25,sink=32", "kitty-2"),
+        ("oscar-int2:per_head=false,block=256", "oscar-int2"),
+        ("oscar-int2:block=0", "oscar-int2:block=0"),
+        ("kitty-2:boost=0.25", "kitty-2"),
         ("kitty-2:boost=0.125", "kitty-2:boost=0.125"),
-        ("kivi-2:recent=128", "kivi-2"),
+        ("kivi-2:block=128", "kivi-2"),
         ("tq-k8v1:seed=0", "tq-k8v1"),
         ("gtq-k5v2:seed=7", "gtq-k5v2:seed=7"),
     ],
@@ -142,14 +141,14 @@ def test_any_two_widths_make_a_codebook_recipe():
 
 
 def test_which_recipes_learn_and_what_they_are_fitted_as():
-    """Windows and skipped layers do not matter to calibration; everything else does."""
+    """Open blocks and skipped layers do not matter to calibration; everything else does."""
     assert [name for name, recipe in RECIPES.items() if recipe.learns] == LEARNING
     assert parse("oscar-int2").fitted_as == "oscar-int2"
-    assert parse("oscar-int2:sink=0,recent=7,skip=1+2").fitted_as == "oscar-int2"
-    assert parse("oscar-int2:sink=0,group=32,centre=false").fitted_as == "oscar-int2:centre=false,group=32"
-    assert parse("kmeans-int4:centroids=9,sink=4").fitted_as == "kmeans-int4:centroids=9"
+    assert parse("oscar-int2:skip=1+2,block=7").fitted_as == "oscar-int2"
+    assert parse("oscar-int2:group=32,centre=false").fitted_as == "oscar-int2:centre=false,group=32"
+    assert parse("kmeans-int4:centroids=9").fitted_as == "kmeans-int4:centroids=9"
     for name in LEARNING:
-        assert parse(parse(f"{name}:sink=3,recent=5,skip=0").fitted_as) == parse(name)
+        assert parse(parse(f"{name}:block=5,skip=0").fitted_as) == parse(name)
 
 
 @pytest.mark.parametrize(
@@ -159,37 +158,40 @@ def test_which_recipes_learn_and_what_they_are_fitted_as():
         ("INT44", r"unknown recipe 'INT44': `kvfold recipes` lists them"),
         ("", r"unknown recipe ''"),
         ("int3", r"unknown recipe 'int3': did you mean"),
-        ("zzz:sink=4", r"unknown recipe 'zzz': `kvfold recipes` lists them"),
-        ("int4:order=64", r"int4 has no option 'order'; it takes centre, group, recent, sink, skip"),
+        ("zzz:block=4", r"unknown recipe 'zzz': `kvfold recipes` lists them"),
+        ("int4:order=64", r"int4 has no option 'order'; it takes block, centre, group, skip"),
         (
             "saw-int4:bits=2",
-            r"saw-int4 has no option 'bits'; it takes centre, group, order, recent, sink, skip, values",
+            r"saw-int4 has no option 'bits'; it takes block, centre, group, order, skip, values",
         ),
         ("saw-int4:name=x", r"saw-int4 has no option 'name'"),
+        ("bf16:block=4", r"bf16 has no option 'block'; it takes none"),
+        ("int4:recent=4", r"int4: recent= is gone: .*, so write block=64"),
+        ("fold4:sink=4", r"fold4: sink= is gone: .*, so write block=64"),
         ("bf16:sink=4", r"bf16 has no option 'sink'; it takes none"),
-        ("int4:sink=-1", r"int4: sink='-1': .*greater than or equal to 0"),
-        ("int4:sink=four", r"int4: sink='four': .*integer"),
-        ("int4:sink=1.5", r"int4: sink='1.5': .*integer"),
-        ("int4:recent=", r"int4: recent='': .*integer"),
+        ("int4:block=-1", r"int4: block='-1': .*greater than or equal to 0"),
+        ("int4:block=four", r"int4: block='four': .*integer"),
+        ("int4:block=1.5", r"int4: block='1.5': .*integer"),
+        ("int4:block=", r"int4: block='': .*integer"),
         ("int4:centre=perhaps", r"int4: centre='perhaps': .*boolean"),
         ("int4:group=0", r"int4: group='0': .*greater than 0"),
         ("saw-int4:order=-64", r"saw-int4: order='-64': .*greater than 0"),
         ("int4:skip=1+x", r"int4: skip='x': .*integer"),
         ("int4:skip=1,2", r"write options as name=value, not '2'"),
         ("int4:skip=-1", r"int4: skip='-1': .*greater than or equal to 0"),
-        ("int4:sink", r"'int4:sink': write options as name=value, not 'sink'"),
-        ("int4:sink=4,sink=8", r"'int4:sink=4,sink=8': option 'sink' is given twice"),
-        ("int4:sink=4, sink=8", r"'int4:sink=4, sink=8': option 'sink' is given twice"),
+        ("int4:block", r"'int4:block': write options as name=value, not 'block'"),
+        ("int4:block=4,block=8", r"'int4:block=4,block=8': option 'block' is given twice"),
+        ("int4:block=4, block=8", r"'int4:block=4, block=8': option 'block' is given twice"),
         ("kitty-2:boost=1.5", r"kitty-2: boost='1.5': .*less than or equal to 1"),
         ("kmeans-int4:centroids=0", r"kmeans-int4: centroids='0': .*greater than or equal to 1"),
         ("kmeans-int4:centroids=32769", r"kmeans-int4: centroids='32769': .*less than or equal to 32768"),
         ("tq-k3v3:seed=-1", r"tq-k3v3: seed='-1': .*greater than or equal to 0"),
         ("tq-k3v3:group=32", r"tq-k3v3 has no option 'group'"),
         ("tq-k3v3:seed=4294967296", r"tq-k3v3: seed='4294967296': .*less than 2147483648"),
-        (f"int4:sink={10**30}", r"int4: sink='10+': .*less than 2147483648"),
-        ("fold4:" + "sink=1," * 100_000, r"^a recipe has at most 4,096 characters, and this one 700,006$"),
+        (f"int4:block={10**30}", r"int4: block='10+': .*less than 2147483648"),
+        ("fold4:" + "block=1," * 100_000, r"^a recipe has at most 4,096 characters, and this one 800,006$"),
         ("x" * 4097, r"^a recipe has at most 4,096 characters, and this one 4,097$"),
-        ("int4:sink=4,", None),
+        ("int4:block=4,", None),
     ],
 )
 def test_errors_of_parse_name_the_culprit(text, message):
@@ -241,7 +243,7 @@ def test_what_is_rotated(text, orders):
 
 def test_recipes_cannot_be_changed_in_place():
     with pytest.raises(ValueError, match="frozen"):
-        RECIPES["int4"].sink = 4
+        RECIPES["int4"].block = 4
 
 
 @settings(deadline=None, derandomize=True, max_examples=200)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
 from kvfold.format.layout import PageLayout
+from kvfold.format.open_block import ring_tokens
 from kvfold.geometry import Geometry, listed
 from kvfold.recipe import Fit, Recipe
 from kvfold.recipes import RECIPES
@@ -78,8 +79,8 @@ class Fitted:
         return layouts
 
     def sequence_bytes(self, context: int, page_size: int | None = None) -> int:
-        """Bytes that one sequence of `context` tokens occupies in packed layers: its pages, and the shadow pages of its
-        windows."""
+        """Bytes that one sequence of `context` tokens occupies in packed layers: its pages, and the ring of its open
+        block."""
         layouts = self.page_layouts(page_size).values()
         return self.geometry.kv_heads * sum(self._head_bytes(layout, context) for layout in layouts)
 
@@ -95,5 +96,5 @@ class Fitted:
 
     def _head_bytes(self, layout: PageLayout, context: int) -> int:
         """Bytes of one KV head of a layer."""
-        shadows = layout.windows(self.recipe.windows).pages(0, context, layout.page_size)
-        return -(-context // layout.page_size) * layout.page_bytes + len(shadows) * layout.shadow_bytes
+        ring = 2 * ring_tokens(layout.block(self.recipe.block)) * layout.raw_numbers
+        return -(-context // layout.page_size) * layout.page_bytes + ring

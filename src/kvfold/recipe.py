@@ -1,4 +1,4 @@
-"""Recipe: how keys and values are stored, which tokens are read raw, and which layers are stored raw."""
+"""Recipe: how keys and values are stored, how large the open block is, and which layers are stored raw."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from kvfold.format.layout import SlotLayout
-from kvfold.format.windows import Windows
 
 if TYPE_CHECKING:
     import torch
@@ -32,14 +31,13 @@ class Recipe(BaseModel):
     and `fit` if it learns from calibration."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    options: ClassVar[tuple[str, ...]] = ("sink", "recent", "centre", "skip")
+    options: ClassVar[tuple[str, ...]] = ("block", "centre", "skip")
     page_size: ClassVar[int] = PAGE_SIZE
     folds: ClassVar[bool] = False  # whether the rotation of values can be folded into the weights
 
     name: str
     summary: str = Field(repr=False)
-    sink: Number = 0  # the first tokens, read raw
-    recent: Number = 0  # the last tokens, read raw
+    block: Number = 0  # tokens of the open block, which is read raw; 0: none
     centre: bool = True  # subtract the mean key and value of calibration text
     skip: tuple[Number, ...] = ()  # layers stored raw
 
@@ -66,17 +64,14 @@ class Recipe(BaseModel):
 
     @property
     def fitted_as(self) -> str:
-        """The recipe without windows and skipped layers. Fits do not depend on these, and are stored by this name."""
+        """The recipe without its open block and skipped layers. Fits do not depend on these, and are stored by this
+        name."""
         return str(self.model_copy(update={name: type(self).model_fields[name].default for name in _NOT_FITTED}))
 
     @property
     def fitted_by(self) -> str:
         """The command that fits this recipe to a model."""
         return f"kvfold calibrate MODEL --recipe {self.fitted_as} --out DIR"
-
-    @property
-    def windows(self) -> Windows:
-        return Windows(self.sink, self.recent)
 
     def codecs(
         self, key_dim: int, value_dim: int, fit: Fit, raw_dtype: "torch.dtype | None" = None
@@ -109,6 +104,10 @@ class Recipe(BaseModel):
     def with_options(self, options: dict[str, Any]) -> Self:
         """This recipe with other options. Values may be text: {"order": "64", "centre": "false", "skip": "0+29"}."""
         if unknown := [option for option in options if option not in self.options]:
+            if unknown[0] in ("sink", "recent") and "block" in self.options:
+                raise ValueError(
+                    f"{self.name}: {unknown[0]}= is gone: the tokens of the open block are read raw, so write block=64"
+                )
             takes = ", ".join(sorted(self.options)) or "none"
             raise ValueError(f"{self.name} has no option {unknown[0]!r}; it takes {takes}")
         try:
@@ -134,7 +133,7 @@ class Recipe(BaseModel):
         return value.split("+") if isinstance(value, str) else value
 
 
-_NOT_FITTED = ("sink", "recent", "skip")
+_NOT_FITTED = ("block", "skip")
 
 
 def _spell(value: Any) -> str:

@@ -110,7 +110,7 @@ def method_source(recipe: Recipe) -> str:
 
 
 def parse(text: str) -> Recipe:
-    """A recipe from its name and options: `saw-int4:order=64,sink=4`."""
+    """A recipe from its name and options: `saw-int4:order=64,block=64`."""
     if len(text) > LONGEST:
         raise ValueError(f"a recipe has at most {LONGEST:,} characters, and this one {len(text):,}")
     load_methods()

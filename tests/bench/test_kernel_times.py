@@ -20,7 +20,6 @@ from kvfold.bench.kernel_times import Filled, cases, fill, measure, moved_bytes
 from kvfold.bench.selftest import Layer
 from kvfold.cli import app
 from kvfold.format.layout import PageLayout, affine_slot, channel_slot, codebook_slot
-from kvfold.format.windows import Windows
 from kvfold.ops import naive
 from kvfold.recipes import parse
 
@@ -87,45 +86,43 @@ def test_every_op_has_its_own_cases_by_default():
 
 
 @pytest.mark.parametrize(
-    ("op", "text", "windows", "head_bytes"),
+    ("op", "text", "block", "head_bytes"),
     [
-        ("decode", "1x1000", Windows(), 1000 * 2 * 68),
-        ("decode", "1x1000", Windows(sink=4, recent=10), 986 * 2 * 68 + 14 * 512),
-        ("decode", "1x1000", Windows(sink=4), 996 * 2 * 68 + 4 * 512),
-        ("decode", "1x8", Windows(sink=4, recent=10), 8 * 512),
-        ("decode", "1x8", Windows(sink=16), 8 * 512),
-        ("extend", "1x900+100", Windows(), 1000 * 2 * 68),
-        # the first query is at 900 and reads tokens from 891 on in 16 bits, the last at 999 those up to 989 packed
-        ("extend", "1x900+100", Windows(sink=4, recent=10), (990 - 4) * 2 * 68 + (4 + 1000 - 891) * 512),
-        ("store", "1x1000", Windows(), 1000 * (512 + 2 * 68)),
-        # 16-bit copies of all new tokens are returned, and those on the page of the sink kept
-        ("store", "1x1000", Windows(sink=4), 1000 * (512 + 2 * 68 + 512) + 64 * 512),
-        ("store", "1x900+100", Windows(sink=4), 100 * (512 + 2 * 68 + 512)),
+        ("decode", "1x1000", 0, 1000 * 2 * 68),
+        ("decode", "1x1000", 64, 960 * 2 * 68 + 40 * 512),
+        ("decode", "1x1025", 64, 1024 * 2 * 68 + 512),
+        ("decode", "1x8", 64, 8 * 512),
+        ("extend", "1x900+100", 0, 1000 * 2 * 68),
+        # the first query is at 900 and reads tokens from 896 on in 16 bits, the last at 999 those up to 959 packed
+        ("extend", "1x900+100", 64, 960 * 2 * 68 + (1000 - 896) * 512),
+        ("store", "1x1000", 0, 1000 * (512 + 2 * 68)),
+        # 16-bit copies of all new tokens are returned, and those of a block and 16 tokens kept
+        ("store", "1x1000", 64, 1000 * (512 + 2 * 68 + 512) + 80 * 512),
+        ("store", "1x900+10", 64, 10 * (512 + 2 * 68 + 2 * 512)),
     ],
 )
-def test_bytes(op: str, text: str, windows: Windows, head_bytes: int):
+def test_bytes(op: str, text: str, block: int, head_bytes: int):
     case = Case.parse(op, text)
-    assert moved_bytes(case, INT4, windows) == 8 * head_bytes
-    assert moved_bytes(replace(case, batch=3, kv_heads=2), INT4, windows) == 3 * 2 * head_bytes
+    assert moved_bytes(case, INT4, block) == 8 * head_bytes
+    assert moved_bytes(replace(case, batch=3, kv_heads=2), INT4, block) == 3 * 2 * head_bytes
 
 
 def test_bytes_of_pages_that_are_quantized():
-    """Of 15 full pages that hold 960 tokens; the sink is in the first, and 40 tokens have no full page yet."""
+    """Of 15 full pages that hold 960 tokens; 40 tokens have no full page yet."""
     layout = PageLayout(channel_slot(128, 2, boosted=32), affine_slot(128, 2), 64)
-    windows = layout.windows(Windows(sink=4))
-    packed = 956 * (32 + 8 + 32 + 4) + 15 * (2 * 256 + 32)
-    assert moved_bytes(Case.parse("decode", "1x1000"), layout, windows) == 8 * (packed + (4 + 40) * 512)
+    packed = 960 * (32 + 8 + 32 + 4) + 15 * (2 * 256 + 32)
+    assert moved_bytes(Case.parse("decode", "1x1000"), layout, layout.block(0)) == 8 * (packed + 40 * 512)
 
 
 def test_bytes_of_codebooks():
     layout = PageLayout(codebook_slot([(64, 4), (64, 2)]), codebook_slot([(128, 3)]), 64)
-    assert moved_bytes(Case.parse("decode", "2x50"), layout, Windows()) == 2 * 8 * 50 * (32 + 16 + 4 + 48 + 2)
+    assert moved_bytes(Case.parse("decode", "2x50"), layout, 0) == 2 * 8 * 50 * (32 + 16 + 4 + 48 + 2)
 
 
 # Verification
 
 
-@pytest.mark.parametrize("recipe", ["saw-int4", "oscar-int2:sink=5,recent=20,group=16", "gtq-k3v3", "kivi-2", "bf16"])
+@pytest.mark.parametrize("recipe", ["saw-int4", "oscar-int2:block=20,group=16", "gtq-k3v3", "kivi-2", "bf16"])
 @pytest.mark.parametrize(("op", "text"), [("decode", "2x50"), ("extend", "2x37+9"), ("extend", "1x0+21")])
 def test_the_reference_is_that_of_the_naive_op(recipe: str, op: str, text: str):
     case = Case.parse(op, text, **SMALL)
@@ -135,7 +132,7 @@ def test_the_reference_is_that_of_the_naive_op(recipe: str, op: str, text: str):
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("recipe", ["saw-int4", "int4:sink=3,recent=9", "kivi-2:recent=5"])
+@pytest.mark.parametrize("recipe", ["saw-int4", "int4:block=9", "kivi-2:block=0"])
 def test_the_reference_of_uneven_steps_is_that_of_the_naive_op(recipe: str):
     layer = Layer(selftest.Case(recipe, 64, 2, 16, selftest.Tokens((40, 17, 0), (3, 9, 5))), CPU)
     layer.begin((3, 9, 5))
@@ -149,7 +146,7 @@ def test_errors_are_allowed_by_the_precision():
     largest = []
     for dtype in ("bfloat16", "float16"):
         case = Case.parse("extend", "2x60+4", **SMALL, dtype=dtype)
-        _, pages, q, _, _, new = fill(case, parse("saw-int4:recent=8"), CPU)
+        _, pages, q, _, _, new = fill(case, parse("saw-int4:block=8"), CPU)
         error, allowed = expected_ops.attend_error(pages, q, new, case.logits, naive.attend(pages, q, new, case.logits))
         assert error < 1e-5
         largest.append(allowed)
@@ -185,9 +182,7 @@ def fake_times(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return counted
 
 
-@pytest.mark.parametrize(
-    "recipe", ["saw-int4:sink=4,recent=8", "oscar-int2:sink=0,recent=0", "gtq-k3v3", "int8", "bf16"]
-)
+@pytest.mark.parametrize("recipe", ["saw-int4:block=8", "oscar-int2:block=0", "gtq-k3v3", "int8", "bf16"])
 @pytest.mark.parametrize(("op", "text"), [("decode", "2x50"), ("extend", "1x40+9"), ("store", "2x20+30")])
 def test_a_measurement(fake_times: dict[str, int], recipe: str, op: str, text: str):
     case = Case.parse(op, text, **SMALL)
@@ -213,7 +208,7 @@ def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch, op: str):
         filled = right(*arguments)
         choice = getattr(filled.ops, op)
         if op == "store":
-            page, _, offset = filled.pages.step.places
+            page, offset = filled.pages.step.places
             filled.pages.views[0].codes[0][page[:4], offset[:4]] ^= 0x55
             return filled
         spoiled = choice._replace(run=lambda *inputs: choice.run(*inputs) * 1.05)
@@ -323,7 +318,7 @@ def test_shapes_without_a_kernel_are_refused_by_shape(monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def measured(fake_times: dict[str, int]) -> list[kernel_times.Row]:
-    names = ("saw-int4", "oscar-int2:sink=0,recent=0")
+    names = ("saw-int4", "oscar-int2:block=0")
     texts = (("decode", "2x50"), ("decode", "1x80"), ("extend", "1x40+9"), ("store", "2x20+30"))
     return [measure(Case.parse(op, text, **SMALL), parse(name), 1e4, CPU) for op, text in texts for name in names]
 
@@ -372,7 +367,7 @@ def draw(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple
 
 def test_the_picture(fake_times: dict[str, int], draw: Callable[..., tuple[dict[str, Any], str]]):
     """Of 16-bit keys and values, 2 × 50 tokens of two heads of 64 coordinates are 51,200 bytes."""
-    names = "saw-int4", "fold2", "int8:sink=4"
+    names = "saw-int4", "fold2", "int8:block=4"
     rows = [measure(Case.parse("decode", "2x50", **SMALL), parse(name), 1e4, CPU) for name in names]
     script, picture = draw(rows, "2x50")
     assert all(f"<!-- {name} -->" in picture for name in (*names, "cuDNN, 16 bits"))

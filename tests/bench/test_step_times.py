@@ -111,7 +111,7 @@ def test_incomplete_configurations_are_refused():
 # Caches that no prompt has filled
 
 
-@pytest.mark.parametrize("recipe", ["saw-int4", "oscar-int2:group=32,sink=3,recent=7", "gtq-k3v3", "kivi-2", "bf16"])
+@pytest.mark.parametrize("recipe", ["saw-int4", "oscar-int2:group=32,block=8", "gtq-k3v3", "kivi-2", "bf16"])
 def test_filled_pages(model: Any, recipe: str):
     """All are written, in random order, and what is read is as defined."""
     cache = packed_cache(model, parse(recipe), batch=2, start=37, capacity=60, page=8)
@@ -123,15 +123,15 @@ def test_filled_pages(model: Any, recipe: str):
     assert len(set(held)) == len(held)
     assert held != sorted(held)
     assert all(len(pool) == 2 * math.ceil(60 / 8) and (pool == pool[0]).all() for pool in paged.pools)
-    assert not any(shadows.isnan().any() for shadows in paged.shadows)
+    assert not any(ring.isnan().any() for ring in paged.rings)
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(2, heads, 32, generator=generator) for heads in (4, 2, 2))
     cache.begin(2, 1)
     out = paged.attend(0, *(x.unsqueeze(1) for x in (q, k, v)), Logits(0.3)).squeeze(1)
     new = tuple(
-        codec.transform.forward(x).to(paged.shadows[0].dtype) for codec, x in zip(paged.codecs[0], (k, v), strict=True)
+        codec.transform.forward(x).to(paged.rings[0].dtype) for codec, x in zip(paged.codecs[0], (k, v), strict=True)
     )
-    expected = naive.attend(paged.pages(0), q, new if paged.windows[0] else None, Logits(0.3))
+    expected = naive.attend(paged.pages(0), q, new if paged.blocks[0] else None, Logits(0.3))
     assert out.isfinite().all()
     assert out.abs().max() < 10
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
@@ -193,9 +193,9 @@ def test_dense_replays(model: Any, monkeypatch: pytest.MonkeyPatch):
     assert dense_error(model, 8, steps=9) < 2**-7
 
 
-@pytest.mark.parametrize("recipe", ["saw-int4", "int2:sink=2,recent=3", "bf16"])
+@pytest.mark.parametrize("recipe", ["saw-int4", "int2:block=3", "bf16"])
 def test_packed_replays(monkeypatch: pytest.MonkeyPatch, recipe: str):
-    """Kernels are interpreted; steps cross a page, and tokens leave the window."""
+    """Kernels are interpreted; steps cross a page and a block."""
     made = random_model(TINIEST, CPU)
     use_kernels(monkeypatch)
     monkeypatch.setattr(model_steps, "capture", recorder(monkeypatch))
@@ -266,7 +266,7 @@ def test_rows_have_all_columns():
 
 @pytest.mark.usefixtures("_fake_gpu")
 def test_rows(shape: Path, tmp_path: Path):
-    recipes = ("-r", "saw-int4", "-r", "oscar-int2:group=32,sink=3,recent=7")
+    recipes = ("-r", "saw-int4", "-r", "oscar-int2:group=32,block=8")
     files = ("--csv", tmp_path / "rows.csv", "--json", tmp_path / "rows.json")
     result = run("--shape", shape, "--case", "2x40", "--case", "1x50", *recipes, "--page", 16, *files, "--layers", 2)
     assert not result.exit_code, result.exception
@@ -274,7 +274,7 @@ def test_rows(shape: Path, tmp_path: Path):
     assert [(row["recipe"], row["batch"], row["context"]) for row in rows] == [
         (recipe, *case)
         for case in ((2, 40), (1, 50))
-        for recipe in ("dense", "saw-int4", "oscar-int2:sink=3,recent=7,group=32")
+        for recipe in ("dense", "saw-int4", "oscar-int2:block=8,group=32")
     ]
     dense, saw, _ = rows[:3]
     assert (dense["us"], dense["baseline_us"], dense["speedup"], dense["begin_us"]) == (20, 20, 1, None)

@@ -106,7 +106,7 @@ def test_what_a_server_needs_is_kept_for_the_same_weights(model, tmp_path):
     assert first.parent == tmp_path / "cache" / "artifacts"
     assert list(first.parent.iterdir()) == [first]
     shutil.copytree(model, tmp_path / "copy")
-    assert folder(tmp_path / "copy", "int4:sink=3") == first, "means are for all recipes"
+    assert folder(tmp_path / "copy", "int4:block=64") == first, "means are for all recipes"
     assert folder(model, "gtq-k3v3") != first
     assert runs == ["saw-int4", "gtq-k3v3"]
     network, _ = load_model(str(model))
@@ -132,7 +132,7 @@ def test_what_is_missing_is_calibrated_at_once_and_kept_apart(model):
         return kept(str(model), [parse(name) for name in names], load_model, run)
 
     (alone,) = folders("gtq-k3v3")
-    together = folders("oscar-int2", "gtq-k3v3:sink=4", "int4", "saw-int4")
+    together = folders("oscar-int2", "gtq-k3v3:block=64", "int4", "saw-int4")
     assert runs == [["gtq-k3v3"], ["oscar-int2", "saw-int4"]], "the last recipe that needs means alone names the folder"
     oscar, gtq, *means = together
     assert (gtq, len(set(means)), len({oscar, gtq, *means})) == (alone, 1, 3)

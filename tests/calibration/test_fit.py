@@ -114,9 +114,9 @@ def test_fitted_together_or_alone_is_the_same(model, tokens, artifact, name):
         assert torch.equal(found, artifact.tensors[tensor])
 
 
-def test_windows_and_skipped_layers_are_not_fitted(model, tokens, artifact):
+def test_open_blocks_and_skipped_layers_are_not_fitted(model, tokens, artifact):
     """One fit serves all of them; and what learns nothing has none."""
-    panel = ["oscar-int2:sink=0,recent=8", "oscar-int2:skip=1", "oscar-int2", "saw-int4", "bf16"]
+    panel = ["oscar-int2:block=8", "oscar-int2:skip=1", "oscar-int2", "saw-int4", "bf16"]
     found = calibrate(model, tokens, CONTEXT, [parse(name) for name in panel])
     assert found.metadata.recipes == ("oscar-int2",)
     assert {name for name in found.tensors if "/" in name} == {f"oscar-int2/{name}" for name in PANEL["oscar-int2"]}
@@ -188,7 +188,7 @@ def test_saved_and_loaded_it_runs_the_same(model, artifact, tmp_path):
     ids = random_tokens(40, seed=3).unsqueeze(0)
     exact = model(ids).logits
     for name in [*PANEL, "saw-int4"]:
-        recipe = parse(name).model_copy(update={"sink": 0, "recent": 0})
+        recipe = parse(name).model_copy(update={"block": 0})
         first, second = (model(ids, past_key_values=cache(model, recipe, a)).logits for a in (artifact, loaded))
         assert torch.equal(first, second)
         assert first.isfinite().all()
@@ -198,7 +198,7 @@ def test_saved_and_loaded_it_runs_the_same(model, artifact, tmp_path):
 def test_a_recipe_that_was_not_calibrated_for_names_the_command(model, tokens, artifact):
     for other, holds in ((artifact, "oscar-int2, "), (calibrate(model, tokens, CONTEXT), "means alone")):
         with pytest.raises(ValueError, match="was not calibrated for gtq-k2v2") as caught:
-            cache(model, "gtq-k2v2:recent=9", other)
+            cache(model, "gtq-k2v2:block=9", other)
         assert f"it holds {holds}" in str(caught.value)
         assert "`kvfold calibrate MODEL --recipe gtq-k2v2 --out DIR`" in str(caught.value)
 

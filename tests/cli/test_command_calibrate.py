@@ -32,7 +32,7 @@ def test_calibrate_writes_an_artifact(means: Path):
 
 
 def test_calibrate_fits_recipes(small: Path, fits: Path, tmp_path: Path):
-    """Windows are not fitted, so they are not in the name."""
+    """The open block is not fitted, so it is not in the name."""
     shown = run(
         "calibrate", small, "--out", tmp_path / "new" / "fits", *FITTED, "--tokens", 200, "--context", 64
     ).stdout

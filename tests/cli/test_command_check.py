@@ -147,8 +147,9 @@ def test_serve_can_require_it(checked, served, error_of):
     line = error_of("serve", model, "-r", "int2", "--require-check")
     assert re.search(r"int2 failed its check on 20\d\d-\d\d-\d\d: KL is 0\.\d+ \(.*\), and 0\.03 is allowed", line)
     assert f"allow more in `kvfold check {model} --recipe int2`" in line
-    line = error_of("serve", model, "-r", "int8:sink=4", "--require-check")
-    assert line.endswith(f"int8:sink=4 was not checked on this model: run `kvfold check {model} --recipe int8:sink=4`")
+    line = error_of("serve", model, "-r", "int8:block=64", "--require-check")
+    run_this = f"run `kvfold check {model} --recipe int8:block=64`"
+    assert line.endswith(f"int8:block=64 was not checked on this model: {run_this}")
     assert len(served) == 1
     run("serve", model, "-r", "int2")
     assert len(served) == 2, "nobody required it"

@@ -31,19 +31,19 @@ def test_eval_refuses_text_that_was_calibrated_on(error_of, small: Path, tmp_pat
 
 
 def test_eval_with_an_artifact_that_lacks_the_recipe(error_of, small: Path, means: Path, fits: Path):
-    """Options that are fitted are part of what it must hold; windows are not."""
+    """Options that are fitted are part of what it must hold; the open block is not."""
     sizes = ("--tokens", 1000, "--context", 500)
     line = error_of("eval", small, "-r", "oscar-int2", "--artifact", means, *sizes)
     assert "was not calibrated for oscar-int2, it holds means alone" in line
     assert "run `kvfold calibrate MODEL --recipe oscar-int2 --out DIR`" in line
-    line = error_of("eval", small, "-r", "oscar-int2:recent=0,per_head=true", "--artifact", fits, *sizes)
+    line = error_of("eval", small, "-r", "oscar-int2:block=0,per_head=true", "--artifact", fits, *sizes)
     assert "was not calibrated for oscar-int2:per_head=true, it holds oscar-int2, gtq-k3v3" in line
     line = error_of("generate", small, "-r", "gtq-k2v2", "-p", "Hello", "--artifact", means)
     assert "--recipe gtq-k2v2 --out DIR" in line
 
 
 def test_eval_looks_into_layers(small: Path, fits: Path, tmp_path: Path):
-    names = ["bf16", "oscar-int2:sink=0,recent=0", "int2"]
+    names = ["bf16", "oscar-int2:block=0", "int2"]
     recipes = ("-r", names[1], "-r", names[2])
     sizes = ("--tokens", 1000, "--context", 500, "--artifact", fits)
     files = ("--json", tmp_path / "rows.json", "--csv", tmp_path / "rows.csv")
@@ -92,9 +92,9 @@ def test_eval_measures_needles_and_tool_calls_in_haystacks(error_of, small: Path
 
 def test_eval_json_leaves_nothing_else_on_the_terminal(small: Path, means: Path):
     """And a recipe that is named twice is one row."""
-    recipes = ("-r", "int8", "-r", "int2:recent=16", "-r", "int8")
+    recipes = ("-r", "int8", "-r", "int2:block=16", "-r", "int8")
     result = run("eval", small, *recipes, "--tokens", 2048, "--context", 1000, "--artifact", means, "--json", "-")
-    assert [row["recipe"] for row in json.loads(result.stdout)] == ["bf16", "int8", "int2:recent=16"]
+    assert [row["recipe"] for row in json.loads(result.stdout)] == ["bf16", "int8", "int2:block=16"]
 
 
 def test_generate_answers_or_continues(small: Path):
@@ -107,28 +107,27 @@ def test_generate_answers_or_continues(small: Path):
 
 
 def test_generate_says_why_a_short_cache_is_larger(small: Path):
-    """20 tokens are two pages of 16, packed and, in the windows, in 16 bits too. 32,768 are 2,048 pages. 5 of them are
-    in 16 bits too: the first, and those of the last 20 tokens and of 32 that may be taken back. A number takes 6 bits
-    (codes of 4, and 32 bits for 16 numbers) or 16."""
+    """20 tokens are two pages of 16. Beside the open block of 20 tokens, a ring has room for 64 that may be taken back,
+    and in a server for 16. A number takes 6 bits (codes of 4, and 32 bits for 16 numbers) or 16."""
     arguments = ("generate", small, "--raw", "--max-tokens", 1)
-    short = plain(run(*arguments, "-r", "int4:centre=false,sink=16,recent=20", "-p", "a" * 20).stderr)
+    short = plain(run(*arguments, "-r", "int4:block=20,centre=false", "-p", "a" * 20).stderr)
     one_line = " ".join(short.split())
-    smaller = 2048 * 16 / (2048 * 6 + 5 * 16)
-    assert "20 tokens in 11 KiB of cache (8 in 16 bits)" in one_line
+    smaller = 32768 * 16 / (32768 * 6 + (20 + 16) * 16)
+    assert "20 tokens in 24 KiB of cache (8 in 16 bits)" in one_line
     assert (
-        f"windows keep them in 16 bits too, and pages are whole. 32,768 tokens take {smaller:.1f} times less"
+        f"the open block keeps them in 16 bits too, and pages are whole. 32,768 tokens take {smaller:.1f} times less"
         in one_line
     )
     without = plain(run(*arguments, "-r", "int4:centre=false", "-p", "a" * 20).stderr)
-    assert "windows" not in without
+    assert "open block" not in without
 
 
 def test_bench_decode(small: Path, means: Path, tmp_path: Path):
-    arguments = ("bench", "decode", small, "-r", "int4", "-r", "int2:sink=4", "--artifact", means)
+    arguments = ("bench", "decode", small, "-r", "int4", "-r", "int2:block=64", "--artifact", means)
     sizes = ("--context", 100, "--batch", 2, "--steps", 2)
     result = run(*arguments, *sizes, "--json", tmp_path / "rows.json", "--csv", tmp_path / "rows.csv")
     rows = json.loads((tmp_path / "rows.json").read_text())
-    assert [row["recipe"] for row in rows] == ["transformers", "int4", "int2:sink=4"]
+    assert [row["recipe"] for row in rows] == ["transformers", "int4", "int2:block=64"]
     assert all(row["recipe"] in plain(result.stdout) for row in rows)
     assert all(row["tokens_per_s"] > 0 and row["context"] == 100 and row["batch"] == 2 for row in rows)
     assert rows[0]["ratio"] == 1
@@ -150,23 +149,24 @@ def embedded_means(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_generate_streams_sensible_text(embedded_means: Path):
     prompt = ("--raw", "--prompt", "The capital of France is", "--max-tokens", 8)
-    result = run("generate", EMBEDDED, *prompt, "-r", "saw-int4:sink=4", "--artifact", embedded_means)
+    result = run("generate", EMBEDDED, *prompt, "-r", "saw-int4:block=4", "--artifact", embedded_means)
     assert "Paris" in result.stdout
     line, *others = plain(result.stderr).strip().splitlines()
     assert " ".join(others).startswith("So few tokens take more than in 16 bits")
-    found = re.fullmatch(r"(\d+) tokens in (\d+) KiB of cache \((\d+) in 16 bits\), [\d.]+ s", line)
+    found = re.fullmatch(r"(\d+) tokens in ([\d,]+) KiB of cache \((\d+) in 16 bits\), [\d.]+ s", line)
     assert found
-    tokens, packed, wide = map(int, found.groups())
+    tokens, packed, wide = (int(number.replace(",", "")) for number in found.groups())
     assert tokens == 12  # five of the prompt and eight new ones, the last of which nobody has read yet
     page = 30 * 3 * 2 * 16  # numbers and metadata of one page of all layers
     assert wide * 1024 == page * 64 * 2
-    assert packed == round((page * (32 + 4) + page * 64 * 2) / 1024)  # a packed page, and its shadow for the sink
+    # a packed page, and a ring of 4 tokens and of 64 that may be taken back
+    assert packed == round((page * (32 + 4) + 30 * 3 * 2 * (4 + 64) * 64 * 2) / 1024)
 
 
 def test_eval_compares_recipes(embedded_means: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("kvfold.evaluate.answers.READ", 16)
     monkeypatch.setattr("kvfold.evaluate.answers.SAID", 4)
-    names = ["bf16", "saw-int4:sink=4"]
+    names = ["bf16", "saw-int4:block=64"]
     sizes = ("--tokens", 512, "--context", 256)
     files = ("--json", tmp_path / "report.json", "--html", tmp_path / "report.html")
     result = run("eval", EMBEDDED, "-r", names[1], "-r", names[0], *sizes, *files, "--artifact", embedded_means)
@@ -175,8 +175,8 @@ def test_eval_compares_recipes(embedded_means: Path, tmp_path: Path, monkeypatch
     assert [row["recipe"] for row in rows] == names
     needed = {"recipe", "bits_per_element_2k", "bits_per_element_128k", "perplexity", "kl", "top1", "tokens"}
     assert all(needed <= row.keys() for row in rows)
-    assert [row["bits_per_element_2k"] for row in rows] == [16, 4.625]  # the sink takes one page of 16 in 16 bits
-    assert [row["bits_per_element_128k"] for row in rows] == [16, 4.501953125]
+    assert [row["bits_per_element_2k"] for row in rows] == [16, 4.5 + 16 * 80 / 2048]  # a ring of 64 + 16 tokens
+    assert [row["bits_per_element_128k"] for row in rows] == [16, 4.5 + 16 * 80 / 131072]
     assert {row["tokens"] for row in rows} == {2 * 255}  # the last token of a passage has no follower in it
     reference, packed = rows
     assert (reference["kl"], reference["top1"]) == (0, 1)

@@ -28,10 +28,10 @@ def folded(request: pytest.FixtureRequest, small: Path, tmp_path_factory: pytest
     shutil.copytree(small, folder / "plain")
     tiny(request.param, vocab_size=257, **BIASED[request.param]).save_pretrained(folder / "plain")
     run("calibrate", folder / "plain", "--out", folder / "fits", *FITTED, "--tokens", 200, "--context", 64)
-    fold = ("fold", folder / "plain", "-r", "oscar-int2:sink=8", "--artifact", folder / "fits")
+    fold = ("fold", folder / "plain", "-r", "oscar-int2:block=48", "--artifact", folder / "fits")
     result = run(*fold, "--out", folder / "folded")
     *_, command = result.stdout.splitlines()
-    assert command == f"kvfold serve {folder / 'folded'} --recipe oscar-int2:sink=8"
+    assert command == f"kvfold serve {folder / 'folded'} --recipe oscar-int2:block=48"
     return folder
 
 
@@ -55,7 +55,7 @@ def test_fold_writes_a_model_that_computes_the_same(folded: Path):
 
 
 def test_a_folded_model_packs_as_it_did(folded: Path):
-    recipe = "oscar-int2:sink=4,recent=20"
+    recipe = "oscar-int2:block=20"
     exact, before = logits(folded / "plain"), logits(folded / "plain", recipe, folded / "fits")
     after = logits(folded / "folded", recipe, folded / "folded" / "kvfold")
     assert (before - exact).norm() > 0.01 * exact.norm(), "nothing was quantized"
@@ -83,7 +83,7 @@ def test_a_folded_model_carries_its_artifact(folded: Path, tmp_path: Path, monke
     server = SimpleNamespace(serve=lambda *arguments: served.append(arguments))
     monkeypatch.setitem(sys.modules, "kvfold.engines.vllm.serve_vllm", server)
     run("serve", model, "-r", "oscar-int2")
-    run("serve", model, "-r", "oscar-int2", "--artifact", folded / "fits")
+    run("serve", model, "-r", "oscar-int2:block=48", "--artifact", folded / "fits")
     run("serve", model, "-r", "saw-int4")  # wants means alone
     carried = str(model / "kvfold")
     assert [config.artifact for _, _, config, _ in served] == [carried, str(folded / "fits"), carried]
@@ -131,13 +131,13 @@ def test_fold_says_that_the_disk_is_full(error_of, small: Path, fits: Path, tmp_
         raise SafetensorError("No space left on device")
 
     monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", save_pretrained)
-    line = error_of("fold", small, "-r", "oscar-int2", "--artifact", fits, "--out", tmp_path / "folded")
+    line = error_of("fold", small, "-r", "oscar-int2:block=48", "--artifact", fits, "--out", tmp_path / "folded")
     assert line == "error: No space left on device"
     assert not any(tmp_path.iterdir())
 
 
 def test_fold_into_a_folder_that_is_not_empty(error_of, folded: Path, fits: Path, small: Path, tmp_path: Path):
-    fold = ("fold", small, "-r", "oscar-int2", "--artifact", fits, "--out")
+    fold = ("fold", small, "-r", "oscar-int2:block=48", "--artifact", fits, "--out")
     (tmp_path / "link").symlink_to(tmp_path / "missing")
     for there in (fits, fits / "kvfold.json", tmp_path / "link"):
         assert f"cannot write {there}: it is there already, and no plain, empty folder" in error_of(*fold, there)

@@ -19,7 +19,7 @@ from kvfold.artifact import Artifact, CheckResult, Measure
 from kvfold.recipes import parse
 
 FILES = ["README.md", "kvfold.json", "tensors.safetensors"]
-RECIPE = "oscar-int2:sink=8"
+RECIPE = "oscar-int2:block=48"
 
 
 @pytest.fixture
@@ -64,16 +64,15 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_the_card_says_what_it_is_and_how_to_serve_it(checked: Path, small: Path, tmp_path: Path):
-    """16 numbers of 2 bits and 2 groups with a scale and an offset of 16 bits: 6 bits each. 19 of 128 pages have a
-    shadow page of 16 bits at 2,048 tokens: one for the sink, 18 for the last 256 tokens and the 31 that may be taken
-    back. At 131,072 tokens, 19 of 8,192 have one."""
+    """16 numbers of 2 bits and 2 groups with a scale and an offset of 16 bits: 6 bits each. The ring has 48 + 16 tokens
+    of 16 bits, beside 2,048 or 131,072 packed ones."""
     place = tmp_path / "shared" / "fits"
     assert plain(run("push", checked, place, "--model", small).stdout).strip() == str(place)
     card = (place / "README.md").read_text()
     front, body = re.fullmatch(r"---\n(.*?)\n---\n(.*)", card, re.DOTALL).groups()
     assert front.splitlines() == ["library_name: kvfold", "tags: [kvfold, kv-cache, quantization]"]
     assert "| recipe | bits at 2k | at 128k | KL | needles | check |\n| --- | ---: | ---: | ---: | ---: | --- |" in body
-    assert f"| `{RECIPE}` | 8.38 | 6.04 | 0.0123 | 87.5 of 90.0 % | passed |" in body
+    assert f"| `{RECIPE}` | 6.50 | 6.01 | 0.0123 | 87.5 of 90.0 % | passed |" in body
     assert re.search(r"\| `gtq-k3v3` \| [\d.]+ \| [\d.]+ \| – \| – \| not checked \|", body)
     assert f"`{RECIPE}` was checked on 2026-11-18 at 1,536 tokens, with kvfold 1.2, torch 3.4." in body
     serve = f"kvfold serve {small.name} --recipe {RECIPE} --artifact fits"

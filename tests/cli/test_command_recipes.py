@@ -69,7 +69,7 @@ def test_recipes_as_json(head_dim: int, metadata: float):
     assert [row["recipe"] for row in rows if row["for_evaluation"]] == EVALUATED
     options = {row["recipe"]: set(row["options"]) for row in rows}
     assert options["bf16"] == set()
-    assert options["int4"] == {"sink", "recent", "centre", "skip", "group"}
+    assert options["int4"] == {"block", "centre", "skip", "group"}
     assert options["saw-int4"] == options["int4"] | {"order", "values"}
 
 
@@ -212,31 +212,28 @@ def test_plan_counts_whole_pages():
     rows = json.loads(run("plan", "Qwen3-8B", "--memory", "1GiB", "--context", 1000, "--json", "-").stdout)
     request = {row["recipe"]: row["bytes_per_token"] * 1000 for row in rows}
     assert request["int4"] == 36 * 1088 * 1008
-    plain_rows = [row for row in rows if not row["shadow_bytes"]]
-    assert [row["requests"] for row in plain_rows] == [GIB // int(request[row["recipe"]]) for row in plain_rows]
+    without = [row for row in rows if not row["open_block_bytes"]]
+    assert [row["requests"] for row in without] == [GIB // int(request[row["recipe"]]) for row in without]
 
 
-@pytest.mark.parametrize(
-    ("memory", "requests", "pages"),
-    [
-        # a request takes 1 page for its sink, 5 for its last 255 tokens and 1 that a step begins, which begins 128 more
-        (80, (20 * GIB // 9_437_184 - 128) // 7, 128),
-        (20, (5 * GIB // 9_437_184 - 32) // 7, 32),  # of a smaller GPU, where steps have 2,048 tokens
-        (4000, 1024, 128),  # as many as vLLM runs at most
-    ],
-)
-def test_plan_takes_the_windows_of_all_requests_off(memory: int, requests: int, pages: int):
-    """A shadow page of `fold4` has 64 tokens of 36 layers and 8 heads, 256 numbers each in 16 bits: 9,437,184 bytes."""
-    rows = json.loads(run("plan", "Qwen3-8B", "--memory", f"{memory}GiB", "--context", 4096, "--json", "-").stdout)
+@pytest.mark.parametrize("context", [20, 4096, 32768])
+def test_plan_counts_the_open_block_of_every_request(context: int):
+    """A token of `fold4` has 36 layers and 8 heads of 256 numbers. The ring has 64 + 16 of them in 16 bits."""
+    rows = json.loads(run("plan", "Qwen3-8B", "--memory", "20GiB", "--context", context, "--json", "-").stdout)
     named = {row["recipe"]: row for row in rows}
-    fold4, int4 = named["fold4"], named["int4"]
-    taken = (7 * requests + pages) * 9_437_184
-    assert (fold4["shadow_bytes"], int4["shadow_bytes"]) == (taken, 0)
+    taken = (64 + 16) * 36 * 8 * 256 * 2
+    assert {name: named[name]["open_block_bytes"] for name in ("bf16", "int4", "fold4", "oscar-int2")} == {
+        "bf16": 0, "int4": 0, "fold4": taken, "oscar-int2": taken // 80 * (256 + 16),
+    }  # fmt: skip
+    whole_pages = -(-context // 16) * 16
     per_token = 36 * 8 * 2 * (128 * 4 // 8 + 2)  # 4 bits per number, and a scale
-    assert fold4["bytes_per_token"] == per_token
-    assert fold4["tokens"] == (memory * GIB - taken) // per_token
-    assert fold4["requests"] == min(requests, (memory * GIB - taken) // (per_token * 4096))
-    assert fold4["compression"] == pytest.approx(fold4["tokens"] / named["bf16"]["tokens"], rel=1e-3)
+    assert named["fold4"]["bytes_per_token"] == per_token * whole_pages / context
+    request = per_token * whole_pages + taken
+    assert named["fold4"]["requests"] == 20 * GIB // request
+    assert named["fold4"]["tokens"] == 20 * GIB * context // request
+    assert named["fold4"]["compression"] == pytest.approx(36 * 4096 * whole_pages / request)
+    shown = " ".join(plain(run("plan", "Qwen3-8B", "--memory", "20GiB", "--context", context).stdout).split())
+    assert "each running request has an open block in 16 bits, up to 38.2 MiB, counted here" in shown
 
 
 def test_plan_as_a_table(tmp_path: Path):

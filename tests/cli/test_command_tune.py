@@ -22,9 +22,9 @@ TOKENS = ("--tokens", 128)
 
 @pytest.fixture(scope="module")
 def tuned(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the artifact of the small model at 5 bits, and with what the command wrote beside it."""
+    """A folder with the artifact of the small model at 4 bits, and with what the command wrote beside it."""
     folder = tmp_path_factory.mktemp("tuned")
-    given = ("--bits", 5, "--context", 2048, "--png", folder / "plot.png", "--json", folder / "rows.json")
+    given = ("--bits", 4, "--context", 2048, "--png", folder / "plot.png", "--json", folder / "rows.json")
     (folder / "shown.txt").write_text(run("tune", small, "--out", folder / "fits", *given, *TOKENS).stdout)
     return folder
 
@@ -44,7 +44,7 @@ def test_tune_by_bits(small: Path, tuned: Path):
     rows = json.loads((tuned / "rows.json").read_text())
     assert [row["recipe"] for row in rows] == ["fold2", "fold3", "fold4", *["fold"] * 10]
     (chosen,) = [row for row in rows if row["chosen"]]
-    assert chosen["bits"] <= 5 < max(row["bits"] for row in rows)
+    assert chosen["bits"] <= 4 < max(row["bits"] for row in rows)
     assert chosen["sequence_bytes"] == allocated(small, tuned / "fits", 2048)
     curve = [row["bits"] for row in rows if row["recipe"] == "fold"][:-1]
     assert curve == sorted(curve)
@@ -59,8 +59,8 @@ def test_a_tuned_artifact_is_inspected_evaluated_and_generates(small: Path, tune
     for row, quarters in zip(layers, chosen["value widths"], strict=True):
         widths = quarters[1:3]  # heads of 16 dims have halves alone
         assert row["value bits"] == sum(widths) / 2 + 8 * len(set(widths)) / 16
-    shown = run("eval", small, "-r", "fold:recent=8", "--artifact", tuned / "fits", "--tokens", 64).stdout
-    assert "fold:recent=8" in plain(shown)
+    shown = run("eval", small, "-r", "fold:block=8", "--artifact", tuned / "fits", "--tokens", 64).stdout
+    assert "fold:block=8" in plain(shown)
     run("generate", small, "-r", "fold", "--artifact", tuned / "fits", "-p", "Hello", "--max-tokens", 2)
 
 
@@ -115,7 +115,7 @@ def test_an_interrupted_tune_goes_on(small: Path, tuned: Path, tmp_path: Path, m
 
     monkeypatch.setattr(owner, name, counted)
     folder, rows = tmp_path / "fits", tmp_path / "rows.json"
-    command = ("tune", small, "--out", folder, "--bits", 5, "--context", 2048, *TOKENS, "--json", rows)
+    command = ("tune", small, "--out", folder, "--bits", 4, "--context", 2048, *TOKENS, "--json", rows)
     result = CliRunner().invoke(app, list(map(str, command)))
     assert result.exit_code == 130
     said = plain(result.stderr).strip().splitlines()[-1]

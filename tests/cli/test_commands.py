@@ -132,7 +132,7 @@ def test_completion_in_bash(tmp_path: Path):
 
 
 def test_what_is_gained_is_said_alike_everywhere():
-    """Of 16 bits: 4-bit integers to 2-bit integers with one group and their windows, at head dimension 128."""
+    """Of 16 bits: 4-bit integers to 2-bit integers with one group and their open block, at head dimension 128."""
     shape = Geometry.uniform("any", layers=1, q_heads=1, kv_heads=1, head_dim=128)
     bits = [Fitted(parse(name), shape).bits_per_element(131072) for name in ("saw-int4", "oscar-int2:group=128")]
     assert [f"{16 / each:.2g}" for each in bits] == ["3.8", "7"]
@@ -189,9 +189,10 @@ def test_a_full_gpu_is_explained_in_one_line(error_of, monkeypatch):
     ("recipe", "message"),
     [
         ("saw-int5", "unknown recipe 'saw-int5': did you mean 'saw-int4'?"),
-        ("int4:order=64", "int4 has no option 'order'; it takes centre, group, recent, sink, skip"),
-        ("int4:sink=few", "int4: sink='few'"),
-        ("int4:sink", "write options as name=value, not 'sink'"),
+        ("int4:order=64", "int4 has no option 'order'; it takes block, centre, group, skip"),
+        ("int4:block=few", "int4: block='few'"),
+        ("int4:block", "write options as name=value, not 'block'"),
+        ("int4:recent=256", "int4: recent= is gone: the tokens of the open block are read raw, so write block=64"),
         ("tq-k9v9", "tq-k9v9: keys and values take 1 to 8 bits, not 9 and 9"),
         (f"tq-k4v4:seed={2**31}", f"tq-k4v4: seed='{2**31}': Input should be less than {2**31}"),
         ("gtq-k0v3", "gtq-k0v3: keys and values take 1 to 8 bits, not 0 and 3"),

@@ -14,10 +14,11 @@ import kvfold
 from kvfold.artifact import Artifact
 from kvfold.engines.transformers import GROWING, PackedCache
 from kvfold.format.codec import Codec
+from kvfold.format.open_block import raw_from
 from kvfold.geometry import Geometry, UnsupportedModel
 
 WINDOW = 12  # of tiny models
-PACKED = "int4:sink=2,recent=5"
+PACKED = "int4:block=5"
 
 
 def tokens(n: int, batch: int = 1, seed: int = 1) -> torch.Tensor:
@@ -40,7 +41,7 @@ class Defined(DynamicLayer):
 
     def __init__(self, packed: PackedCache, layer: int) -> None:
         super().__init__()
-        self.codecs, self.windows = packed.codecs[layer], packed.recipe.windows
+        self.codecs, self.block = packed.codecs[layer], packed.recipe.block
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_, **__):
         assert key_states.shape[2] == 1
@@ -53,14 +54,14 @@ class Defined(DynamicLayer):
         packed = codec.decode(codec.encode(rows))
         raw = codec.transform.inverse(codec.transform.forward(rows).bfloat16().float())
         j = torch.arange(n).repeat(len(x))
-        near = (j < self.windows.sink) | (j > n - 1 - self.windows.recent)
+        near = j >= raw_from(n - 1, self.block)
         return torch.where(near[:, None, None], raw, packed).unflatten(0, (-1, n)).transpose(1, 2)
 
 
 class DefinedMixed(LinearAttentionAndFullAttentionLayer, Defined):
     def __init__(self, packed: PackedCache, layer: int) -> None:
         LinearAttentionAndFullAttentionLayer.__init__(self)
-        self.codecs, self.windows = packed.codecs[layer], packed.recipe.windows
+        self.codecs, self.block = packed.codecs[layer], packed.recipe.block
 
     update = Defined.update
 
@@ -86,7 +87,7 @@ def hybrid(request) -> tuple[PreTrainedModel, PreTrainedModel, Artifact]:
 
 @pytest.mark.parametrize("recipe", ["bf16", PACKED])
 def test_logits_are_those_of_the_definition(hybrid, recipe):
-    """In one pass, and in parts that end within pages and within windows."""
+    """In one pass, and in parts that end within pages and within blocks."""
     model, stock, artifact = hybrid
     ids = tokens(41, batch=2)
     exact = logits_of(stock, ids, DynamicCache(config=stock.config))
@@ -161,7 +162,7 @@ def test_beams_and_copies(hybrid):
 def test_sliding_layers_can_be_cropped_as_in_transformers():
     """Within the window; beyond it only if the past is recorded."""
     model = tiny("Gemma3")
-    ids, cache = tokens(30), kvfold.cache(model, "int4:recent=5", means(model))
+    ids, cache = tokens(30), kvfold.cache(model, "int4:block=5", means(model))
     logits_of(model, ids[:, : WINDOW - 1], cache)
     cache.crop(-3)
     assert cache.get_seq_length() == cache.get_seq_length(2) == WINDOW - 4
@@ -178,9 +179,10 @@ def test_sliding_layers_can_be_cropped_as_in_transformers():
     found = logits_of(model, then, cache)
     expected = logits_of(model, torch.cat((ids, then), dim=1), cache.empty())
     assert (found - expected[:, 30:]).norm() < 2e-3 * expected.norm()
-    with pytest.raises(ValueError, match="cannot roll back to 13 tokens"):  # packed layers kept no shadows for it
-        cache.crop(-20)
-    assert cache.get_seq_length() == cache.get_seq_length(2) == 33
+    logits_of(model, tokens(100, seed=10), cache)
+    with pytest.raises(ValueError, match="cannot roll back to 34 tokens"):  # the ring has lost the block
+        cache.crop(-99)
+    assert cache.get_seq_length() == cache.get_seq_length(2) == 133
 
 
 def test_states_of_linear_attention_cannot_be_cropped():

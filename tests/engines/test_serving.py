@@ -4,6 +4,7 @@ import logging
 import random
 from dataclasses import replace
 from datetime import date
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -43,9 +44,9 @@ def test_nothing_asks_for_kvfold_by_itself(monkeypatch):
 
 
 def test_the_environment_or_the_engine_asks_for_it(monkeypatch):
-    monkeypatch.setenv("KVFOLD_RECIPE", "saw-int4:sink=4")
+    monkeypatch.setenv("KVFOLD_RECIPE", "saw-int4")
     monkeypatch.setenv("KVFOLD_ARTIFACT", "fits")
-    assert Config.read() == Config(parse("saw-int4:sink=4"), "fits")
+    assert Config.read() == Config(parse("saw-int4"), "fits")
     assert Config.read({"recipe": "int2"}) == Config(parse("int2"))
 
 
@@ -77,9 +78,12 @@ def test_bytes_of_a_token():
 
 
 def test_the_report_says_what_is_served():
-    report = plan("int4:centre=false,skip=1,sink=4").report(pages=100, shadows=8)
-    for part in ("int4:sink=4,centre=false,skip=1", "1 packed, 1 in 16 bits", "1,600 tokens fit", "8 shadow pages"):
+    report = plan("int4:block=16,centre=false,skip=1").report(pages=100)
+    for part in ("int4:block=16,centre=false,skip=1", "1 packed, 1 in 16 bits", "1,600 tokens fit"):
         assert part in report
+    # 16 tokens and 16 drafts; keys and values of 2 heads with 64 numbers of 16 bits
+    ring = 32 * 2 * 2 * 64 * 2 / 2**20
+    assert f"open block: up to 16 tokens of a running request in 16 bits, {ring:,.1f} MiB" in report
     assert "H200" not in report
 
 
@@ -88,29 +92,28 @@ def test_the_report_compares_with_an_h200_on_a_gpu():
         served = plan(recipe)
         moved = replace(served, device=torch.device("cuda"))
         moved.__dict__["ops"] = served.ops  # the property is computed once
-        return moved.report(pages=100, shadows=8)
+        return moved.report(pages=100)
 
-    assert "with fewer, 0.95 to 1.00 times as fast" in on_gpu("int4:centre=false,sink=4"), "packed pages do not pay"
-    assert "fold4: 0.80 times the tokens per second" in on_gpu("int4:centre=false,sink=4")
-    assert "1.00 to 1.05 times" in on_gpu("int4:centre=false"), "without windows"
+    assert "with fewer, 0.95 to 1.00 times as fast" in on_gpu("int4:centre=false,block=16"), "packed pages do not pay"
+    assert "fold4: 0.80 times the tokens per second" in on_gpu("int4:centre=false,block=16")
+    assert "1.00 to 1.05 times" in on_gpu("int4:centre=false"), "without an open block"
 
 
-def test_shadow_pages_count():
-    """A token takes 288 bytes packed and 1024 in 16 bits, a shadow page those of PAGE tokens in 16 bits."""
-    served, tokens = plan("int4:centre=false,sink=4"), 100 * PAGE
-    taken = 288 * tokens + 8 * PAGE * 1024
-    assert served.compression(shadows=8, tokens=tokens) == pytest.approx(1024 * tokens / taken)
-    assert f"with them, {1024 * tokens / taken:.2f} times smaller" in served.report(pages=100, shadows=8)
+def test_reserved_open_blocks_count():
+    """A token takes 288 bytes packed and 1024 in 16 bits, a ring those of 32 tokens in 16 bits."""
+    tokens = 100 * PAGE
+    served = plan("int4:centre=false,block=16")
+    assert served.compression(8, tokens) == pytest.approx(1024 * tokens / (288 * tokens + 8 * 32 * 1024))
 
 
 def test_the_report_says_what_was_checked(tmp_path):
     """The check of the whole artifact counts for every rank."""
-    assert "not checked: run `kvfold check MODEL --recipe int4:centre=false`" in plan("int4:centre=false").report(8, 0)
+    assert "not checked: run `kvfold check MODEL --recipe int4:centre=false`" in plan("int4:centre=false").report(8)
     recipe, artifact = parse("oscar-int2"), random_artifact(MODEL, [parse("oscar-int2")])
     artifact.save(tmp_path)
-    unchecked = plan("oscar-int2", artifact=str(tmp_path)).report(8, 8)
+    unchecked = plan("oscar-int2", artifact=str(tmp_path)).report(8)
     assert f"not checked: run `kvfold check MODEL --recipe oscar-int2 --artifact {tmp_path}`" in unchecked
-    named = plan("int4:centre=false", MODEL | {"_name_or_path": "my model"}).report(8, 0)
+    named = plan("int4:centre=false", MODEL | {"_name_or_path": "my model"}).report(8)
     assert "not checked: run `kvfold check 'my model' --recipe int4:centre=false`" in named
     result = CheckResult(
         context=32768,
@@ -129,17 +132,17 @@ def test_the_report_says_what_was_checked(tmp_path):
     artifact.with_check(recipe, result).save(tmp_path)
     for rank in range(2):
         config = Config(recipe, str(tmp_path))
-        report = Plan.make(config, MODEL, PAGE, torch.bfloat16, rank=rank, ranks=2).report(8, 8)
+        report = Plan.make(config, MODEL, PAGE, torch.bfloat16, rank=rank, ranks=2).report(8)
         assert "checked on 2026-11-17 at 32,768 tokens: failed (KL 0.0021, needles 90.0 of 98.3 %)" in report
 
 
 def test_the_report_names_the_kernels_of_a_gpu():
     pytest.importorskip("triton")
-    served = plan("int4:centre=false,sink=4")
+    served = plan("int4:centre=false")
     layouts = served.layouts.items()
     on_gpu = {number: choose(layout, served.ratio, torch.device("cuda"), (9, 0)) for number, layout in layouts}
     served.__dict__["ops"] = on_gpu  # the property is computed once
-    report = served.report(pages=100, shadows=8)
+    report = served.report(pages=100)
     for part in ("store: triton (", "decode: gluon (", "extend: unpacked ("):
         assert part in report
 
@@ -207,26 +210,16 @@ class World:
 
     def __init__(self, recipe, requests, pages=64, seed=0):
         self.plan = random_plan(recipe)
-        self.served = Served(self.plan, self.plan.shadows(requests, 256), logging.getLogger())
+        self.served = Served(self.plan, logging.getLogger())
         self.served.open(pages)
         pool = torch.empty(pages, KV_HEADS, self.plan.layouts[0].page_bytes, dtype=torch.uint8)
-        self.layer = self.served.attach(0, pool)
-        self.served.shadows[0].fill_(torch.nan)
-        restore, self.served.restore = self.served.restore, self.restored
-        self.restore = restore
-        self.exact = [set() for _ in range(requests)]  # tokens whose copies are no restored ones
+        self.layer = self.served.attach(0, pool, self.plan.allocate_rings(0, requests + 3).fill_(torch.nan))
+        self.rings = torch.randperm(requests + 3, generator=torch.Generator().manual_seed(seed))[:requests, None]
         self.generator = torch.Generator().manual_seed(seed)
         self.free = random.Random(seed).sample(range(pages), pages)
         self.held = [[] for _ in range(requests)]
         self.keys = [torch.empty(0, KV_HEADS, DIMS) for _ in range(requests)]
         self.values = [torch.empty(0, KV_HEADS, DIMS) for _ in range(requests)]
-
-    def restored(self, pages, shadows, count):
-        """Note whose copies are made again."""
-        self.restore(pages, shadows, count)
-        for page in pages[:count].tolist():
-            for held, exact in zip(self.held, self.exact, strict=True):
-                exact -= {token for token in exact if held[token // PAGE] == page}
 
     def randn(self, tokens, heads):
         return (torch.randn(tokens, heads, DIMS, generator=self.generator) + 0.3).to(self.dtype)
@@ -244,15 +237,13 @@ class World:
         for row, pages in enumerate(self.held):
             table[row, : len(pages)] = torch.tensor(pages)
             locations += [pages[t // PAGE] * PAGE + t % PAGE for t in range(starts[row], lengths[row])]
-        described = (torch.tensor(locations), torch.tensor(starts).int(), torch.tensor(lengths).int(), table)
-        self.served.begin(*described)
-        for exact, start, length in zip(self.exact, starts, lengths, strict=True):
-            exact |= set(range(start, length))
+        numbers = torch.tensor(starts).int(), torch.tensor(lengths).int()
+        described = (torch.tensor(locations), *numbers, table, self.rings)
         q = self.randn(sum(counts), KV_HEADS * RATIO)
         k, v, out = self.randn(sum(counts), KV_HEADS), self.randn(sum(counts), KV_HEADS), torch.full_like(q, torch.nan)
         steps = self.served.steps(HostLengths(starts, lengths), *described)
         for _, step in steps:  # slices of the whole are what each step is by itself
-            by_itself = Step.of(step.host, step.table, step.shadow_of, PAGE)
+            by_itself = Step.of(step.host, step.table, step.rings, PAGE)
             for name, tensor in vars(by_itself).items():
                 if isinstance(tensor, torch.Tensor):
                     assert torch.equal(getattr(step, name), tensor)
@@ -279,13 +270,13 @@ class World:
 
     def defined(self, row, position, start, query):
         """Attention of one query in float64, with every token read as the definition says."""
-        sides, windows = [], self.plan.windows
+        sides, block = [], self.plan.block
         for codec, x in zip(self.plan.codecs[0], (self.keys[row], self.values[row]), strict=True):
             y = codec.transform.forward(x[: position + 1])
             packed = codec.dequantize(*codec.quantize(y.unsqueeze(-2))).squeeze(-2)
             for j in range(position + 1):
-                if j < windows.sink or j > position - windows.recent:
-                    packed[j] = (y if j in self.exact[row] else packed)[j].bfloat16()
+                if block and j // block == position // block:
+                    packed[j] = y[j].bfloat16()
             sides.append(packed.double())
         key, value = self.plan.codecs[0]
         turned = key.transform.dual(query).double().unflatten(0, (KV_HEADS, RATIO))
@@ -296,10 +287,10 @@ class World:
 RECIPES = (
     "saw-int4",
     "int2",
-    "gtq-k3v3:sink=0",
-    "int2:sink=5,recent=20",
-    "oscar-int2:sink=17,recent=20",
-    "int4:sink=4",
+    "gtq-k3v3",
+    "int2:block=16",
+    "oscar-int2:block=16",
+    "int4",
 )
 
 
@@ -321,9 +312,9 @@ class WorldOfKernels(World):
 
 
 @pytest.mark.parametrize("world", [World, WorldOfKernels])
-@pytest.mark.parametrize("recipe", ["saw-int4", "int2:sink=5,recent=20"])
+@pytest.mark.parametrize("recipe", ["saw-int4", "int2:block=16"])
 def test_another_layer_reads_what_a_shared_one_stores(recipe, world):
-    """In the same step: tokens that are packed, raw, and in a window of the step itself."""
+    """In the same step: tokens that are packed, raw, and in the open block of the step itself."""
     world = world(recipe, requests=3)
     world.layer.shared = True
     for counts in ((26, 1, 0), (1, 1, 3), (1, 1, 1)):
@@ -339,16 +330,13 @@ def test_what_is_not_shared_is_not_kept():
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_kernels_take_ragged_batches(recipe, monkeypatch):
-    """Of which some requests are unpacked, others beside them are not, and some decode."""
-    monkeypatch.setattr(unpacked, "MIN_QUERIES", 3)
-    monkeypatch.setattr(unpacked, "MIN_TOKENS", 8)
-    world, kinds = WorldOfKernels(recipe, requests=4), []
-    found = unpacked._kinds
-    monkeypatch.setattr(unpacked, "_kinds", lambda *given: kinds.append(found(*given)) or kinds[-1])
+    """Of which some have long prompts, which are unpacked, others short ones or drafts beside them, and some decode."""
+    monkeypatch.setattr(unpacked, "MIN_QUERIES", 20)
+    monkeypatch.setattr(unpacked, "dequantize", (dequantize := Mock(wraps=unpacked.dequantize)))
+    world = WorldOfKernels(recipe, requests=4)
     for counts in ((6, 1, 45, 5), (1, 9, 2, 20), (1, 1, 12, 1)):
         world.step(*counts)
-    assert {unpacked.Kind.LONG, unpacked.Kind.SHORT_TURN} <= set().union(*kinds)
-    assert any(len(set(some)) > 1 for some in kinds)
+    assert dequantize.called
 
 
 def test_the_first_step_is_stored_last_and_reads_first():
@@ -367,32 +355,26 @@ def test_the_first_step_is_stored_last_and_reads_first():
     assert calls == [("store", 17), ("store", 1), ("attend", 1), ("attend", 17)]
 
 
-def test_windows_keep_their_16_bits_for_as_long_as_a_request_runs():
-    world = World("int2:sink=5,recent=20", requests=2)
-    for counts in ((50, 7), *[(1, 1)] * 40):
+def test_a_page_holds_whole_blocks():
+    """Otherwise a prefix hit would end inside a block, whose raw tokens nobody has."""
+    assert plan("int4:block=8,centre=false").block == 8
+    with pytest.raises(ValueError, match=r"block=24.*: prefix hits end at pages of 16 tokens, .* pages of a multiple"):
+        plan("int4:block=24,centre=false")
+
+
+def test_a_ring_is_used_again_without_being_cleared():
+    """The next request finds vectors of the last one in it."""
+    world = World("int2:block=16", requests=2)
+    world.step(23, 9)
+    world.held[0], world.keys[0], world.values[0] = [], world.keys[0][:0], world.values[0][:0]
+    for counts in ((5, 1), (1, 1), (30, 1), (1, 1)):
         world.step(*counts)
-        for row, pages in enumerate(world.held):
-            length = len(world.keys[row])
-            for j in (*range(5), *range(max(0, length - 19), length)):
-                assert world.served.shadow_table.of[pages[j // PAGE]] >= 0
-
-
-def test_tokens_whose_copies_are_gone_are_read_packed():
-    world = World("int2:sink=20,recent=40", requests=2)
-    world.step(60, 50)
-    for page in (world.held[0][0], world.held[0][2], *world.held[1]):  # of the sink, of the recent window, all
-        world.served.shadow_table.owner[world.served.shadow_table.of[page]] = -1
-        world.served.shadow_table.of[page] = -1
-    world.step(1, 1)
-    assert world.exact[0] == {*range(PAGE, 2 * PAGE), *range(3 * PAGE, 61)}
-    assert world.exact[1] == {50}
-    world.step(3, 1)
 
 
 # Numbers that cannot be stored
 
 
-@pytest.mark.parametrize("recipe", ["saw-int4", "int2:sink=2,recent=3"])
+@pytest.mark.parametrize("recipe", ["saw-int4", "int2:block=4"])
 def test_what_one_request_cannot_store_changes_nothing_for_others(recipe):
     """In prompts and in decoding. To its own request it is the mean, now and later."""
     outs = [[], []]

@@ -123,7 +123,7 @@ def test_architectures_and_head_dims(kind, config, head_dim):
     model = tiny(kind, config, head_dim=head_dim)
     tokens = random_tokens(40)
     expected = logits_of(model, tokens, DynamicCache(config=model.config))
-    for recipe in ("int8", "int8:sink=3,recent=5"):
+    for recipe in ("int8", "int8:block=5"):
         got = logits_of(model, tokens, kvfold.cache(model, recipe, means(model)), chunks=9)
         assert (got - expected).abs().max() < 0.02 * expected.abs().max()
 
@@ -132,7 +132,7 @@ def test_calls_may_record_gradients_or_not():
     """Steps in any mode go on from those in another, and what follows attention can be differentiated."""
     model = tiny()
     tokens = random_tokens(40)
-    cache, other = (kvfold.cache(model, "int4:sink=2,recent=5", means(model)) for _ in range(2))
+    cache, other = (kvfold.cache(model, "int4:block=5", means(model)) for _ in range(2))
     parts, modes = [], (torch.enable_grad, torch.inference_mode, torch.no_grad, torch.enable_grad)
     with batch_invariant():
         expected = logits_of(model, tokens, other)
@@ -167,16 +167,16 @@ PACKED = (
     "int4",
     "saw-int4",
     "int2:group=16",
-    "saw-int4:values=true,sink=4",
-    "quarot-int2:sink=5,recent=20",
-    "int4:recent=1",
-    "kmeans-int4:centroids=9,sink=4",
+    "saw-int4:values=true",
+    "quarot-int2:block=20",
+    "int4:block=1",
+    "kmeans-int4:centroids=9",
     "hessian-int4",
-    "oscar-int2:sink=5,recent=20",
+    "oscar-int2:block=20",
     "tq-k3v2",
-    "gtq-k3v3:recent=20",
-    "kivi-2:recent=20",
-    "kitty-2:sink=4,recent=9,boost=0.125",
+    "gtq-k3v3:block=20",
+    "kivi-2:block=20",
+    "kitty-2:boost=0.125,block=9",
 )
 
 
@@ -212,7 +212,7 @@ def test_same_keys_and_values_give_the_same_bytes_and_reads(recipe):
         ]
         new = (
             None
-            if not pages.windows
+            if not pages.block
             else tuple(
                 codec.transform.forward(x[:, :, 74:].transpose(1, 2)).bfloat16()
                 for codec, x in ((pages.key, k), (pages.value, v))
@@ -238,7 +238,7 @@ def live_bytes(packed):
     return [view[page, :, offset].contiguous().view(torch.uint8) for view in views]
 
 
-@pytest.mark.parametrize("recipe", ["saw-int4", "saw-int4:sink=4,recent=32", "oscar-int2:sink=9,recent=40", "gtq-k3v3"])
+@pytest.mark.parametrize("recipe", ["saw-int4", "saw-int4:block=32", "oscar-int2:block=40", "gtq-k3v3"])
 def test_feeding_through_a_whole_model(small_model, small_caches, words, recipe):
     """At once, in chunks, some one by one: not a byte and not a bit of the logits differs."""
     tokens, ways = torch.tensor([words[:140]]), (None, 37, [1] * 20 + [59, 61])
@@ -253,7 +253,7 @@ def test_feeding_through_a_whole_model(small_model, small_caches, words, recipe)
 # Batches, beams, assistants
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "saw-int4", "saw-int4:sink=4,recent=8", "gtq-k3v3", "kivi-4:recent=5"])
+@pytest.mark.parametrize("recipe", ["bf16", "saw-int4", "saw-int4:block=8", "gtq-k3v3", "kivi-4:block=5"])
 def test_left_padded_rows_are_as_if_alone(recipe):
     model = tiny()
     artifact = means(model, recipe=recipe)
@@ -284,7 +284,7 @@ def test_padded_generation_equals_single_generation(small_model, small_caches, w
         "attention_mask": torch.tensor([[0] * (31 - len(prompt)) + [1] * len(prompt) for prompt in prompts]),
     }
     options = {"min_new_tokens": 12, "max_new_tokens": 12, "output_logits": True, "return_dict_in_generate": True}
-    cache, *others = small_caches("int4:sink=2,recent=5", 4)
+    cache, *others = small_caches("int4:block=5", 4)
     with batch_invariant():
         batch = generate(small_model, inputs, cache, **options)
         for row, (prompt, cache) in enumerate(zip(prompts, others, strict=True)):
@@ -305,7 +305,7 @@ def test_beam_search_over_packed_pages_equals_a_copying_cache():
     model = tiny()
     tokens, artifact = random_tokens(21), means(model)
     order = [torch.tensor(beams) for beams in ([0, 0, 0], [2, 0, 0], [1, 1, 2], [0, 2, 1])]
-    shared, *others = (kvfold.cache(model, "saw-int4:sink=2,recent=5", artifact) for _ in range(1 + 3 * len(order)))
+    shared, *others = (kvfold.cache(model, "saw-int4:block=5", artifact) for _ in range(1 + 3 * len(order)))
     histories = [tokens[0].tolist()] * 3
     with batch_invariant():
         logits_of(model, tokens.expand(3, -1), shared)
@@ -319,7 +319,7 @@ def test_beam_search_over_packed_pages_equals_a_copying_cache():
                 assert torch.equal(got[row, 0], expected)
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "saw-int4", "saw-int4:sink=4,recent=16"])
+@pytest.mark.parametrize("recipe", ["bf16", "saw-int4", "saw-int4:block=16"])
 def test_assisted_decoding_crops_rightly(small_model, small_caches, words, recipe, monkeypatch):
     """Prompt lookup proposes tokens and takes rejected ones back: the text must be that of plain greedy decoding."""
     inputs, options = {"input_ids": torch.tensor([words[:4] * 5])}, {"min_new_tokens": 24, "max_new_tokens": 24}
@@ -332,7 +332,7 @@ def test_assisted_decoding_crops_rightly(small_model, small_caches, words, recip
     assert sum(removed) > 0
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "saw-int4:sink=4,recent=16"])
+@pytest.mark.parametrize("recipe", ["bf16", "saw-int4:block=16"])
 def test_chunked_prefill_in_generate(small_model, small_caches, words, recipe):
     inputs, options = {"input_ids": torch.tensor([words[:33]])}, {"min_new_tokens": 8, "max_new_tokens": 8}
     cache, other = small_caches(recipe, 2)
@@ -341,7 +341,7 @@ def test_chunked_prefill_in_generate(small_model, small_caches, words, recipe):
         assert torch.equal(got, generate(small_model, inputs, other, **options))
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "int4:sink=3,recent=7", "kivi-2"])
+@pytest.mark.parametrize("recipe", ["bf16", "int4:block=7", "kivi-2"])
 @pytest.mark.parametrize("reserve", [0, 30, 100])
 def test_a_step_that_was_begun_before_the_call(recipe, reserve):
     """The logits are those of a call that begins its step itself, with positions that the model counts itself."""
@@ -363,7 +363,7 @@ def test_a_padded_step_that_was_begun_before_the_call():
     model = tiny()
     tokens, mask = random_tokens(20, batch=2), torch.ones(2, 20, dtype=torch.int64)
     mask[1, :8] = 0
-    plain, begun = (kvfold.cache(model, "int4:sink=3,recent=7", means(model)) for _ in range(2))
+    plain, begun = (kvfold.cache(model, "int4:block=7", means(model)) for _ in range(2))
     begun.begin(2, 20, mask, reserve=40)
     got, expected = (logits_of(model, tokens, cache, attention_mask=mask) for cache in (begun, plain))
     assert torch.equal(got[mask.bool()], expected[mask.bool()])
@@ -394,9 +394,9 @@ def test_repeat_and_select():
 @pytest.mark.parametrize(
     "recipe",
     [
-        *("bf16", "int8", "int4", "int2", "saw-int4", "quarot-int2", "saw-int4:sink=4,recent=8,skip=0"),
-        *("kmeans-int4:centroids=9", "hessian-int4", "oscar-int2:sink=0,recent=0", "tq-k3v2", "gtq-k3v3"),
-        *("kivi-2", "kitty-2:recent=16"),
+        *("bf16", "int8", "int4", "int2", "saw-int4", "quarot-int2", "saw-int4:skip=0,block=8"),
+        *("kmeans-int4:centroids=9", "hessian-int4", "oscar-int2:block=0", "tq-k3v2", "gtq-k3v3"),
+        *("kivi-2", "kitty-2:block=16"),
     ],
 )
 def test_resident_bytes_are_the_packed_bytes(recipe):
@@ -405,11 +405,9 @@ def test_resident_bytes_are_the_packed_bytes(recipe):
     packed = kvfold.cache(model, recipe, means(model, recipe=recipe))
     logits_of(model, random_tokens(100), packed)
     storages, size = {}, packed.page_size
-    # sink 4 lies in page 0; recent 8 and a rollback of 32 reach back to token 61, in page 3
-    shadows = {"saw-int4:sink=4,recent=8,skip=0": 1 + 4, "gtq-k3v3": 1, "kivi-2": 4, "kitty-2:recent=16": 1}.get(
-        recipe, 0
-    )
-    for tensor in (*packed.paged.pools, *packed.paged.shadows):
+    # with 64 tokens that can be taken back; KIVI and Kitty have whole pages in the open block
+    ring = {"saw-int4:skip=0,block=8": 8 + 64, "kivi-2": 128 + 64, "kitty-2:block=16": 128 + 64}.get(recipe, 0)
+    for tensor in (*packed.paged.pools, *packed.paged.rings):
         storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     assert sum(storages.values()) == packed.allocated_bytes
     by_hand = 0
@@ -425,7 +423,7 @@ def test_resident_bytes_are_the_packed_bytes(recipe):
         )
         by_hand += {16: 7, 32: 4, 128: 1}[size] * 2 * page  # 100 tokens, for 2 heads
         if "skip" not in recipe or layer != 0:
-            by_hand += shadows * 2 * size * 2 * 64 * 2
+            by_hand += ring * 2 * 2 * 64 * 2
     assert packed.allocated_bytes == by_hand
     assert all(layer.keys is None and layer.values is None for layer in packed.layers)
 
@@ -497,7 +495,7 @@ def test_a_step_that_fails_leaves_nothing_behind():
         assert torch.equal(logits_of(model, second, packed), logits_of(model, tokens, other)[:, 20:])
 
 
-@pytest.mark.parametrize("recipe", ["gtq-k3v3:sink=3,recent=7", "kivi-4"])
+@pytest.mark.parametrize("recipe", ["gtq-k3v3:block=7", "kivi-4"])
 def test_a_copy_goes_on_as_the_original(recipe):
     model, tokens = tiny(), random_tokens(60)
     packed = kvfold.cache(model, recipe, means(model, recipe=recipe))

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from kvfold.engines.unpacked_attention import attend_masked, attend_unpacked
-from kvfold.format.windows import Windows
 from kvfold.ops.pages import Logits
 from kvfold.recipes import parse
 
@@ -67,8 +66,8 @@ def test_queries_that_read_nothing_stay_finite():
 
 
 @pytest.mark.parametrize("logits", [Logits(0.3), Logits(0.3, 2.0, SINKS)])
-@pytest.mark.parametrize("windows", [Windows(), Windows(2, 3)])
-def test_tokens_of_an_image_see_each_other(logits, windows):
+@pytest.mark.parametrize("block", [0, 3])
+def test_tokens_of_an_image_see_each_other(logits, block):
     """Tokens 4 to 7 are an image; the second row has two tokens of padding before it."""
     q, k, v = states(10, 10)
     mask = torch.ones(10, 10, dtype=torch.bool).tril().repeat(2, 1, 1, 1)
@@ -76,7 +75,7 @@ def test_tokens_of_an_image_see_each_other(logits, windows):
     mask[1, :, :, :2] = False
     fit = {"key_mean": k.mean(dim=(0, 2)), "value_mean": v.mean(dim=(0, 2))}
     codecs = parse("int4").codecs(16, 8, fit)
-    out = attend_masked(q, k, v, mask, logits, codecs, windows, torch.bfloat16)
+    out = attend_masked(q, k, v, mask, logits, codecs, block, torch.bfloat16)
     read = []
     for codec, x in zip(codecs, (k, v), strict=True):
         tokens = x.permute(0, 2, 1, 3)
@@ -87,7 +86,8 @@ def test_tokens_of_an_image_see_each_other(logits, windows):
         for head in range(4):
             for t in range(padding, 10):
                 reads = [j for j in range(padding, 10) if j <= t or (4 <= t < 8 and 4 <= j < 8)]
-                near = {j: j - padding < windows.sink or j > t - windows.recent for j in reads}
+                opened = padding + (t - padding) // block * block if block else t + 1
+                near = {j: j >= opened for j in reads}
                 keys, values = (
                     {j: (raw if near[j] else packed)[row, j, head // 2] for j in reads} for packed, raw in read
                 )

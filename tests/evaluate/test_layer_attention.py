@@ -125,7 +125,7 @@ def turned(x: np.ndarray, positions: np.ndarray, theta: float | None) -> np.ndar
 @pytest.mark.parametrize(
     ("recipe", "page_size", "rounded"),
     [
-        ("int4:centre=false,recent=20,sink=4", None, by_token(4)),  # windows do not matter
+        ("int4:centre=false,block=20", None, by_token(4)),  # the open block does not matter
         ("int2:centre=false", None, by_token(2)),
         ("kivi-2:centre=false,group=8", None, by_channel(2, 32)),
         ("kivi-2:centre=false,group=8", 4, by_channel(2, 4)),
@@ -192,7 +192,7 @@ def test_logit_errors_of_a_constant_error():
 
 def test_centred_and_fitted_recipes_are_read_as_the_cache_reads_them(model, states):
     """What a cache has stored in its pages decodes to the keys that were compared."""
-    recipes = ["saw-int4", "oscar-int2:sink=0,recent=0", "gtq-k3v3:sink=0", "kmeans-int4:centroids=8"]
+    recipes = ["saw-int4", "oscar-int2:block=0", "gtq-k3v3", "kmeans-int4:centroids=8"]
     panel = [parse(recipe) for recipe in recipes]
     artifact = calibrate(model, random_tokens(80, seed=2), 80, panel)
     caches = {str(recipe): cache(model, recipe, artifact) for recipe in panel}

@@ -204,10 +204,10 @@ def test_lengths_that_do_not_work_are_refused(length: int):
         hide(Characters(), TEXT, length, 0.5, 0)
 
 
-def test_a_real_model_finds_the_single_needle_over_a_window(embedded):
+def test_a_real_model_finds_the_single_needle_in_packed_tokens(embedded):
     model, tokenizer = embedded
     text = tokenize(default_text("evaluation"), tokenizer, 1000)
     rows = needle_suite(
-        model, tokenizer, partial(kvfold.cache, model, "int8:centre=false,recent=16"), {"": text}, [600], [0.75], 1
+        model, tokenizer, partial(kvfold.cache, model, "int8:centre=false,block=16"), {"": text}, [600], [0.75], 1
     )
     assert next(row.score for row in rows if row.task == "single") == 1

@@ -187,9 +187,9 @@ def test_every_recipe_is_in_the_table_of_results(open_page):
     names = results.locator("th[scope=row]").all_inner_texts()
     assert names == ["bf16 (reference)", *(row.recipe for row in ORDINARY.ordered[1:])]
     assert needle.locator("tr").all_inner_texts() == ["recipe\t10 %\t90 %", "bf16\t100 %\t100 %", "int4\t100 %\t0 %"]
-    tile = page.locator(".tiles > div", has_text="saw-int4:sink=4").inner_text()
+    tile = page.locator(".tiles > div", has_text="saw-int4:block=4").inner_text()
     said = list(filter(None, tile.split("\n")))
-    assert said[:4] == ["saw-int4:sink=4", "3.5× smaller", "at 128k tokens", "3.5× at 2k"]  # 16 / 4.62
+    assert said[:4] == ["saw-int4:block=4", "3.5× smaller", "at 128k tokens", "3.5× at 2k"]  # 16 / 4.62
     assert said[4:] == ["KL 0.0123", "top-1 97.1 %"]
 
 
@@ -278,13 +278,13 @@ def test_answers_are_marked_from_the_first_other_word_on(open_page):
 
 
 def test_a_bad_example_is_called_one_and_not_sold(tmp_path: Path):
-    named = replace(ORDINARY, rows=[*ORDINARY.rows, replace(ORDINARY.rows[3], recipe="int2:sink=4")])
+    named = replace(ORDINARY, rows=[*ORDINARY.rows, replace(ORDINARY.rows[3], recipe="int2:block=64")])
     write_html(named, tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     sold = re.findall(r'<div class="command"><code>(.*?)</code>', page)
     fine = [row.recipe for row in ORDINARY.ordered[1:] if row.recipe != "int2"]
     assert sold == [f"kvfold serve some/model -r {recipe}" for recipe in fine]
-    for recipe in ("int2", "int2:sink=4"):
+    for recipe in ("int2", "int2:block=64"):
         assert f"{recipe} is there as a bad example" in page
     assert page.count("<br>a bad example</p>") == 2
     assert "MODEL" not in page

@@ -20,7 +20,7 @@ def test_table_puts_the_reference_first_and_spells_numbers_as_people_do():
     lines = [" ".join(line.split()) for line in printed(ORDINARY)]
     first = next(i for i, line in enumerate(lines) if set(line) == {"─"}) + 1
     assert lines[first] == "bf16 (reference) 16.00 16.00 12.00 – 0 0 100.0 %"
-    assert "saw-int4:sink=4 4.62 4.62 12.15 +1.23 % 0.0123 0.1230 97.1 %" in lines
+    assert "saw-int4:block=4 4.62 4.62 12.15 +1.23 % 0.0123 0.1230 97.1 %" in lines
     assert "int2 2.50 2.50 101,713 +847,512 % 9.7000 97.0000 97.1 %" in lines
     assert "int8 8.50 8.50 12.00 -0.01 % 2e-05 0.0002 97.1 %" in lines
 

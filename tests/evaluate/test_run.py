@@ -46,7 +46,7 @@ def test_the_suites_and_gsm8k_are_measured_for_every_recipe(small, monkeypatch):
     report = evaluate(
         model,
         tokenizer,
-        [parse("int4:centre=false,recent=16")],
+        [parse("int4:centre=false,block=16")],
         tokens[:64],
         64,
         haystacks=Haystacks({"one": tokens, "other": tokens.flip(0)}, [500], [1100], trials=1),
@@ -101,7 +101,7 @@ def test_hybrids_are_measured_layer_by_packed_layer(embedded):
         report = evaluate(
             tiny(name, **sizes),
             tokenizer,
-            [parse("int8:centre=false,recent=4")],
+            [parse("int8:centre=false,block=4")],
             tokens,
             150,
             layers=True,

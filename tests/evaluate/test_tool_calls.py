@@ -151,7 +151,7 @@ def test_lengths_that_do_not_work_are_refused(length: int):
 
 
 def test_a_request_is_answered_in_a_batch_as_alone(monkeypatch):
-    """Requests of different lengths, over a packed cache with windows."""
+    """Requests of different lengths, over a packed cache with an open block."""
     monkeypatch.setattr("kvfold.evaluate.tool_calls.MOST_TOKENS", 12)
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32}
@@ -162,7 +162,7 @@ def test_a_request_is_answered_in_a_batch_as_alone(monkeypatch):
     width = max(map(len, requests))
 
     def said(*requests: str) -> list[str]:
-        cache = kvfold.cache(model, "int8:centre=false,sink=4,recent=8")
+        cache = kvfold.cache(model, "int8:centre=false,block=8")
         with torch.no_grad():
             read(model, cache, context)
             return answer(model, TOKENIZER, cache, requests)

@@ -27,11 +27,11 @@ CONFIG = {
 }
 RECIPES = [
     "saw-int4",
-    "saw-int4:sink=4,recent=8",
-    "oscar-int2:group=128,sink=4,recent=8",
-    "oscar-int2:sink=3,recent=40",
+    "saw-int4:block=16",
+    "oscar-int2:group=128,block=8",
+    "oscar-int2:block=64",
     "gtq-k3v3",
-    "gtq-k3v3:sink=4,recent=8",
+    "gtq-k3v3:block=16",
     "int8",
     "bf16",
 ]
@@ -47,7 +47,7 @@ def model():
 @pytest.mark.parametrize("page", [16, 64])
 @torch.no_grad()
 def test_replays_with_growing_lengths_are_the_definitions(recipe, page):
-    """Of one layer. Between replays tokens begin another page, and leave the windows."""
+    """Of one layer. Between replays tokens begin another page and another block."""
     steps, tokens = 20, Tokens((55, 23, 3), (1, 1, 1))
     layer = Layer(Case(recipe, 128, 4, page, tokens), DEVICE)
     layer.resume()
@@ -99,7 +99,7 @@ def test_a_graph_does_what_its_lengths_say(model, recipe):
 
 def test_sequences_of_different_lengths(model):
     """Two prompts in one left-padded batch, then replays: each row as if it were alone."""
-    recipe, lengths, steps, room = parse("saw-int4:sink=4,recent=8"), (21, 9), 30, 80
+    recipe, lengths, steps, room = parse("saw-int4:block=16"), (21, 9), 30, 80
     tokens = torch.randint(0, 97, (2, max(lengths) + steps), generator=torch.Generator().manual_seed(1)).to(DEVICE)
 
     def filled(rows, prompt, mask=None):

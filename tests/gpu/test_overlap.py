@@ -32,13 +32,13 @@ PAGE = 64
 RECIPES = [
     "int4:centre=false",
     "saw-int4",
-    "saw-int4:sink=4",
-    "saw-int4:sink=4,recent=8",
-    "oscar-int2:group=128",
-    "oscar-int2:sink=0,recent=0",
-    "oscar-int2:sink=4,recent=0",
+    "saw-int4:block=1",
+    "saw-int4:block=64",
+    "oscar-int2:group=128,block=64",
+    "oscar-int2:block=0",
+    "oscar-int2:block=16",
     "gtq-k3v3",
-    "gtq-k3v3:sink=4,recent=8",
+    "gtq-k3v3:block=64",
 ]
 
 
@@ -56,19 +56,22 @@ def waiting():
         yield
 
 
-def a_layer(recipe, pages, shadows, folder):
+def a_layer(recipe, pages, requests, folder):
     recipe = parse(recipe)
     random_artifact(MODEL, [recipe]).save(folder)
     plan = Plan.make(Config(recipe, str(folder)), MODEL, PAGE, torch.bfloat16, DEVICE)
     pool = plan.layouts[0].allocate(pages, plan.kv_heads).to(DEVICE)
     faults = torch.zeros(pages * PAGE, dtype=torch.uint8, device=DEVICE)
-    return Layer(plan, 0, pool, plan.allocate_shadows(shadows), faults)
+    ring = plan.layouts[0].allocate_ring(requests, plan.ring_tokens, plan.kv_heads, plan.raw_dtype, DEVICE)
+    return Layer(plan, 0, pool, ring, faults)
 
 
-def steps(starts, lengths, shadow_of):
-    """Of requests that have the same pages, which come in order: those that decode, then the others."""
-    table = torch.arange(len(shadow_of)).repeat(len(starts), 1)
-    step = Step.of(HostLengths(starts, lengths), table, shadow_of, PAGE)
+def steps(starts, lengths, pages):
+    """Of requests that have the same pages, which come in order: those that decode, then the others. Each has a ring
+    of its own."""
+    table = torch.arange(pages).repeat(len(starts), 1)
+    rings = torch.arange(len(starts), device=DEVICE).view(-1, 1)
+    step = Step.of(HostLengths(starts, lengths), table, rings, PAGE)
     return [(tokens, part) for _, tokens, part in step.split(count == 1 for count in step.known.counts)]
 
 
@@ -150,26 +153,25 @@ def cpu(new):
 
 @pytest.mark.parametrize(
     "recipe",
-    ["saw-int4", *(f"{name}:sink=0,recent={n}" for name in ("saw-int4", "oscar-int2", "gtq-k3v3") for n in (1, 2))],
+    ["saw-int4", *(f"{name}:block={n}" for name in ("saw-int4", "oscar-int2", "gtq-k3v3") for n in (1, 2, 64))],
 )
 @torch.no_grad()
 def test_requests_that_decode_share_a_page(recipe, tmp_path):
     """One stores the last token of a page that the other has too, whose own token begins the next one."""
     pages = 4
     layer = a_layer(recipe, pages + 1, 2, tmp_path)
-    shadow_of = torch.tensor([-1] * (pages - 1) + [0, 1], device=DEVICE)
     last = pages * PAGE - 1
 
     def attended(starts, lengths, states):
         out = torch.empty(states[0].shape, device=DEVICE)
-        layer.attend(steps(starts, lengths, shadow_of), *states, Logits(128**-0.5), out)
+        layer.attend(steps(starts, lengths, pages + 1), *states, Logits(128**-0.5), out)
         return out
 
     def both(states):
         return attended([last, last + 1], [last + 1, last + 2], states)
 
     def pages_now():
-        ((_, step),) = steps([last, last + 1], [last + 1, last + 2], shadow_of)
+        ((_, step),) = steps([last, last + 1], [last + 1, last + 2], pages + 1)
         return on_cpu(replace(layer.pages, step=step))
 
     attended([0], [last], drawn(last))
@@ -188,14 +190,13 @@ def test_requests_that_decode_share_a_page(recipe, tmp_path):
 def test_a_query_reads_what_another_request_stores_in_the_same_step(recipe, tmp_path):
     """As where a prompt is the same as one that comes with it: all its pages but the last are those of the other."""
     pages = 40
-    layer = a_layer(recipe, pages + 1, pages + 1, tmp_path)
-    shadow_of = torch.arange(pages + 1, device=DEVICE)
-    both = steps([pages * PAGE, 0], [pages * PAGE + 1, pages * PAGE], shadow_of)
+    layer = a_layer(recipe, pages + 1, 2, tmp_path)
+    both = steps([pages * PAGE, 0], [pages * PAGE + 1, pages * PAGE], pages + 1)
     q, k, v = drawn(pages * PAGE + 1)
     for _ in range(20):
         outs = []
         layer.pages.pool.fill_(0xFF)  # NaN, where it is metadata; then all is there before it is stored again
-        layer.pages.shadows.fill_(torch.nan)
+        layer.pages.ring.fill_(torch.nan)
         for _ in range(2):
             torch.cuda.synchronize()
             layer.attend(both, q, k, v, Logits(128**-0.5), out := torch.empty(q.shape, device=DEVICE))
@@ -203,7 +204,7 @@ def test_a_query_reads_what_another_request_stores_in_the_same_step(recipe, tmp_
         assert outs[1].isfinite().all()
         assert torch.equal(*outs)
     layer.pages.pool.fill_(0xFF)
-    layer.pages.shadows.fill_(torch.nan)
+    layer.pages.ring.fill_(torch.nan)
     (one, decoded), (many, prompt) = both
     defined = on_cpu(replace(layer.pages, step=prompt))
     naive.store(defined, k[many].cpu(), v[many].cpu())

@@ -18,11 +18,11 @@ RECIPES = [
     "int4:centre=false",
     "int8",
     "saw-int4",
-    "saw-int4:sink=4,recent=8",
+    "saw-int4:block=16",
     "oscar-int2:group=128",
-    "oscar-int2:sink=0,recent=0",
+    "oscar-int2:block=0",
     "gtq-k3v3",
-    "gtq-k3v3:sink=4,recent=8",
+    "gtq-k3v3:block=64",
     "bf16",
 ]
 
@@ -34,7 +34,7 @@ def test_nan_of_one_sequence_changes_no_other(recipe, op, text):
     """Decoded, eager and as a CUDA graph; prompts that are unpacked, or not."""
     case = Case.parse(op, text)
     ops, pages, *clean, _ = fill(case, parse(recipe), DEVICE)
-    memory = pages.pool, pages.shadows
+    memory = pages.pool, pages.ring
     before = [x.clone() for x in memory]
     given = [x.clone() for x in clean]
     broken = [x.clone() for x in clean]

@@ -111,9 +111,9 @@ def test_large_and_small_models_store_equally_well():
 
 def test_there_are_three_options():
     for name in WIDTHS:
-        assert sorted(RECIPES[name].options) == ["recent", "sink", "skip"]
-        assert str(parse(f"{name}:sink=4,recent=20,skip=0+3")) == f"{name}:sink=4,recent=20,skip=0+3"
-        with pytest.raises(ValueError, match=f"{name} has no option 'centre'; it takes recent, sink, skip"):
+        assert sorted(RECIPES[name].options) == ["block", "skip"]
+        assert str(parse(f"{name}:block=20,skip=0+3")) == f"{name}:block=20,skip=0+3"
+        with pytest.raises(ValueError, match=f"{name} has no option 'centre'; it takes block, skip"):
             parse(f"{name}:centre=false")
 
 

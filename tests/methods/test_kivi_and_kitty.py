@@ -21,7 +21,7 @@ def filled(text: str, d: int, tokens: int, page_size: int | None = None, heads: 
     k, v = ((rng.standard_normal((tokens, heads, d)) * sizes).astype(np.float32) for _ in range(2))
     k, v = (torch.from_numpy(x).bfloat16() for x in (k, v))
     size = page_size or recipe.page_size
-    cache = PagedCache([recipe.codecs(d, d, {})], heads, 1, windows=recipe.windows, page_size=size)
+    cache = PagedCache([recipe.codecs(d, d, {})], heads, 1, block=recipe.block, page_size=size)
     cache.extend([tokens])
     new = naive.store(cache.pages(0), k, v)
     return cache, new, k.double().numpy(), v.double().numpy()
@@ -34,7 +34,7 @@ def rounded(low: np.ndarray, high: np.ndarray, levels: np.ndarray | int) -> tupl
 
 @pytest.mark.parametrize("bits", [2, 4])
 def test_kivi_keys_by_channel_and_values_by_token(bits):
-    cache, new, k, v = filled(f"kivi-{bits}:recent=0", 64, 70)
+    cache, new, k, v = filled(f"kivi-{bits}:block=0", 64, 70)
     read_k, read_v = (x.double().numpy() for x in naive.read(cache.pages(0), 0, 69, new))
     levels = 2**bits - 1
     for start in (0, 32):  # the two full pages of 32
@@ -53,19 +53,19 @@ def test_kivi_keys_by_channel_and_values_by_token(bits):
     assert np.array_equal(read_v[64:], v[64:])
 
 
-def test_kivi_windows():
-    assert parse("kivi-2").windows.recent == 128
+def test_kivi_open_block():
+    assert parse("kivi-2").block == 128
     cache, new, k, _ = filled("kivi-2", 64, 200)
     read_k, _ = naive.read(cache.pages(0), 0, 199, new)
     same = (read_k.double().numpy() == k).all(axis=(1, 2))
-    # the last 128, and what of a page is not full: 72 … 199; the page of token 192 is the last, not full either
-    assert same.tolist() == [False] * 72 + [True] * 128
+    # token 199 lies in the block of 128 to 255, which has two full pages of 32
+    assert same.tolist() == [False] * 128 + [True] * 72
 
 
 @pytest.mark.parametrize(("boost", "boosted"), [(0.25, 16), (0.125, 8), (0, 0)])
 def test_kitty_boosts_the_strongest_channels_of_each_page_and_head(boost, boosted):
     d = 64
-    cache, new, k, v = filled(f"kitty-2:sink=0,recent=0,boost={boost}", d, 300)
+    cache, new, k, v = filled(f"kitty-2:block=0,boost={boost}", d, 300)
     pages = cache.pages(0)
     read_k, read_v = (x.double().numpy() for x in naive.read(pages, 0, 299, new))
     codes, meta = key_views(pages.layout, pages.pool)
@@ -97,15 +97,14 @@ def test_kitty_boosts_the_strongest_channels_of_each_page_and_head(boost, booste
 
 def test_kitty_defaults():
     recipe = parse("kitty-2")
-    assert (recipe.sink, recipe.recent, recipe.boost, recipe.page_size) == (32, 128, 0.25, 128)
+    assert (recipe.block, recipe.boost, recipe.page_size) == (128, 0.25, 128)
 
 
 def test_boosted_channels_lose_less():
-    _, _, k, _ = filled("kitty-2", 64, 128)
     errors = []
     for boost in (0, 0.125, 0.25, 1):
-        cache, new, *_ = filled(f"kitty-2:sink=0,recent=0,boost={boost}", 64, 128)
-        errors.append(np.square(naive.read(cache.pages(0), 0, 127, new)[0].double().numpy() - k).sum())
+        cache, new, k, _ = filled(f"kitty-2:block=0,boost={boost}", 64, 129)  # the query at 128 reads a packed page
+        errors.append(np.square(naive.read(cache.pages(0), 0, 128, new)[0].double().numpy() - k).sum())
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] < 0.1 * errors[0]
     assert errors[2] < 0.5 * errors[0], "a quarter of the channels has most of the error"

@@ -30,8 +30,7 @@ class Case(NamedTuple):
     ratio: int
     page: int
     capability: tuple[int, int]
-    sink: int = 0
-    recent: int = 0
+    block: int = 0
     doubled: bool = False  # twice the coordinates
     queries: int = 1  # of a sequence, at most
     rule: str = "even"
@@ -48,16 +47,17 @@ class Case(NamedTuple):
 
 CASES = [
     Case(2, 4, 64, (9, 0)),
-    Case(2, 8, 16, (8, 0), sink=5, recent=20),
-    Case(3, 3, 64, (8, 6), recent=1),
+    Case(2, 8, 16, (8, 0), block=16),
+    Case(3, 3, 64, (8, 6), block=64),
     Case(3, 7, 16, (9, 0)),
-    Case(4, 1, 128, (8, 9), sink=70),
-    Case(2, 2, 32, (8, 0), recent=9, doubled=True),
+    Case(4, 1, 128, (8, 9), block=128),
+    Case(2, 2, 32, (8, 0), block=5, doubled=True),
 ]
 SEVERAL = [
-    Case(4, 4, 64, (9, 0), sink=5, recent=20, queries=4),
-    Case(4, 4, 16, (8, 0), recent=3, queries=7, rule="affine"),  # two CTAs share them
-    Case(3, 8, 64, (8, 9), sink=70, queries=2, rule="codebook"),
+    Case(4, 4, 64, (9, 0), block=64, queries=4),
+    Case(4, 4, 16, (8, 0), block=2, queries=7, rule="affine"),  # two CTAs share them
+    Case(3, 8, 64, (8, 9), queries=2, rule="codebook"),
+    Case(2, 2, 16, (8, 0), block=16, queries=3, rule="codebook"),
 ]
 
 
@@ -87,7 +87,7 @@ def _compile(case: Case) -> Any:
     constants = {
         "KEY": kernel.key, "VALUE": kernel.value, "DIMS": layout.key.dims, "PAGE": layout.page_size,
         "PAGE_WORDS": layout.page_bytes // 4, "RATIO": case.ratio, **_shape(layout, case.ratio, case.queries),
-        "ORDER": 1, "SHARED": card.shared, "OVERLAP": overlap,
+        "ORDER": 1, "BLOCK": case.block, "SHARED": card.shared, "OVERLAP": overlap,
     }  # fmt: skip
     if case.queries == 1:
         constants |= {"query_starts": None, "tokens": None, "groups": None}

@@ -26,7 +26,6 @@ from kvfold.bench.selftest import Tokens
 from kvfold.bench.targets import parse
 from kvfold.format.layout import PageLayout
 from kvfold.ops.attend import unpacked_prefill as unpacked
-from kvfold.ops.attend.diagonal_kernel import Part
 from kvfold.ops.attend.gluon.decode_step import QUERIES, _kernel
 from kvfold.ops.cards import card_of
 from kvfold.ops.dispatch import choose
@@ -119,7 +118,7 @@ if __name__ == "__main__":
     JITFunction.run = lambda kernel, *args, **options: compiler.run(kernel, *args, **options)
     # as on a GPU, but for flash attention itself
     unpacked._operand = lambda device, dtype: dtype
-    unpacked._flash = lambda q, *_: Part(torch.empty_like(q), torch.empty(q.shape[1::-1]).T)
+    unpacked._torch_attention = lambda q, *_: unpacked.Part(torch.empty_like(q), torch.empty(q.shape[:2]))
     for step in json.loads(sys.argv[1]):
         compiler.add(Step(*step))
     print(json.dumps([asdict(row) for row in compiler.rows.values()]))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvfold.format.codec import Codec
 from kvfold.format.layout import PageLayout
+from kvfold.format.open_block import raw_from
 from kvfold.ops import pdl
 from kvfold.ops.attend.gluon import decode_step as gluon
 
@@ -28,8 +29,8 @@ class Decode:
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
         def launch(
             q: Tensor, outs: Tensor, weights: Tensor, pool: Tensor, table: Tensor, lengths: Tensor, scale: float,
-            sink: int, recent: int, q_stride: int, table_stride: int, table_pages: int, query_starts: Tensor | None,
-            tokens: int | None, groups: int | None, unit: float = 1.0, *, RATIO: int, ORDER: int, **options: Any,
+            q_stride: int, table_stride: int, table_pages: int, query_starts: Tensor | None, tokens: int | None,
+            groups: int | None, unit: float = 1.0, *, RATIO: int, ORDER: int, BLOCK: int, **options: Any,
         ) -> None:  # fmt: skip
             splits, sequences = grid[0] // (groups or 1), grid[2]
             starts = range(sequences + 1) if query_starts is None else query_starts.tolist()
@@ -41,7 +42,7 @@ class Decode:
                 turned = turned * ORDER**-0.5
             for sequence, row in ((s, row) for s in range(sequences) for row in range(starts[s], starts[s + 1])):
                 length = int(lengths[sequence]) - (starts[sequence + 1] - 1 - row)  # up to this query
-                read = torch.arange(sink, max(sink, length - recent))
+                read = torch.arange(raw_from(length - 1, BLOCK))
                 k, v = self._read(pool, table[sequence], read)  # [tokens, kv_heads, d]
                 for split, part in enumerate(torch.arange(len(read)).tensor_split(splits)):
                     for head in range(q.shape[1] if len(part) else 0):

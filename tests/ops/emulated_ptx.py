@@ -178,9 +178,10 @@ class _Warp:
             a, b = self._all(suffixes, (x, y))
             wide = np.dtype(f"{a.dtype.kind}{2 * a.itemsize}")
             return a.astype(wide) * b.astype(wide)
-        if suffixes == ["hi", "u32"]:
-            a, b = (each.astype(np.uint64) for each in self._all(suffixes, (x, y)))
-            return (a * b >> np.uint64(32)).astype(np.uint32)
+        if suffixes[0] == "hi":
+            a, b = self._all(suffixes, (x, y))
+            wide = np.dtype(f"{a.dtype.kind}8")
+            return (a.astype(wide) * b.astype(wide) >> wide.type(32)).astype(a.dtype)
         a, b = (_flushed(each, suffixes) for each in self._all(suffixes, (x, y)))
         with np.errstate(all="ignore"):
             return a * b
@@ -256,6 +257,13 @@ class _Warp:
     def _shr(self, suffixes: list[str], x: str, y: str) -> np.ndarray:
         source = self._get(x, suffixes[-1])
         return source >> self._get(y, "u32").astype(source.dtype)
+
+    def _shf(self, suffixes: list[str], low: str, high: str, count: str) -> np.ndarray:
+        assert suffixes[1:] == ["wrap", "b32"]
+        both = self._get(low, "u32").astype(np.uint64) | self._get(high, "u32").astype(np.uint64) << np.uint64(32)
+        by = (self._get(count, "u32") & 31).astype(np.uint64)
+        shifted = both << by >> np.uint64(32) if suffixes[0] == "l" else both >> by
+        return shifted.astype(np.uint32)
 
     def _bfe(self, suffixes: list[str], x: str, first: str, count: str) -> np.ndarray:
         source, low, bits = self._get(x, suffixes[-1]), int(first, 0), int(count, 0)

@@ -1,4 +1,4 @@
-"""Stands in for FlashAttention 3, which needs a GPU: the functions that its three packages have, with the arguments
+"""Stands in for FlashAttention 3, which needs a GPU: the functions that its two packages have, with the arguments
 that are used here, computed in float64."""
 
 import math
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvfold.ops.attend.flash_attention_3 import AUTHORS, SGLANG, VLLM, Library
+from kvfold.ops.attend.flash_attention_3 import SGLANG, VLLM, Library
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
@@ -63,26 +63,49 @@ def varlen(
     return torch.cat([outs for outs, _ in parts]), torch.cat([logs for _, logs in parts], dim=1)
 
 
-def authors_kvcache(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool, return_softmax_lse: bool
+def paged(
+    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, most: int, tokens: Tensor, table: Tensor, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Of flash_attn_interface: batches [sequences, tokens, heads, d], log-sum-exps [sequences, heads, tokens]."""
+    """Sequences of queries one after the other, over pages [pages, tokens, kv_heads, d] that a table names.
+
+    What a page holds behind the tokens that are read is multiplied by zero, and NaN stays NaN.
+    """
+    assert (ends.dtype, tokens.dtype, table.dtype) == (torch.int32,) * 3
+    assert (int(ends[0]), int(ends[-1]), int(ends.diff().max())) == (0, len(q), most)
+    parts = []
+    for own, count, pages in zip(q.split(ends.diff().tolist()), tokens.tolist(), table.long(), strict=True):
+        held = pages[: -(-count // k.shape[1])]
+        assert k[held].isfinite().all()
+        assert v[held].isfinite().all()
+        parts.append(attention(own, *(x[held].flatten(0, 1)[:count] for x in (k, v)), scale, causal))
+    return torch.cat([outs for outs, _ in parts]), torch.cat([logs for _, logs in parts], dim=1)
+
+
+def sglang_kvcache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float,
+    causal: bool,
+    return_softmax_lse: bool,
+    out: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int = 0,
+    page_table: Tensor | None = None,
+    cache_seqlens: Tensor | None = None,
+    num_splits: int = 0,
+) -> Any:
+    """Of sgl_kernel: batches [sequences, tokens, heads, d] and log-sum-exps [sequences, heads, tokens], or with a page
+    table sequences one after the other and [heads, tokens]. It returns more than it is asked for."""
     assert return_softmax_lse
-    parts = (attention(*x, softmax_scale, causal) for x in zip(q, k, v, strict=True))
-    outs, logs = (torch.stack(x) for x in zip(*parts, strict=True))
-    return outs, logs
-
-
-def sglang_kvcache(*args: Tensor, out: Tensor | None = None, **options: Any) -> Any:
-    """Of sgl_kernel: it takes `out`, and returns more than it is asked for."""
-    outs, logs = authors_kvcache(*args, **options)
+    assert num_splits in (0, 1)
+    if page_table is not None:
+        options = cu_seqlens_q, max_seqlen_q, cache_seqlens, page_table, softmax_scale, causal
+        outs, logs = paged(q, k, v, *options)
+    else:
+        parts = (attention(*x, softmax_scale, causal) for x in zip(q, k, v, strict=True))
+        outs, logs = (torch.stack(x) for x in zip(*parts, strict=True))
     return _written(outs, out), logs, torch.empty(0), torch.empty(0)
-
-
-def authors_varlen(*args: Tensor, return_attn_probs: bool = False, **options: Any) -> Any:
-    """Of flash_attn_interface."""
-    outs, logs = varlen(*args, **options)
-    return (outs, logs) if return_attn_probs else outs
 
 
 def sglang_varlen(*args: Tensor, out: Tensor | None = None, return_softmax_lse: bool = False, **options: Any) -> Any:
@@ -92,15 +115,27 @@ def sglang_varlen(*args: Tensor, out: Tensor | None = None, return_softmax_lse: 
     return (outs, logs, torch.empty(0), torch.empty(0)) if return_softmax_lse else outs
 
 
-def vllm_varlen(*args: Tensor, fa_version: int = 2, **options: Any) -> Any:
+def vllm_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    fa_version: int = 2,
+    block_table: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    **options: Any,
+) -> Any:
     """Of vLLM, which has other versions too."""
     assert fa_version == 3
-    return sglang_varlen(*args, **options)[:2]
+    if block_table is None:
+        return sglang_varlen(q, k, v, **options)[:2]
+    assert options["max_seqlen_k"] == int(seqused_k.max())
+    given = options["cu_seqlens_q"], options["max_seqlen_q"], seqused_k, block_table
+    outs, logs = paged(q, k, v, *given, options["softmax_scale"], options["causal"])
+    return _written(outs, options["out"]), logs
 
 
 MODULES = {
     SGLANG: SimpleNamespace(flash_attn_varlen_func=sglang_varlen, flash_attn_with_kvcache=sglang_kvcache),
-    AUTHORS: SimpleNamespace(flash_attn_varlen_func=authors_varlen, flash_attn_with_kvcache=authors_kvcache),
     VLLM: SimpleNamespace(flash_attn_varlen_func=vllm_varlen, is_fa_version_supported=lambda version: version == 3),
 }
 LIBRARIES = [Library(name, module) for name, module in MODULES.items()]

@@ -5,7 +5,6 @@ Without a GPU the kernel runs in Triton's interpreter (see tests/conftest.py).
 
 import functools
 import math
-import random
 import resource
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from random_layers import fitted
 from recorded_graphs import use_kernels
 from torch import Tensor
 
+from kvfold.bench.scattered_cache import TOKENS, ScatteredCache
 from kvfold.fitted import Fitted
 from kvfold.format.codec import Codec
 from kvfold.format.layout import (
@@ -30,16 +30,15 @@ from kvfold.format.layout import (
     mixed_slot,
     raw_slot,
 )
-from kvfold.format.windows import Windows
+from kvfold.format.open_block import DRAFTED, raw_from
 from kvfold.geometry import Geometry
 from kvfold.ops import naive
 from kvfold.ops.attend import attend_gpu as kernels
-from kvfold.ops.attend import window_kernel as window_kernel
+from kvfold.ops.attend import open_block_kernel
 from kvfold.ops.attend.parts import MAX_SPLITS, QueryTiles, merge
 from kvfold.ops.naive import store
 from kvfold.ops.pages import HostLengths, LayerPages, Logits, Step
 from kvfold.ops.tiles import attended_sides
-from kvfold.paged import PagedCache
 from kvfold.recipes import parse
 from kvfold.transforms import Transform
 
@@ -77,8 +76,7 @@ class World:
         kv_heads: int = 2,
         ratio: int = 2,
         page_size: int = 16,
-        sink: int = 0,
-        recent: int = 0,
+        block: int = 0,
         dtype: torch.dtype = torch.bfloat16,
         seed: int = 0,
         pages: int = 160,
@@ -91,13 +89,10 @@ class World:
         learned = 3 * torch.randn(self.q_heads, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
         self.logits = Logits(self.dims**-0.5, cap, learned if sinks else None)
         self.generator = torch.Generator().manual_seed(seed)
-        self.cache = PagedCache(
+        self.cache = ScatteredCache(
             [codecs], kv_heads, sequences,
-            windows=Windows(sink, recent), page_size=page_size, raw_dtype=codecs[0].raw_dtype, device=DEVICE,
+            pages=pages, block=block, page_size=page_size, raw_dtype=codecs[0].raw_dtype, device=DEVICE,
         )  # fmt: skip
-        rng = random.Random(seed)
-        self.cache.tables.references, self.cache.tables.free = [0] * pages, rng.sample(range(pages), pages)
-        self.cache.shadow_map.capacity, self.cache.shadow_map.free = pages, rng.sample(range(pages), pages)
 
     def randn(self, *shape: int) -> Tensor:
         """Not around zero, as keys and values are not."""
@@ -228,7 +223,7 @@ def fp16_error(query: Tensor, k: Tensor, v: Tensor, seen: Seen | None = None) ->
         "saw-int4:values=true,order=16",
         "quarot-int2",
         "hessian-int4",
-        "oscar-int2",  # with a dense rotation and a clip; windows as below
+        "oscar-int2",  # with a dense rotation and a clip
         "oscar-int2:per_head=true,group=16",
         "bf16",
         "int4:skip=0",
@@ -253,8 +248,8 @@ def fp16_error(query: Tensor, k: Tensor, v: Tensor, seen: Seen | None = None) ->
     ],
 )
 def test_recipes(recipes):
-    world = World(codecs(recipes, 64, 2), 2, sink=3, recent=5)
-    world.fill(38, 0)
+    world = World(codecs(recipes, 64, 2), 2, block=8)
+    world.fill(39, 0)
     world.step(2, 1)
 
 
@@ -280,8 +275,8 @@ INT8_OF_64 = affine_slot(64, 8, 32)
     ids=lambda slot: "+".join(f"{segment.dims}x{segment.bits}{segment.rule[0]}" for segment in slot.segments),
 )
 def test_layouts(key, value):
-    world = World((Codec(key), Codec(value)), 2, sink=1)
-    world.fill(38, 0)
+    world = World((Codec(key), Codec(value)), 2, block=8)
+    world.fill(39, 0)
     world.step(2, 1)
 
 
@@ -295,15 +290,15 @@ def test_layouts(key, value):
 )
 def test_evenly_spaced_levels(key, value, units, page_size):
     key, value = (codec.to(DEVICE) for codec in even_codecs(key, value, units))
-    world = World((key, value), 2, sink=1, recent=2, page_size=page_size)
-    world.fill(38, 0)
+    world = World((key, value), 2, block=8, page_size=page_size)
+    world.fill(39, 0)
     world.step(2, 1)
 
 
 @pytest.mark.parametrize("raw_dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("recipes", ["bf16", "int4 / bf16"])
 def test_types_of_sixteen_bits(recipes, raw_dtype):
-    world = World(codecs(recipes, 64, 2, raw_dtype), 2, sink=3, recent=5)
+    world = World(codecs(recipes, 64, 2, raw_dtype), 2, block=8)
     world.fill(21, 3)
     world.step(1, 1)
 
@@ -340,33 +335,33 @@ def test_types_of_sixteen_bits(recipes, raw_dtype):
     ],
 )
 def test_shapes_of_heads(recipes, dims, ratio, n):
-    world = World(codecs(recipes, dims, 1), 2, kv_heads=1, ratio=ratio, sink=2, recent=3)
+    world = World(codecs(recipes, dims, 1), 2, kv_heads=1, ratio=ratio, block=4)
     world.fill(35, 2)
     world.step(n, 1)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 3, 8])
 def test_numbers_of_kv_heads(kv_heads):
-    world = World(codecs("saw-int4", 32, kv_heads), kv_heads=kv_heads, recent=3)
+    world = World(codecs("saw-int4", 32, kv_heads), kv_heads=kv_heads, block=4)
     world.fill(20)
     world.step(1)
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16, 24, 32, 64, 128])
-@pytest.mark.parametrize("windows", [{}, {"sink": 5, "recent": 9}])
-def test_page_sizes(page_size, windows):
-    world = World(codecs("int4", 64, 1), 2, kv_heads=1, page_size=page_size, **windows)
+@pytest.mark.parametrize("block", [0, 24])
+def test_page_sizes(page_size, block):
+    world = World(codecs("int4", 64, 1), 2, kv_heads=1, page_size=page_size, block=block)
     world.fill(0, 67 + page_size)
     world.step(1, 1)
 
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("page_size", [16, 48, 64])
-@pytest.mark.parametrize("windows", [{}, {"sink": 5, "recent": 9}, {"sink": 40, "recent": 70}])
+@pytest.mark.parametrize("block", [0, 32, 96])
 @pytest.mark.parametrize("recipes", ["kivi-2", "kitty-2"])
-def test_page_sizes_where_pages_are_quantized(recipes, page_size, windows):
-    """Pages that are full, that a step fills, and that no step has filled yet."""
-    world = World(codecs(recipes, 32, 1), 2, kv_heads=1, page_size=page_size, **windows)
+def test_page_sizes_where_pages_are_quantized(recipes, page_size, block):
+    """Pages that are full, that a step fills, and that no step has filled yet. Open blocks of one page or several."""
+    world = World(codecs(recipes, 32, 1), 2, kv_heads=1, page_size=page_size, block=block)
     world.fill(2 * page_size - 1, page_size + 7)
     world.step(1, 1)
     world.step(3, page_size)
@@ -380,7 +375,7 @@ def test_page_sizes_where_pages_are_quantized(recipes, page_size, windows):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("recipes", ["int4", "tq-k4v4"])  # whose queries are those of the engine, or turned ones
 def test_queries_in_any_type_and_order(recipes, dtype, sequences):
-    world = World(codecs(recipes, 32, 1), sequences, kv_heads=1, ratio=3, recent=4, dtype=dtype)
+    world = World(codecs(recipes, 32, 1), sequences, kv_heads=1, ratio=3, block=4, dtype=dtype)
     world.fill(*(20, 7)[:sequences])
     pages, new = world.fill(*(2, 1)[:sequences])
     tokens, heads = len(pages.step.locations), world.q_heads
@@ -396,7 +391,7 @@ def test_queries_in_any_type_and_order(recipes, dtype, sequences):
 def test_a_cache_takes_batches_that_are_padded_on_the_left(recipes, monkeypatch):
     """What is in the padding is not read, and outputs there are zero."""
     use_kernels(monkeypatch)
-    world = World(codecs(recipes, 32, 1), 3, kv_heads=1, sink=2, recent=4)
+    world = World(codecs(recipes, 32, 1), 3, kv_heads=1, block=4)
     for counts in ((11, 3, 0), (2, 9, 1), (0, 1, 4), (2, 2, 2)):
         world.cache.extend(counts)
         pages, tokens = world.cache.pages(LAYER), sum(counts)
@@ -414,16 +409,19 @@ def test_a_cache_takes_batches_that_are_padded_on_the_left(recipes, monkeypatch)
 
 def test_sequences_without_queries():
     """As engines may describe them, with room for more queries than any has."""
-    world = World(codecs("saw-int4", 32, 2), 4, sink=2, recent=6)
+    world = World(codecs("saw-int4", 32, 2), 4, block=6)
     world.fill(30, 3, 9, 1)
     starts, counts = list(world.cache.lengths), (1, 0, 21, 4)
-    pages, new = world.fill(*counts)
+    world.cache.extend(counts)
+    pages = world.cache.pages(LAYER)
     table = torch.zeros(4, 2, dtype=torch.int64)
     for row, held in zip(table, world.cache.tables.pages, strict=True):
         row[: len(held)] = torch.tensor(held)
-    step = Step.of(HostLengths(starts, world.cache.lengths), table, pages.step.shadow_of, pages.step.page_size)
+    step = Step.of(HostLengths(starts, world.cache.lengths), table, world.cache.ring_table, pages.step.page_size)
     assert torch.equal(step.locations, pages.step.locations)
-    check(replace(pages, step=replace(step, max_queries=40)), world.queries(), new, world.logits)
+    pages = pages.during(replace(step, max_queries=40))
+    new = store(pages, *world.randn(2, sum(counts), 2, 32))
+    check(pages, world.queries(), new, world.logits)
 
 
 def test_a_step_without_tokens():
@@ -437,71 +435,63 @@ def test_a_step_without_tokens():
 # --- histories
 
 
-WINDOWS = {"sink": 3, "recent": 7}
-
-
 @pytest.mark.each_value
 @pytest.mark.parametrize(
-    ("steps", "windows"),
+    ("steps", "block"),
     [
-        ([(1,)] * 4, {}),  # decoding from the first token on
-        ([(1, 1)] * 4, {"sink": 1, "recent": 2}),
-        ([(61, 2), (2, 2), (3, 3), (4, 4), (5, 5)], WINDOWS),  # verification
-        ([(7,), (33,), (47,), (1,)], {}),  # chunked prefill
-        ([(7,), (33,), (47,), (1,)], WINDOWS),
-        ([(0, 40), (13, 0), (0, 1), (27, 2)], WINDOWS),  # chunks beside sequences that decode, or have nothing
+        ([(1,)] * 4, 0),  # decoding from the first token on
+        ([(1, 1)] * 4, 2),
+        ([(61, 2), (2, 2), (3, 3), (4, 4), (5, 5), (16, 16)], 8),  # verification
+        ([(7,), (33,), (47,), (1,)], 0),  # chunked prefill
+        ([(7,), (33,), (47,), (1,)], 8),
+        ([(0, 40), (13, 0), (0, 1), (27, 2)], 8),  # chunks beside sequences that decode, or have nothing
     ],
     ids=str,
 )
 @pytest.mark.parametrize(("recipes", "page_size"), [("int4", 8), ("kitty-2", 16)])
-def test_histories(recipes, page_size, steps, windows):
-    world = World(codecs(recipes, 16, 1), len(steps[0]), kv_heads=1, page_size=page_size, **windows)
+def test_histories(recipes, page_size, steps, block):
+    world = World(codecs(recipes, 16, 1), len(steps[0]), kv_heads=1, page_size=page_size, block=block)
     for counts in steps:
         world.step(*counts)
 
 
-@pytest.mark.parametrize(
-    ("sink", "recent"),
-    [
-        *((1, 0), (5, 0), (64, 0), (70, 0), (200, 0)),
-        *((0, 1), (0, 4), (0, 64), (0, 100), (0, 200)),
-        *((1, 1), (70, 9), (9, 70), (64, 64), (100, 100), (130, 1), (200, 200)),
-    ],
-)
-def test_windows(sink, recent):
-    """Of tokens in a tile, up to its borders, over several, and more than there are."""
-    world = World(codecs("int4", 16, 1), kv_heads=1, sink=sink, recent=recent)
+@pytest.mark.parametrize("block", [1, 2, 5, 16, 63, 64, 65, 100, 127, 128, 129, 200])
+def test_blocks(block):
+    """Of tokens in a tile, up to its borders, over several, and more than there are. Each step crosses a border of
+    some."""
+    world = World(codecs("int4", 16, 1), kv_heads=1, block=block)
     world.fill(127)
     world.step(1)
     world.step(3)
+    world.step(17)
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize(("before", "counts"), [((0, 0), (100, 64)), ((5, 90), (100, 64)), ((200, 1), (3, 65))])
-@pytest.mark.parametrize(("sink", "recent"), [(3, 7), (70, 50)])
-def test_windows_of_long_steps(before, counts, sink, recent):
-    """In tiles of the step's own tokens, of older ones and of both; sinks that the step begins, ends or only reads."""
-    world = World(codecs("int4", 16, 1), 2, kv_heads=1, sink=sink, recent=recent)
+@pytest.mark.parametrize("block", [7, 50, 128])
+def test_blocks_of_long_steps(before, counts, block):
+    """In tiles of the step's own tokens, of older ones and of both."""
+    world = World(codecs("int4", 16, 1), 2, kv_heads=1, block=block)
     if any(before):
         world.fill(*before)
     world.step(*counts)
 
 
-def test_layers_in_sixteen_bits_have_no_windows():
-    world = World(codecs("bf16", 32, 2), 2, sink=3, recent=5)
+def test_layers_in_sixteen_bits_have_no_open_block():
+    world = World(codecs("bf16", 32, 2), 2, block=8)
     world.fill(20, 3)
     pages, new = world.fill(2, 2)
     assert new is None
-    assert not len(pages.shadows)
+    assert not len(pages.ring)
     check(pages, world.queries(), new, world.logits)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 3, 7, 10])
-@pytest.mark.parametrize("windows", [{}, {"sink": 70, "recent": 66}])
-def test_splits(splits, windows, monkeypatch):
+@pytest.mark.parametrize("block", [0, 200])
+def test_splits(splits, block, monkeypatch):
     """Fewer than tiles, as many, and more, of which some are left without any."""
     monkeypatch.setattr(QueryTiles, "splits", lambda *_: splits)
-    world = World(codecs("int4", 16, 1), kv_heads=1, **windows)
+    world = World(codecs("int4", 16, 1), kv_heads=1, block=block)
     world.fill(330)
     world.step(2)
 
@@ -532,10 +522,10 @@ def test_numbers_of_splits(sequences, length):
 
 
 @pytest.mark.parametrize("recipes", ["int4", "saw-int4:values=true", "oscar-int2:per_head=true", "int8:centre=false"])
-@pytest.mark.parametrize("windows", [{}, {"sink": 3, "recent": 7}])
-def test_learned_sinks(recipes, windows):
+@pytest.mark.parametrize("block", [0, 8])
+def test_learned_sinks(recipes, block):
     """Where a query reads one token, one part, and several."""
-    world = World(codecs(recipes, 32, 2), 2, ratio=3, sinks=True, **windows)
+    world = World(codecs(recipes, 32, 2), 2, ratio=3, sinks=True, block=block)
     world.fill(0, 70)
     world.step(1, 1)
     world.step(3, 0)
@@ -546,9 +536,9 @@ def test_learned_sinks(recipes, windows):
     ("recipes", "options"),
     [
         ("int4", {}),
-        ("saw-int4:values=true", {"sink": 3, "recent": 7}),
-        ("int8:centre=false", {"recent": 70, "sinks": True}),
-        ("oscar-int2:per_head=true", {"sink": 3, "recent": 7, "sinks": True}),
+        ("saw-int4:values=true", {"block": 8}),
+        ("int8:centre=false", {"block": 70, "sinks": True}),
+        ("oscar-int2:per_head=true", {"block": 8, "sinks": True}),
     ],
 )
 def test_capped_logits(recipes, options, cap):
@@ -569,20 +559,19 @@ def test_capped_logits_of_any_size():
         compare(kernels.attend(pages, q, new, world.logits), pages, q, new, world.logits)
 
 
-@pytest.mark.parametrize(("sink", "recent"), [(3, 70), (0, 1), (2, 0)])
-def test_windows_alone(sink, recent):
+@pytest.mark.parametrize("block", [1, 40, 128])
+def test_the_open_block_alone(block):
     """For kernels that read the packed tokens themselves."""
-    world = World(codecs("int4", 32, 2), 2, sink=sink, recent=recent)
+    world = World(codecs("int4", 32, 2), 2, block=block)
     world.fill(100, 1)
     pages, new = world.fill(1, 1)
     q = world.queries()
     rotated = pages.key.transform.dual(q)
     parts, weights = torch.empty(2, *rotated.shape, device=DEVICE), torch.empty(2, *rotated.shape[:2], device=DEVICE)
-    window_kernel.attend(pages, rotated, new, world.logits, parts, weights)
+    open_block_kernel.attend(pages, rotated, new, world.logits, parts, weights)
     out = merge(parts, weights, Transform())
     for row, length in enumerate(pages.step.known.lengths):
-        tokens = torch.arange(length, device=DEVICE)
-        k, v = (x[(tokens < sink) | (tokens >= length - recent)] for x in naive.read(pages, row, length - 1, new))
+        k, v = (x[raw_from(length - 1, block) :] for x in naive.read(pages, row, length - 1, new))
         query = scaled(pages, q[row], world.logits)
         error = out[row].unflatten(0, (2, -1)) - attention(query, k, v)
         assert error.abs().max().item() <= 2 * fp16_error(query, k, v)
@@ -596,7 +585,7 @@ def test_windows_alone(sink, recent):
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize(("sink", "recent"), [(0, 0), (5, 0), (0, 6), (5, 6), (18, 70)])
+@pytest.mark.parametrize("block", [0, 1, 6, 16, 70])
 @pytest.mark.parametrize(
     ("recipes", "counts"),
     [
@@ -610,45 +599,49 @@ def test_windows_alone(sink, recent):
         ("kmeans-int4:centroids=8", (9, 2)),
     ],
 )
-def test_what_no_query_reads_may_be_anything(recipes, counts, sink, recent):
-    """NaN in every slot and every shadow that no query of the step reads, by the definition of windows."""
-    world = World(codecs(recipes, 16, 1), 2, kv_heads=1, sink=sink, recent=recent)
+def test_what_no_query_reads_may_be_anything(recipes, counts, block):
+    """NaN in every slot and every place of a ring that no query of the step reads, by the definition of open blocks. If
+    a sequence has many new tokens, no query reads rings."""
+    world = World(codecs(recipes, 16, 1), 2, kv_heads=1, block=block)
     world.fill(20, 63)
     pages, new = world.fill(*counts)
-    step, windows = pages.step, pages.windows
+    step, read_raw = pages.step, set()
     for row, (start, length) in enumerate(zip(*step.known, strict=True)):
         for token in range(length):
             page, offset = step.table[row, token // step.page_size], token % step.page_size
             readers = range(max(start, token), length)  # positions
-            if token < sink or not any(token < windows.raw_from(position) for position in readers):
+            if not any(token < raw_from(position, pages.block) for position in readers):
                 for _, (codes,), (meta,) in pages.views:
                     codes[page, offset] = 0xFF
-                    if len(meta[page]) > 1 or (token % windows.group == 0 and length < token + windows.group):
+                    if len(meta[page]) > 1 or offset == 0:
                         meta[page, offset] = torch.nan
-            in_sixteen_bits = any(token < sink or token >= windows.raw_from(position) for position in readers)
-            if step.shadow_of[page] >= 0 and (token >= start or not in_sixteen_bits):
-                for shadows in pages.shadow_sides:
-                    shadows[step.shadow_of[page], :, offset] = torch.nan
+            if any(token >= raw_from(position, pages.block) for position in readers) and max(counts) <= DRAFTED:
+                read_raw.add(int(step.in_rings(torch.tensor(row), torch.tensor(token), TOKENS)))
+    for place in set(range(len(pages.ring) * TOKENS)) - read_raw:
+        for side in pages.ring_sides:
+            side[place // TOKENS, :, place % TOKENS] = torch.nan
     q = world.queries()
     compare(kernels.attend(pages, q, new, world.logits), pages, q, new, world.logits)
 
 
 @pytest.mark.usefixtures("_untouched_memory")
 def test_addresses_past_two_to_the_31():
-    """Pages and shadows at both ends of memory for more than 2^31 numbers of 16 bits, of which only these are used."""
+    """Pages and rings at both ends of memory for more than 2^31 numbers of 16 bits, of which only these are used."""
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    world = World(codecs("saw-int4", 128, 2), 2, sink=3, recent=40, page_size=64)
+    world = World(codecs("saw-int4", 128, 2), 2, block=40, page_size=64)
     cache = world.cache
     pages = 2**32 // (2 * cache.layouts[LAYER].page_bytes) + 9
-    shadows = 2**31 // (2 * 2 * 64 * 128) + 9
+    numbers = cache.rings[LAYER].shape[2]
+    blocks = 2**31 // (2 * numbers) + 9
     cache.tables.references, cache.tables.free = [0] * pages, [0, *range(pages - 3, pages), 1]  # taken from the end
-    cache.shadow_map.capacity, cache.shadow_map.free = shadows, [0, *range(shadows - 3, shadows), 1]
+    cache.rings[LAYER] = cache.rings[LAYER].new_empty(blocks, 2, numbers)
+    cache.ring_table = torch.tensor([[0, *range(blocks - 3, blocks)], [1, 2, 3, blocks // 2]], device=DEVICE)
     world.fill(70, 90)
     world.step(1, 3)
     used = [page for pages_ in cache.tables.pages for page in pages_]
     assert min(used) < 2
     assert max(used) * cache.pools[LAYER].stride(0) > 2**32
-    assert max(cache.shadow_map.of.values()) * cache.shadows[LAYER].stride(0) > 2**31
+    assert int(cache.step.rings.max()) * cache.rings[LAYER].stride(0) > 2**31
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - resident
     assert DEVICE == "cuda" or grown < 256 * 1024, f"{grown} KiB of memory were touched"
 
@@ -656,12 +649,12 @@ def test_addresses_past_two_to_the_31():
 # --- numbers
 
 
-@pytest.mark.parametrize("windows", [{}, {"sink": 2, "recent": 9}])
+@pytest.mark.parametrize("block", [0, 9])
 @pytest.mark.parametrize("recipes", ["int8:centre=false", "int2:centre=false", "tq-k4v4:centre=false", "bf16"])
-def test_large_logits(recipes, windows):
+def test_large_logits(recipes, block):
     """Of up to ±12 800: a query like one key gets the value of that key alone, and its opposite something finite."""
     dims, tokens = 64, 24
-    world = World(codecs(recipes, dims, 1), kv_heads=1, ratio=1, dtype=torch.float32, **windows)
+    world = World(codecs(recipes, dims, 1), kv_heads=1, ratio=1, dtype=torch.float32, block=block)
     world.cache.extend([tokens])
     pages = world.cache.pages(LAYER)
     k = 40 * world.randn(tokens, 1, dims).sign()
@@ -685,10 +678,10 @@ def test_equal_logits_far_below_zero():
     torch.testing.assert_close(out, means.expand_as(out), rtol=0, atol=2**-10 * v.abs().max().item())
 
 
-@pytest.mark.parametrize("windows", [{}, {"sink": 1}, {"recent": 1}])
+@pytest.mark.parametrize("block", [0, 1, 64])
 @pytest.mark.parametrize("recipes", ["int8", "int4 / bf16", "int4 / tq-k3v3", "oscar-int2"])
-def test_a_query_that_sees_one_token_gets_its_value(recipes, windows):
-    world = World(codecs(recipes, 32, 1), 2, kv_heads=1, **windows)
+def test_a_query_that_sees_one_token_gets_its_value(recipes, block):
+    world = World(codecs(recipes, 32, 1), 2, kv_heads=1, block=block)
     world.cache.extend([1, 1])
     pages = world.cache.pages(LAYER)
     k, v = world.randn(2, 2, 1, 32)
@@ -702,11 +695,11 @@ def test_a_query_that_sees_one_token_gets_its_value(recipes, windows):
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("recipe", ["int4", "saw-int4:values=true"])
-@pytest.mark.parametrize("recent", [0, 6])
+@pytest.mark.parametrize("block", [0, 6])
 @pytest.mark.parametrize("count", [1, 9])
-def test_outputs_go_where_they_are_wanted(recipe, recent, count):
+def test_outputs_go_where_they_are_wanted(recipe, block, count):
     """In the type of that tensor, which may be a part of another one."""
-    world = World(codecs(recipe, 32, 2), 2, recent=recent)
+    world = World(codecs(recipe, 32, 2), 2, block=block)
     world.fill(200, 30)
     pages, new = world.fill(count, count)
     q = world.queries()
@@ -739,7 +732,7 @@ def test_outputs_go_where_they_are_wanted(recipe, recent, count):
 def test_other_layouts_are_refused_by_name(slot, reason, side):
     both = (slot, affine_slot(32, 8)) if side == "key" else (affine_slot(32, 8), slot)
     world = World((Codec(both[0]), Codec(both[1])))
-    world.cache.extend([3])
+    world.cache.extend([40])
     with pytest.raises(ValueError, match=reason) as error:
         kernels.attend(world.cache.pages(LAYER), world.queries(), None, world.logits)
     assert str(slot) in str(error.value)
@@ -748,7 +741,7 @@ def test_other_layouts_are_refused_by_name(slot, reason, side):
 @pytest.mark.parametrize("page_size", [8, 24])
 def test_pages_that_are_quantized_are_refused_by_size(page_size):
     world = World(codecs("kivi-2", 64, 2), page_size=page_size)
-    world.cache.extend([3])
+    world.cache.extend([40])
     with pytest.raises(ValueError, match=f"keys: {page_size} tokens of a page .* are no multiple of 16"):
         kernels.attend(world.cache.pages(LAYER), world.queries(), None, world.logits)
 

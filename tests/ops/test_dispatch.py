@@ -8,8 +8,6 @@ import torch
 
 from kvfold.format.codec import Codec
 from kvfold.format.layout import PageLayout, affine_slot, channel_slot
-from kvfold.format.windows import Windows
-from kvfold.ops.attend import attend_torch
 from kvfold.ops.cards import HOPPER
 from kvfold.ops.dispatch import AMPERE, check_dtype, choose
 from kvfold.ops.pages import Logits
@@ -176,17 +174,16 @@ def test_pytorch_stores_every_type(triton):
 # --- other devices
 
 
-@pytest.mark.parametrize(("windows", "n"), [(Windows(), 1), (Windows(sink=3, recent=5), 1), (Windows(3, 5), 7)])
-def test_pytorch_reads_on_any_device(windows, n, monkeypatch):
+@pytest.mark.parametrize(("block", "n"), [(0, 1), (8, 1), (8, 7)])
+def test_pytorch_reads_on_any_device(block, n):
     """On that of tensors without numbers; those of other devices are looked at in the same way."""
-    monkeypatch.setattr(attend_torch, "require_shadows", lambda *_: None)  # reads numbers
     device = torch.device("meta")
     ops = choose(INT4, 2, device)
     assert ops.decode.reason == "there are kernels for GPUs and CPUs, and the cache is on meta"
     codecs = [tuple(codec.to(device) for codec in parse("saw-int4:centre=false").codecs(128, 128, {}))]
-    cache = PagedCache(codecs, 2, 2, windows=windows, page_size=64, device=device)
+    cache = PagedCache(codecs, 2, 2, block=block, page_size=64, device=device)
     cache.extend([70, 40])
     cache.extend([n, n])
     q, k = (torch.empty(2 * n, heads, 128, device=device) for heads in (4, 2))
-    out = ops.decode.run(cache.pages(0), q, (k, k) if windows else None, Logits(0.1))
+    out = ops.decode.run(cache.pages(0), q, (k, k) if block else None, Logits(0.1))
     assert (out.shape, out.device) == (q.shape, device)

@@ -166,15 +166,14 @@ def test_outputs_are_those_of_the_codec(columns, bits):
     "case",
     [
         Case("saw-int4", 64, 3, 16, TOKENS),  # queries are rotated by the kernel
-        Case("saw-int4:sink=4", 64, 2, 16, TOKENS),
-        Case("saw-int4:sink=4,recent=8", 64, 1, 64, TOKENS),  # tokens are packed beside decoding
+        Case("saw-int4:block=64", 64, 1, 64, TOKENS),  # by a kernel of its own, as another one reads raw tokens
         Case("saw-int4:values=true", 64, 3, 16, TOKENS, sinks=True),
-        Case("saw-int4:recent=8", 64, 2, 16, TOKENS, sinks=True),
-        Case("int4:recent=1", 64, 2, 16, TOKENS, "float16"),
-        Case("oscar-int2:sink=3,recent=20", 128, 2, 16, TOKENS),
-        Case("int2:group=32,recent=2", 64, 2, 16, TOKENS),
-        Case("saw-int4:sink=4,recent=8,group=128", 256, 8, 16, TOKENS),
-        Case("gtq-k3v3:recent=2", 64, 3, 16, TOKENS),
+        Case("saw-int4:block=8", 64, 2, 16, TOKENS, sinks=True),
+        Case("int4:block=1", 64, 2, 16, TOKENS, "float16"),
+        Case("oscar-int2:block=20", 128, 2, 16, TOKENS),
+        Case("int2:group=32,block=2", 64, 2, 16, TOKENS),
+        Case("saw-int4:block=8,group=128", 256, 8, 16, TOKENS),
+        Case("gtq-k3v3:block=2", 64, 3, 16, TOKENS),
         Case("tq-k4v2", 64, 1, 64, TOKENS),
     ],
     ids=lambda case: f"{case.recipe}{'-sinks' if case.sinks else ''}",
@@ -187,8 +186,7 @@ def test_a_step_stores_and_reads_what_the_definitions_do(case, monkeypatch):
     card = card_of((9, 0))
     stored = Choice("triton", "interpreted", partial(store.store, card))
     read = partial(gluon.attend, card, stored=False)
-    both = partial(gluon.store_and_attend, card)
-    ops = Ops(stored, Choice("gluon", "emulated", partial(gluon.attend, card), both, read, gluon.QUERIES), stored)
+    ops = Ops(stored, Choice("gluon", "emulated", partial(gluon.attend, card), read, gluon.QUERIES), stored)
     monkeypatch.setattr(selftest, "choose", lambda *_, **__: ops)
     layer = selftest.Layer(case, torch.device("cpu"))
     rows = [layer.step(), layer.attend("decode", ops.decode), layer.attend("read", Choice("", "", read))]

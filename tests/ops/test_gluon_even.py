@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvfold.format.codec import Codec
 from kvfold.format.layout import PageLayout, affine_slot, even_slot
+from kvfold.format.open_block import raw_from
 from kvfold.ops.attend.gluon import even_decode, even_layouts
 from kvfold.ops.attend.gluon.decode_step import _kernel, _shape, unsupported
 from kvfold.ops.attend.gluon.decode_tiles import TILE
@@ -67,16 +68,14 @@ class Layer(NamedTuple):
                 for slot, views, unit in slots]  # fmt: skip
 
 
-def expected(
-    layer: Layer, q: Tensor, counts: tuple[int, ...], scale: float, sink: int, recent: int
-) -> tuple[Tensor, Tensor]:
+def expected(layer: Layer, q: Tensor, counts: tuple[int, ...], scale: float, block: int) -> tuple[Tensor, Tensor]:
     """Attention of queries [tokens, q_heads, d] over packed tokens: outputs, and the log2 of sums of weights. The
     queries of a sequence, `counts` of them, are its last tokens."""
     outs, sums = torch.zeros(q.shape, dtype=torch.float64), torch.zeros(q.shape[:2], dtype=torch.float64)
     token = 0
     for sequence, (length, count) in enumerate(zip(layer.lengths, counts, strict=True)):
         for position in range(length - count, length):
-            k, v = layer.read(sequence, torch.arange(sink, position + 1 - recent))
+            k, v = layer.read(sequence, torch.arange(raw_from(position, block)))
             for head in range(q.shape[1]):
                 kv_head = head // (q.shape[1] // k.shape[1])
                 logits = scale * (k[:, kv_head] @ q[token, head].double())
@@ -88,14 +87,12 @@ def expected(
 
 @pytest.mark.parametrize("number", range(len(CASES + SEVERAL)), ids=map(str, CASES + SEVERAL))
 def test_the_kernel_computes_attention_over_packed_tokens(number: int, kernels: list[Compiled]) -> None:
-    """Sequences may have fewer queries than the most, or none, as padding has. A row of q belongs to no sequence."""
+    """Sequences may have fewer queries than the most, or none, as padding has. A row of q belongs to no sequence. The
+    queries of the first sequence lie on both sides of a border, of tiles and of blocks."""
     case, kernel, splits = (CASES + SEVERAL)[number], kernels[number], 2
     several = case.queries > 1
-    # some queries of the first sequence read another tile than the others
     lengths, counts = (
-        ((129 + case.recent, 0, 66 + case.sink + case.recent), (case.queries, 0, case.queries - 1))
-        if several
-        else ((210, 92), (1, 1))
+        ((129, 0, 66 + case.block), (case.queries, 0, case.queries - 1)) if several else ((210, 129), (1, 1))
     )
     layout, layer = case.layout, Layer.random(case.layout, lengths)
     rows = sum(counts) + several
@@ -105,7 +102,7 @@ def test_the_kernel_computes_attention_over_packed_tokens(number: int, kernels: 
     memory = Memory()
     arrays = (q.numpy(), outs, weights, layer.pool.numpy(), layer.table.numpy(), np.array(lengths, np.int32))
     pointers = [memory.add(array) for array in arrays]
-    numbers = [case.sink, case.recent, q[0].numel(), *[layer.table.shape[1]] * 2]
+    numbers = [q[0].numel(), *[layer.table.shape[1]] * 2]
     groups = -(-case.queries // _shape(layout, case.ratio, case.queries)["QUERIES"])
     if several:
         numbers += memory.add(np.cumsum([0, *counts], dtype=np.int32)), rows, groups
@@ -113,7 +110,7 @@ def test_the_kernel_computes_attention_over_packed_tokens(number: int, kernels: 
     arguments = *pointers, scale * math.log2(math.e) * layer.units[0], *numbers, *units
     Program(kernel.ptx).launch((splits * groups, 2, len(lengths)), memory, kernel.shared, *arguments)
 
-    exact, sums = (x[: sum(counts)] for x in expected(layer, q, counts, scale, case.sink, case.recent))
+    exact, sums = (x[: sum(counts)] for x in expected(layer, q, counts, scale, case.block))
     assert np.isnan(weights[:, sum(counts) :]).all()
     assert np.isnan(outs[:, sum(counts) :]).all()
     read = torch.from_numpy(weights)[:, : sum(counts)].double() * math.log(2)

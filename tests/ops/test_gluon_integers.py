@@ -72,7 +72,7 @@ def test_programs_fit_in_shared_memory(dims: int, group: int, bits: int, kib: in
     assert warps * taken <= shared < (warps + 1) * taken
     if (
         kib == 228 and bits < 8 and dims < 256
-    ):  # a program that reads windows has 16 queries and 64 tokens, and 1 KiB as every one
+    ):  # a program that reads raw tokens has 16 queries and 64 tokens, and 1 KiB as every one
         assert shared - warps * taken >= 2 * dims * (16 + 64) + 1024
 
 

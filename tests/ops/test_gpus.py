@@ -7,7 +7,6 @@ import pytest
 from compiled_steps import Compiled, Step, compile_all
 
 from kvfold.bench.targets import parse
-from kvfold.ops.attend.window_kernel import alignment
 from kvfold.ops.cards import card_of
 
 pytestmark = pytest.mark.timeout(7200)  # with --whole-product
@@ -35,7 +34,7 @@ SPILLED = {  # bytes per thread, at most: docs/gpus.md says why
     ("_store", "gtq-k2v2", 128): 88,
     ("_store", "gtq-k3v3", 64): 16,
     ("_store", "fold4", 256): 56,
-    ("_store", "saw-int4:values=true,sink=4,recent=40", 256): 176,
+    ("_store", "saw-int4:values=true,block=64", 256): 176,
     ("_store", "oscar-int2", 256): 136,
     ("_store", "int8", 128): 32,
     ("_dequantize", "gtq-k2v2", 128): 16,
@@ -43,13 +42,12 @@ SPILLED = {  # bytes per thread, at most: docs/gpus.md says why
     ("_attend", "saw-int4", 128): 168,
     ("_attend", "gtq-k2v2", 128): 1088,
     ("_attend", "gtq-k3v3", 64): 56,
-    ("_prologue", "oscar-int2", 256): 16,
 }
 SPILLED_BY_SEVERAL = 112  # the same, of kernels for several queries per sequence
 SHORT, LONG = 40, 4100  # prompts that the portable kernel reads, and that are unpacked
 LAYOUTS = [  # all of them with --whole-product
     ("saw-int4", 128),
-    ("saw-int4:values=true,sink=4,recent=40", 256),
+    ("saw-int4:values=true,block=64", 256),
     ("oscar-int2", 128),
     ("oscar-int2", 256),
     ("oscar-int2:group=128", 128),
@@ -69,8 +67,8 @@ DECODE = ("decode",)
 STEPS = [  # test_gluon_even.py has more of evenly spaced levels
     Step("sm_80", "saw-int4", 128, 4),
     Step("sm_80", "oscar-int2", 128, 8),
-    Step("sm_80", "gtq-k2v2:recent=2", 64, 4),
-    Step("sm_86", "saw-int4:values=true,sink=4,recent=40", 256, 4),
+    Step("sm_80", "gtq-k2v2:block=16", 64, 4),
+    Step("sm_86", "saw-int4:values=true,block=64", 256, 4),
     Step("sm_86", "oscar-int2:group=128", 128, 4, 16, DECODE),
     Step("sm_86", "tq-k4v4", 128, 8, 64, DECODE),
     Step("sm_89", "int8", 256, 8, 16, DECODE),
@@ -83,12 +81,14 @@ STEPS = [  # test_gluon_even.py has more of evenly spaced levels
     Step("sm_86", "fold4", 128, 4, 16, DECODE, 4),
     Step("sm_100", "saw-int4", 128, 4, 64, DECODE, 8),
     Step("sm_80", "saw-int4", 128, 4, 64, ("_attend",), SHORT),
-    Step("sm_86", "oscar-int2:clip=false", 256, 4, 64, ("_store", "_windows"), SHORT),
+    Step("sm_80", "fold4", 128, 4, 64, ("_open_block",), SHORT),
+    Step("sm_86", "oscar-int2:clip=false", 256, 4, 64, ("_store", "_open_block"), SHORT),
+    Step("sm_90", "fold4", 128, 4, 64, ("_open_block",), SHORT),
+    Step("sm_100", "fold4", 128, 4, 64, ("_open_block",), SHORT),
     Step("sm_80", "fold4", 128, 4, queries=LONG),
-    Step("sm_90", "saw-int4", 128, 4, 64, ("_store", "_diagonal", "_merge_rows"), LONG),
+    Step("sm_90", "saw-int4", 128, 4, 64, ("_store", "_merge_rows"), LONG),
     Step("sm_100", "oscar-int2:group=128", 128, 4, 64, ("_store",), LONG),
-    Step("sm_100", "saw-int4", 128, 4, 64, ("_diagonal",), LONG),
-    Step("sm_120", "saw-int4:values=true,sink=4,recent=40", 256, 4, 64, ("_diagonal", "_rotate"), LONG),
+    Step("sm_120", "saw-int4:values=true,block=64", 256, 4, 64, ("_dequantize", "_rotate"), LONG),
 ]
 
 
@@ -146,27 +146,21 @@ def test_kernels_have_no_instruction_of_newer_gpus(target: str, kernels: list[Co
             assert ("griddepcontrol" in kernel.ptx) == (parse(target) >= (9, 0)), (kernel.kernel, kernel.step)
 
 
-def test_windows_are_loaded_in_vectors(kernels: list[Compiled]) -> None:
-    """Of 16 bytes. Triton must know how pointers are aligned, of which each is one of two."""
-    windows = [kernel for kernel in kernels if kernel.kernel == "_windows"]
-    assert windows
-    for kernel in windows:
-        assert re.search(r"ld\.global\S*\.v4\.b32", kernel.ptx), kernel.step
+def test_raw_tokens_are_loaded_in_vectors(kernels: list[Compiled]) -> None:
+    """Of 16 bytes. In decode steps, they lie anywhere in rings."""
+    raw = [kernel for kernel in kernels if kernel.kernel == "_open_block"]
+    assert {kernel.step.decodes for kernel in raw} == {False, True}
+    for kernel in raw:
+        assert re.search(r"ld\.global\S*\.v4\.b32|cp\.async\S* \[[^]]*\], \[[^]]*\], 0x10", kernel.ptx), kernel.step
         assert re.search(r"ld\.global\S*b16", kernel.ptx) is None, kernel.step
-
-
-@pytest.mark.parametrize("dims", [8, 20, 36, 64, 80, 97, 128])
-def test_vectors_after_one_another_are_aligned_as_stated(dims: int) -> None:
-    sizes = [size for size in (2, 4, 8, 16) if all(2 * dims * n % size == 0 for n in range(16))]
-    assert alignment(dims) == max(sizes)
 
 
 def test_all_kernels_of_a_step_were_compiled(kernels: list[Compiled]) -> None:
     for target in ("sm_80", "sm_100"):
         names = {kernel.kernel for kernel in of(kernels, target) if kernel.step.decodes}
-        assert names >= {"_prologue", "decode", "_store", "_windows", "_merge", "_rotate"}
+        assert names >= {"decode", "_store", "_open_block", "_merge", "_rotate"}
     names = {kernel.kernel for kernel in kernels if not kernel.step.decodes}
-    assert names >= {"_store", "_dequantize", "_diagonal", "_merge_rows", "_rotate", "_attend"}
+    assert names >= {"_store", "_dequantize", "_merge_rows", "_rotate", "_attend", "_open_block"}
 
 
 @pytest.mark.parametrize("target", SHARED)
@@ -180,11 +174,11 @@ PRODUCTS = {"wgmma": r"\bwgmma\.mma_async", "tcgen05": r"\btcgen05\.mma", "mma":
 
 
 def test_products_are_those_that_triton_chooses(kernels: list[Compiled]) -> None:
-    """`_diagonal` multiplies 64 rows, in four or eight warps."""
-    diagonal = [kernel for kernel in kernels if kernel.kernel == "_diagonal"]
-    stated = [card_of(parse(kernel.step.target)).products for kernel in diagonal]
+    """Of short prompts, `_open_block` multiplies 64 rows in four warps, if heads have up to 128 dims."""
+    short = [k for k in kernels if k.kernel == "_open_block" and k.step.queries == SHORT and k.step.head_dim <= 128]
+    stated = [card_of(parse(kernel.step.target)).products for kernel in short]
     assert set(stated) == set(PRODUCTS)
-    for kernel, products in zip(diagonal, stated, strict=True):
+    for kernel, products in zip(short, stated, strict=True):
         assert [name for name, found in PRODUCTS.items() if re.search(found, kernel.ptx)] == [products], kernel.step
 
 

@@ -8,8 +8,8 @@ import torch
 
 from kvfold.format.codec import Codec
 from kvfold.format.layout import PageLayout, affine_slot
-from kvfold.format.windows import Windows
-from kvfold.ops.pages import HostLengths, LayerPages, Step, require_shadows
+from kvfold.format.open_block import DRAFTED
+from kvfold.ops.pages import Fresh, HostLengths, LayerPages, Step
 
 
 @dataclass(frozen=True)
@@ -39,15 +39,16 @@ def drawn(seed: int) -> tuple[list[Sequence], Step]:
         start = rng.choice((length, length - 1, max(0, length - 2), rng.randrange(length + 1)))
         sequences.append(Sequence([free.pop() for _ in range(pages)], start, length))
     width = max(needed, default=0) + rng.randrange(3)
-    return sequences, described(sequences, width, page_size, sum(needed) + 5)
+    return sequences, described(sequences, width, page_size)
 
 
-def described(sequences: list[Sequence], width: int, page_size: int, pages: int) -> Step:
+def described(sequences: list[Sequence], width: int, page_size: int) -> Step:
     table = torch.zeros(len(sequences), width, dtype=torch.int64)
     for row, sequence in enumerate(sequences):
         table[row, : len(sequence.pages)] = torch.tensor(sequence.pages)
     host = HostLengths([each.start for each in sequences], [each.length for each in sequences])
-    return Step.of(host, table, torch.full((pages,), -1), page_size)
+    rings = 7 - torch.arange(2 * len(sequences)).view(-1, 2)  # two blocks each
+    return Step.of(host, table, rings, page_size)
 
 
 def assert_describes(step: Step, sequences: list[Sequence]) -> None:
@@ -61,7 +62,7 @@ def assert_describes(step: Step, sequences: list[Sequence]) -> None:
     assert [row[: len(each.pages)] for row, each in zip(step.table.tolist(), sequences, strict=True)] == [
         each.pages for each in sequences
     ]
-    types = {"locations": torch.int64, "table": torch.int64, "shadow_of": torch.int64}
+    types = {"locations": torch.int64, "table": torch.int64, "rings": torch.int64}
     types |= dict.fromkeys(("query_starts", "starts", "lengths"), torch.int32)
     assert {name: getattr(step, name).dtype for name in types} == types
 
@@ -75,12 +76,12 @@ def test_of(seed):
 @pytest.mark.parametrize("seed", range(40))
 def test_places(seed):
     sequences, step = drawn(seed)
-    step.shadow_of[::2] = torch.arange(len(step.shadow_of[::2]))
-    page, shadow, offset = (x.tolist() for x in step.places)
+    page, offset = (x.tolist() for x in step.places)
     positions = [(each.pages[j // step.page_size], j) for each in sequences for j in range(each.start, each.length)]
     assert page == [number for number, _ in positions]
-    assert shadow == [number // 2 if number % 2 == 0 else -1 for number, _ in positions]
     assert offset == [j % step.page_size for _, j in positions]
+    rows = [(number, j) for number, each in enumerate(sequences) for j in range(each.start, each.length)]
+    assert list(zip(*(x.tolist() for x in step.rows), strict=True)) == rows
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -104,12 +105,12 @@ def test_split(seed):
             assert (tokens.start, tokens.stop) == (before, before + sum(each.count for each in own))
             assert_describes(part, own)
             assert part.table.shape[1] == max(len(each.pages) for each in own)
-            assert part.shadow_of is step.shadow_of
+            assert part.rings.tolist() == [step.rings[row].tolist() for row in rows]
             assert part.page_size == step.page_size
 
 
 def test_a_split_part_remembers_for_itself():
-    step = described([Sequence([0], 0, 3), Sequence([1], 2, 3)], 1, 4, 2)
+    step = described([Sequence([0], 0, 3), Sequence([1], 2, 3)], 1, 4)
     asked = []
 
     def count(asking: Step, more: int) -> int:
@@ -127,7 +128,7 @@ def test_a_split_part_remembers_for_itself():
 
 
 def placed(first: list[Sequence], second: list[Sequence]) -> tuple[Step, Step, Step]:
-    last, step = (described(each, 4, 4, 9) for each in (first, second))
+    last, step = (described(each, 4, 4) for each in (first, second))
     last.places, last.filled  # noqa: B018 - what a step has computed for itself must not be taken over
     return last, step, step.placed_in(last)
 
@@ -137,11 +138,11 @@ def test_placed_in():
     second = [Sequence([5, 1], 6, 7), Sequence([2], 3, 4)]
     last, step, result = placed(first, second)
     assert_describes(result, second)
-    tensors = ("locations", "query_starts", "starts", "lengths", "table", "shadow_of")
+    tensors = ("locations", "query_starts", "starts", "lengths", "table", "rings")
     assert all(getattr(result, name) is getattr(last, name) for name in tensors)
     assert not any(getattr(result, name) is getattr(step, name) for name in tensors)
-    assert [x.tolist() for x in result.places] == [[1, 2], [-1, -1], [2, 3]]
-    assert [x.tolist() for x in result.filled] == [[1], [0], [[-1, -1, -1, 1]]]
+    assert [x.tolist() for x in result.places] == [[1, 2], [2, 3]]
+    assert [x.tolist() for x in result.filled] == [[1], [0]]
 
 
 @pytest.mark.parametrize(
@@ -161,11 +162,10 @@ def test_what_has_another_size_keeps_its_own_place(second):
     assert_describes(last, first)
 
 
-def test_another_table_or_map_keeps_its_own_place():
+def test_another_table_keeps_its_own_place():
     one = [Sequence([5, 1], 5, 6)]
-    last = described(one, 4, 4, 9)
-    for other in (described(one, 5, 4, 9), described(one, 4, 4, 10)):
-        assert other.placed_in(last) is other
+    other = described(one, 5, 4)
+    assert other.placed_in(described(one, 4, 4)) is other
 
 
 # --- full pages
@@ -173,63 +173,74 @@ def test_another_table_or_map_keeps_its_own_place():
 
 @pytest.mark.parametrize("seed", range(40))
 def test_filled(seed):
-    """A page is filled where its last token is new. Its new tokens are named by their rows."""
+    """A page is filled where its last token is new."""
     sequences, step = drawn(seed)
-    rows = {}  # of new tokens, by sequence and position
-    for number, each in enumerate(sequences):
-        for j in range(each.start, each.length):
-            rows[number, j] = len(rows)
+    new = {(number, j) for number, each in enumerate(sequences) for j in range(each.start, each.length)}
     expected = [
-        (number, page, [rows.get((number, j), -1) for j in range(page * step.page_size, (page + 1) * step.page_size)])
+        (number, page)
         for number, each in enumerate(sequences)
         for page in range(len(each.pages))
-        if (number, (page + 1) * step.page_size - 1) in rows
+        if (number, (page + 1) * step.page_size - 1) in new
     ]
-    row, page, own = step.filled
-    assert list(zip(row.tolist(), page.tolist(), own.tolist(), strict=True)) == expected
-    assert own.shape == (len(expected), step.page_size)
-    assert {x.dtype for x in (row, page, own)} == {torch.int64}
+    assert list(zip(*(x.tolist() for x in step.filled), strict=True)) == expected
 
 
-# --- shadows
+# --- raw vectors
 
 
-def test_a_shadow_page_has_keys_then_values():
+def test_a_block_of_a_ring_has_keys_then_values():
+    """And perhaps bytes that no token fills."""
     layout = PageLayout(affine_slot(24, 4), affine_slot(16, 4), page_size=4)
-    shadows = layout.allocate_shadows(3, 2, torch.float16)
-    assert (shadows.shape, shadows.dtype) == ((3, 2, 4 * (24 + 16)), torch.float16)
-    shadows.view(-1).copy_(torch.arange(960))
-    keys, values = layout.shadow_sides(shadows)
-    for page, head, token, d in ((0, 0, 0, 0), (1, 0, 2, 5), (2, 1, 3, 15)):
-        first = (page * 2 + head) * 160
-        assert keys[page, head, token, d] == first + token * 24 + d
-        assert values[page, head, token, d] == first + 4 * 24 + token * 16 + d
+    assert layout.allocate_ring(3, 5, 2, torch.float16).shape == (3, 2, 5 * (24 + 16))
+    ring = torch.arange(3 * 2 * 170).view(3, 2, 170)
+    keys, values = layout.ring_sides(ring)
+    assert (keys.shape, values.shape) == ((3, 2, 4, 24), (3, 2, 4, 16))
+    for block, head, token, d in ((0, 0, 0, 0), (1, 0, 2, 5), (2, 1, 3, 15)):
+        first = (block * 2 + head) * 170
+        assert keys[block, head, token, d] == first + token * 24 + d
+        assert values[block, head, token, d] == first + 4 * 24 + token * 16 + d
 
 
-@pytest.mark.parametrize(
-    "windows", [Windows(), Windows(3), Windows(0, 1), Windows(0, 6), Windows(5, 9), Windows(0, 0, 4)]
-)
-@pytest.mark.parametrize("seed", range(12))
-def test_required_shadows(seed, windows):
-    """Those of every page with an older token that some new query reads raw, or that it is packed with. Without any one
-    of them it raises."""
+@pytest.mark.parametrize("block", [1, 4, 9])
+@pytest.mark.parametrize("seed", range(40))
+def test_fresh(seed, block):
+    """Rings have two blocks of 13 tokens. A step with few tokens of a sequence returns these alone. One with more
+    returns the open block before the step, too."""
     sequences, step = drawn(seed)
-    if windows.group > 1:
-        windows = replace(windows, group=step.page_size)
-    needed = set()
-    for each in sequences:
-        for t in range(each.start, each.length):
-            for j in range(each.start):
-                same_group = windows.group > 1 and j // windows.group == t // windows.group
-                if j < windows.sink or j > t - windows.recent or same_group:
-                    needed.add(each.pages[j // step.page_size])
-    step.shadow_of[list(needed)] = 0
-    require_shadows(step, windows)
-    for page in needed:
-        step.shadow_of[page] = -1
-        with pytest.raises(RuntimeError, match="no shadow"):
-            require_shadows(step, windows)
-        step.shadow_of[page] = 0
+    fresh, tokens = Fresh.of(step, block, 13), 13
+
+    def in_ring(number: int, j: int) -> int:
+        return int(step.rings[number, j % 26 // 13]) * 13 + j % 13
+
+    many = step.max_queries > DRAFTED
+    held = [
+        (number, j)
+        for number, each in enumerate(sequences)
+        for j in range(each.start // block * block if many else each.start, each.length)
+    ]
+    row_of = {token: row for row, token in enumerate(held)}
+    new = [(number, j) for number, each in enumerate(sequences) for j in range(each.start, each.length)]
+    assert fresh.kept.tolist() == [
+        in_ring(number, j) if j >= sequences[number].length - 2 * tokens else -1 for number, j in new
+    ]
+    firsts = [each.start // block * block if many else each.start for each in sequences]
+    assert fresh.first.tolist() == firsts
+    assert fresh.starts.tolist() == [sum(number < n for number, _ in held) for n in range(len(sequences) + 1)]
+    if not many:
+        assert fresh.rows is None
+        assert fresh.old is None
+        return
+    assert fresh.rows.tolist() == [row_of[token] for token in new]
+    old = [token for token in held if token not in set(new)]
+    rows, places = fresh.old
+    assert rows.tolist() == [row_of[token] for token in old]
+    assert places.tolist() == [in_ring(*token) for token in old]
+
+
+def test_padding_is_not_kept():
+    step = described([Sequence([0], 2, 4), Sequence([1], 0, 1)], 1, 4)
+    step.locations[1] = -1
+    assert (Fresh.of(step, 4, 13).kept < 0).tolist() == [False, True, False]
 
 
 # --- layers
@@ -244,9 +255,9 @@ def test_what_a_layer_keeps_serves_all_steps_over_the_same_bytes():
     codec = Codec(affine_slot(16, 4))
     layout = PageLayout(codec.layout, codec.layout, 4)
     pool, nothing = layout.allocate(2, 1, torch.device("cpu")), torch.empty(0)
-    layer = LayerPages.of((codec, codec), layout, Windows(), pool, nothing, nothing)
-    table, shadow_of = torch.tensor([[0]]), torch.tensor([-1, -1])
-    first, second = (layer.during(Step.of(HostLengths([0], [n]), table, shadow_of, 4)) for n in (1, 3))
+    layer = LayerPages.of((codec, codec), layout, 0, pool, nothing.view(0, 1, 0), nothing)
+    table, rings = torch.tensor([[0]]), torch.tensor([[0]])
+    first, second = (layer.during(Step.of(HostLengths([0], [n]), table, rings, 4)) for n in (1, 3))
     assert [len(pages.step.locations) for pages in (first, second, layer)] == [1, 3, 0]
     assert second.once(copied) is first.once(copied)
     assert replace(second, pool=pool + 1).once(copied).equal(pool + 1)

@@ -3,7 +3,6 @@
 On a machine without a GPU it runs in Triton's interpreter, with TRITON_INTERPRET=1.
 """
 
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -13,18 +12,19 @@ import pytest
 import torch
 from clipping import clipped, limit
 from even_codecs import even_codecs
+from even_steps import chosen
 from page_views import key_views, value_views
 from random_layers import fitted
 from rounded_rotations import as_multiplied
 
+from kvfold.bench.scattered_cache import TOKENS, ScatteredCache
 from kvfold.fitted import Fitted
 from kvfold.format.codec import Codec
-from kvfold.format.layout import PageLayout, affine_slot, codebook_slot
+from kvfold.format.layout import PageLayout, affine_slot, codebook_slot, even_slot
 from kvfold.format.packing import unpack
-from kvfold.format.windows import Windows
 from kvfold.geometry import Geometry
 from kvfold.paged import PagedCache
-from kvfold.quantizers import lloyd_max
+from kvfold.quantizers import even, lloyd_max
 from kvfold.recipes import parse
 from kvfold.transforms import Hadamard, Matrix, PermutedHadamard, Transform
 
@@ -34,7 +34,6 @@ if not torch.cuda.is_available() and not knobs.runtime.interpret:
 
 from kvfold.ops import naive  # noqa: E402
 from kvfold.ops.cards import HOPPER, card_of  # noqa: E402
-from kvfold.ops.decode_prologue import prologue  # noqa: E402
 from kvfold.ops.store import store_gpu as triton  # noqa: E402
 
 DEVICE = torch.device("cpu" if knobs.runtime.interpret else "cuda")
@@ -54,8 +53,8 @@ class Case:
     value_dims: int | None = None  # where they differ from those of keys
 
     @property
-    def windows(self) -> Windows:
-        return parse(self.recipe).windows
+    def block(self) -> int:
+        return parse(self.recipe).block
 
     @cached_property
     def codecs(self) -> tuple[Codec, Codec]:
@@ -77,7 +76,7 @@ class Plain:
 
     codecs: tuple[Codec, Codec]
     dtype: torch.dtype = torch.bfloat16
-    windows: Windows = Windows()  # noqa: RUF009 - frozen
+    block: int = 0
     page_size: int = 4
     kv_heads: int = 2
 
@@ -96,26 +95,22 @@ class Twins:
 
     def __init__(self, case: Case | Plain, sequences: int, seed: int = 0) -> None:
         self.case, self.card, self.generator = case, CARD, torch.Generator().manual_seed(seed)
-        self.expected, self.got = (self._cache(sequences, seed, device) for device in (torch.device("cpu"), DEVICE))
-        self.pool, self.shadows = (
+        self.expected, self.got = (self._cache(sequences, device) for device in (torch.device("cpu"), DEVICE))
+        self.pool, self.ring = (
             torch.randint(0, 256, tensor.view(torch.uint8).shape, dtype=torch.uint8, generator=self.generator)
-            for tensor in (self.expected.pools[0], self.expected.shadows[0])
+            for tensor in (self.expected.pools[0], self.expected.rings[0])
         )
         for cache in (self.expected, self.got):
             cache.pools[0].copy_(self.pool)
-            cache.shadows[0].view(torch.uint8).copy_(self.shadows)
+            cache.rings[0].view(torch.uint8).copy_(self.ring)
 
-    def _cache(self, sequences: int, seed: int, device: torch.device) -> PagedCache:
-        case, rng = self.case, random.Random(seed)
+    def _cache(self, sequences: int, device: torch.device) -> PagedCache:
+        case = self.case
         key, value = (codec.to(device) for codec in case.codecs)
-        cache = PagedCache(
+        cache = ScatteredCache(
             [(key, value)], case.kv_heads, sequences,
-            windows=case.windows, page_size=case.page_size, raw_dtype=case.dtype, device=device,
+            pages=PAGES, block=case.block, page_size=case.page_size, raw_dtype=case.dtype, device=device,
         )  # fmt: skip
-        cache.tables.references = [0] * PAGES
-        cache.tables.free = rng.sample(range(PAGES), PAGES)
-        cache.shadow_map.capacity = PAGES
-        cache.shadow_map.free = rng.sample(range(PAGES), PAGES)
         cache.extend([0] * sequences)
         return cache
 
@@ -137,16 +132,17 @@ class Twins:
         """After the definition stored the step x: let these rows fill up a CUDA graph, so that the kernel is to leave
         their places as they were. Returns what the kernel is given."""
         for row in rows:
-            page, shadow, offset = (int(place[row]) for place in self.expected.step.places)
+            page, offset = (int(place[row]) for place in self.expected.step.places)
             for array, before in zip(
                 *(arrays(self.expected, p) for p in (self.expected.pools[0], self.pool)), strict=True
             ):
                 array.view(torch.uint8)[page, offset] = before.view(torch.uint8)[page, offset]
-            if shadow >= 0:
+            if self.case.block:
                 layout, bits = self.expected.layouts[0], torch.int16
-                now, before = (layout.shadow_sides(x.view(bits)) for x in (self.expected.shadows[0], self.shadows))
+                at = int(self.expected.pages(0).fresh.kept[row])
+                now, before = (layout.ring_sides(x.view(bits)) for x in (self.expected.rings[0], self.ring))
                 for side, old in zip(now, before, strict=True):
-                    side[shadow, :, offset] = old[shadow, :, offset]
+                    side[at // TOKENS, :, at % TOKENS] = old[at // TOKENS, :, at % TOKENS]
         self.got.step.locations[rows] = -1
         x = x.clone()
         x[:, rows] = torch.nan
@@ -163,7 +159,7 @@ class Twins:
     def check(self, new: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Bit for bit, but for the signs of zeros, without a rotation and a clip. With either, up to what float32 sums
         may change."""
-        pairs = [*new, (self.expected.shadows[0], self.got.shadows[0].cpu())]
+        pairs = [*new, (self.expected.rings[0], self.got.rings[0].cpu())]
         pools = self.expected.pools[0], self.got.pools[0].cpu()
         if all(codec.transform.rotation is None and codec.clip is None for codec in self.case.codecs):
             assert torch.equal(*(unsigned_zeros(self.expected.layouts[0], pool) for pool in pools))
@@ -242,39 +238,39 @@ def run(case: Case | Plain, steps=((5, 3), (0, 2)), view=lambda x: x) -> Twins:
 # --- against the definition
 
 UNROTATED = [
-    *(Case(f"int{bits}:sink=2,recent=3", dims) for bits, dims in ((8, 64), (4, 80), (2, 96), (4, 128), (2, 256))),
+    *(Case(f"int{bits}:block=4", dims) for bits, dims in ((8, 64), (4, 80), (2, 96), (4, 128), (2, 256))),
     Case("int4:group=32", 128, torch.float16, page_size=16),
-    Case("int2:group=40,sink=1", 80, torch.float16, page_size=1),
-    Case("int8:recent=5", 256, torch.float16, page_size=5),
+    Case("int2:group=40,block=2", 80, torch.float16, page_size=1),
+    Case("int8:block=8", 256, torch.float16, page_size=5),
     Case("int4", 64, centred=False),
     Case("bf16", 80, page_size=3),
     Case("saw-int4:skip=0", 128, torch.float16),
-    Case("int4:sink=2,recent=3", 192, value_dims=128),
+    Case("int4:block=4", 192, value_dims=128),
 ]
 ROTATED = [
-    Case("saw-int4:sink=2,recent=3", 64),
+    Case("saw-int4:block=4", 64),
     Case("saw-int4:order=16,values=true", 80, torch.float16, page_size=16),
     Case("saw-int4:order=32", 96, page_size=1),
-    Case("saw-int4:sink=3,recent=7", 128, torch.float16),
+    Case("saw-int4:block=8", 128, torch.float16),
     Case("saw-int4:values=true", 256, page_size=5),
     Case("saw-int4:order=1,group=16", 64),
-    Case("quarot-int2:group=32,recent=2", 128),
+    Case("quarot-int2:group=32,block=2", 128),
     Case("quarot-int2", 64, torch.float16, centred=False),
     Case("hessian-int4", 64),
-    Case("oscar-int2:sink=2,recent=3", 128),
+    Case("oscar-int2:block=4", 128),
     Case("oscar-int2:per_head=true", 64, torch.float16, page_size=16),
-    Case("oscar-int2:group=80,sink=0,recent=0", 80),
-    Case("tq-k3v3:sink=1", 80),
+    Case("oscar-int2:group=80,block=0", 80),
+    Case("tq-k3v3:block=2", 80),
     Case("tq-k8v7", 128, torch.float16),
     Case("tq-k6v5", 64, page_size=3),
     Case("tq-k4v1", 96, torch.float16),
     Case("tq-k2v2", 256),
     Case("gtq-k3v3", 128),
-    Case("gtq-k2v4:sink=3,recent=5", 64, torch.float16),
-    Case("gtq-k3v3:recent=2", 192),
-    Case("fold3:recent=5", 96),
-    Case("saw-int4:values=true,sink=3", 192, value_dims=128),
-    Case("tq-k3v4:recent=5", 64, torch.float16, value_dims=192),
+    Case("gtq-k2v4:block=8", 64, torch.float16),
+    Case("gtq-k3v3:block=2", 192),
+    Case("fold3:block=8", 96),
+    Case("saw-int4:values=true,block=4", 192, value_dims=128),
+    Case("tq-k3v4:block=8", 64, torch.float16, value_dims=192),
 ]
 
 
@@ -283,39 +279,15 @@ def test_kernel_agrees_with_the_definition(case):
     run(case)
 
 
-TURNED = [
-    Case("saw-int4:sink=2,recent=3", 64),
-    Case("saw-int4:sink=3,recent=7", 128, torch.float16),
-    Case("saw-int4:values=true,recent=2", 256, page_size=5),
-    Case("oscar-int2:sink=2,recent=3", 128),
-    Case("oscar-int2:per_head=true,recent=5", 64, torch.float16, page_size=16),
-    Case("oscar-int2:recent=4", 64, centred=False),
-    Case("fold3:recent=2", 128),
-]
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("case", TURNED, ids=str)
-@pytest.mark.parametrize("ratio", [1, 4, 5])
-def test_a_token_of_each_sequence_is_turned_then_packed(case, ratio):
-    """Of 17 sequences, of which the first has older ones, and another fills up a CUDA graph."""
-    twins = Twins(case, 17)
-    twins.store(twins.extend([3] + [0] * 16))
-    pool = twins.got.pools[0].clone()
-    x = twins.extend([1] * 17)
-    expected = naive.store(twins.expected.pages(0), *x)
-    x, live = twins.take_out([15], x), [*range(15), 16]
-    wider = torch.randn(17, ratio * case.kv_heads + 3, case.dims, generator=twins.generator).to(case.dtype)
-    q = wider[:, 2:-1].to(DEVICE)
-    turned = prologue(twins.got.pages(0), q, *x.to(DEVICE))
-    transform, heads = case.codecs[0].transform, torch.arange(ratio * case.kv_heads) // ratio
-    matrix = transform.rotation.dense(case.dims, torch.device("cpu")).double().expand(case.kv_heads, -1, -1)[heads]
-    queries = torch.einsum("shd,hde->she", q.cpu().double(), matrix)
-    torch.testing.assert_close(turned.q.cpu().double(), queries, rtol=0, atol=1e-4)
-    triton.pack(CARD, twins.got.pages(0), turned.kv)
-    assert not twins.got.faults.any()
-    assert not torch.equal(twins.got.pools[0], pool)
-    twins.check([(a[live], b.cpu()[live]) for a, b in zip(expected, turned.new, strict=True)])
+@pytest.mark.parametrize("recipe", ["int4:block=4", "saw-int4:values=true,block=32", "gtq-k3v3:block=1"])
+def test_long_steps_return_the_open_block_first(recipe):
+    """They begin in a block and at its end, and overwrite rings while their own queries would read them. A step behind
+    them is short."""
+    twins = run(Case(recipe, page_size=16), [[5, 8, 0], [20, 90, 18], [1, 3, 16]])
+    assert twins.expected.pages(0).fresh.rows is None
+    twins.check(new := twins.store(twins.extend([17, 1, 2])))
+    fresh = twins.expected.pages(0).fresh
+    assert len(new[0][0]) == fresh.starts[-1] == 20 + sum(start % twins.case.block for start in (26, 101, 34))
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
@@ -329,8 +301,8 @@ HALF = torch.float16
 EVEN = [
     Plain(even_codecs([(32, 4), (64, 2), (32, 1)], [(128, 2)])),
     Plain(even_codecs([(64, 4), (32, 2), (32, 1)], [(64, 4), (64, 2)], dtype=HALF), HALF, page_size=3),
-    Plain(even_codecs([(32, 8), (32, 4), (64, 2)], [(128, 4)]), windows=Windows(2, 3), page_size=16),
-    Plain(even_codecs([(16, 4), (32, 2), (16, 1)], [(64, 2)], centred=False), windows=Windows(0, 4)),
+    Plain(even_codecs([(32, 8), (32, 4), (64, 2)], [(128, 4)]), block=4, page_size=16),
+    Plain(even_codecs([(16, 4), (32, 2), (16, 1)], [(64, 2)], centred=False), block=4),
 ]
 
 
@@ -339,10 +311,30 @@ def test_evenly_spaced_levels(case):
     run(case)
 
 
+def test_the_step_with_the_largest_cosine_is_taken():
+    """Where two steps are equally good but for float32, either is."""
+    widths = [(32, 4), (40, 4), (32, 2), (24, 2)]  # with columns that have no coordinate, too
+    twins = Twins(plain(even_slot(widths), page_size=16), 1)
+    x = twins.extend([45])
+    twins.store(x)
+    layout = twins.got.layouts[0]
+    page, place = places(twins.got)
+    for tokens, slot, views in zip(
+        x, (layout.key, layout.value), layout.views(twins.got.pools[0].cpu(), together=False), strict=True
+    ):
+        for segment, codes, meta in slot.split(*views.read(page, place)):
+            part = tokens[..., segment.start : segment.stop].double().numpy()
+            levels = unpack(codes, segment.bits).double().numpy().reshape(part.shape) - (2**segment.bits - 1) / 2
+            assert np.any(chosen(part, levels, segment.bits, tie=1e-6), axis=0).all()
+            scale = (part**2).sum(-1) / (part * levels).sum(-1)
+            stored = even.decode(meta).double().numpy().reshape(scale.shape)
+            assert np.allclose(stored, scale, rtol=2**-5 * (1 + 1e-4), atol=0)
+
+
 def test_keys_and_values_of_different_layouts():
     key = Codec(affine_slot(64, 4), Transform(torch.randn(2, 64), Hadamard(64)))
     value = Codec(codebook_slot([(64, 3)]), Transform(None, Hadamard(32)))
-    run(Plain((key, value), windows=Windows(2, 3)))
+    run(Plain((key, value), block=4))
 
 
 @pytest.mark.parametrize("mean", [None, torch.linspace(-4, 4, 96).view(2, 48)], ids=["", "centred"])
@@ -361,13 +353,13 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-@pytest.mark.parametrize("recipe", ["int4:recent=3", "saw-int4"])
+@pytest.mark.parametrize("recipe", ["int4:block=4", "saw-int4"])
 def test_inputs_need_not_be_contiguous(recipe, view):
     run(Case(recipe), [[5, 3, 7]], view)
 
 
 @pytest.mark.parametrize("products", triton.MANY)
-@pytest.mark.parametrize("recipe", ["int4", "saw-int4", "saw-int4:values=true,recent=4", "oscar-int2", "gtq-k3v3"])
+@pytest.mark.parametrize("recipe", ["int4", "saw-int4", "saw-int4:values=true,block=4", "oscar-int2", "gtq-k3v3"])
 def test_many_tokens(recipe, products):
     """More than a tile of each size. On a small GPU, a program takes several tiles of keys, then of values; on a large
     one, a tile of either."""
@@ -472,9 +464,9 @@ def test_ranges_as_wide_as_metadata_allow():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_ties_go_to_even(dtype):
-    """Numbers halfway between two of 16 bits, in shadows and what is returned, and codes halfway between two."""
+    """Numbers halfway between two of 16 bits, in rings and what is returned, and codes halfway between two."""
     low = int(1 / ULP[dtype])  # from here on 16-bit floats are integers
-    case = plain(affine_slot(64, 8), mean=torch.full((2, 64), 0.5), dtype=dtype, windows=Windows(2, 3))
+    case = plain(affine_slot(64, 8), mean=torch.full((2, 64), 0.5), dtype=dtype, block=4)
     twins = Twins(case, 1)
     x = torch.randint(low + 1, 2 * low, twins.extend([6]).shape, generator=twins.generator)
     twins.check(twins.store(x.to(dtype)))
@@ -506,7 +498,7 @@ def store_of(implementation: str) -> Callable:
 
 
 @pytest.mark.parametrize("implementation", ["naive", "store_cpu", "store_gpu"])
-@pytest.mark.parametrize("recipe", ["int4", "tq-k3v2", "saw-int4:sink=2,recent=3"])
+@pytest.mark.parametrize("recipe", ["int4", "tq-k3v2", "saw-int4:block=4"])
 def test_rows_without_a_location_are_not_stored(recipe, implementation):
     """And what they hold is no fault."""
     twins = Twins(Case(recipe), 3)
@@ -543,7 +535,7 @@ def test_other_shapes_are_refused(wrong):
 @pytest.mark.parametrize("recipe", ["kivi-2", "kmeans-int4:centroids=4", "gtq-k3v3:per_head=true"])
 def test_layouts_without_a_kernel_are_refused(recipe):
     case = Case(recipe)
-    cache = PagedCache([tuple(c.to(DEVICE) for c in case.codecs)], 2, 1, windows=case.windows, device=DEVICE)
+    cache = PagedCache([tuple(c.to(DEVICE) for c in case.codecs)], 2, 1, block=case.block, device=DEVICE)
     cache.extend([2])
     x = torch.zeros(2, 2, 64, dtype=torch.bfloat16, device=DEVICE)
     with pytest.raises(ValueError, match="no kernel"):
@@ -556,9 +548,9 @@ def test_layouts_without_a_kernel_are_refused(recipe):
 @pytest.fixture
 def large() -> PagedCache:
     """A cache of more than 2^31 bytes of pages, of which only those in use are touched."""
-    case = Case("saw-int4:sink=2,recent=3", 128, page_size=16)
+    case = Case("saw-int4:block=4", 128, page_size=16)
     cache = PagedCache(
-        [tuple(codec.to(DEVICE) for codec in case.codecs)], 2, 2, windows=case.windows, page_size=16, device=DEVICE
+        [tuple(codec.to(DEVICE) for codec in case.codecs)], 2, 2, block=case.block, page_size=16, device=DEVICE
     )
     pages = 2**31 // (2 * cache.layouts[0].page_bytes) + 1000
     cache.tables.references = [0] * pages
@@ -567,7 +559,7 @@ def large() -> PagedCache:
 
 
 def test_pages_past_two_gibibytes(large):
-    twins = Twins(Case("saw-int4:sink=2,recent=3", 128, page_size=16), 2)
+    twins = Twins(Case("saw-int4:block=4", 128, page_size=16), 2)
     x = twins.extend([20, 5])
     large.extend([20, 5])
     naive.store(twins.expected.pages(0), *x)

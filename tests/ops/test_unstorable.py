@@ -13,14 +13,13 @@ from test_attend import World, codecs
 from test_store import CARD, DEVICE, Case, Plain, Twins, places, plain, store_of
 from torch import Tensor
 
+from kvfold.bench.scattered_cache import TOKENS
 from kvfold.format.codec import Codec
 from kvfold.format.layout import Segment, SlotLayout, affine_slot, channel_slot
-from kvfold.format.windows import Windows
 from kvfold.ops import naive
 from kvfold.ops.attend import attend_gpu as portable
 from kvfold.ops.attend import attend_torch
 from kvfold.ops.attend import unpacked_prefill as unpacked
-from kvfold.ops.decode_prologue import prologue
 from kvfold.ops.store import store_gpu as triton
 from kvfold.paged import PagedCache
 from kvfold.transforms import Hadamard
@@ -30,14 +29,14 @@ pytestmark = [pytest.mark.usefixtures("_poisoned_memory"), pytest.mark.filterwar
 BAD = {"nan": torch.nan, "-inf": -torch.inf, "beyond metadata": -2e8}  # of which bfloat16 holds the last
 CASES = [
     Case("int4"),
-    Case("int4:recent=3", 128),
-    Case("int8:sink=2,group=40", 80, torch.float16),
+    Case("int4:block=4", 128),
+    Case("int8:block=2,group=40", 80, torch.float16),
     Case("saw-int4:values=true", page_size=16),
-    Case("oscar-int2:sink=2,recent=3"),
-    Case("oscar-int2:sink=0,recent=0", 64, torch.float16),
+    Case("oscar-int2:block=4"),
+    Case("oscar-int2:block=0", 64, torch.float16),
     Case("tq-k3v2"),
     plain(SlotLayout((Segment(0, 16, 16, "raw"), Segment(16, 40, 2), Segment(40, 53, 3, "codebook")))),
-    Plain(even_codecs([(16, 4), (32, 2), (16, 1)], [(32, 8), (32, 2)]), windows=Windows(2, 3)),
+    Plain(even_codecs([(16, 4), (32, 2), (16, 1)], [(32, 8), (32, 2)]), block=4),
 ]
 
 
@@ -112,7 +111,7 @@ class Poisoned:
 # --- store
 
 IMPLEMENTATIONS = ("naive", "store_cpu", "store_gpu")
-BLOCKS = Case("saw-int4:order=16,group=32,sink=2,recent=3"), Case("gtq-k3v3:recent=2")  # rotated in blocks
+BLOCKS = Case("saw-int4:order=16,group=32,block=4"), Case("gtq-k3v3:block=2")  # rotated in blocks
 WITHOUT_KERNEL = Case("gtq-k3v3:per_head=true"), Case("kmeans-int4:centroids=4")
 BOTH = [
     *(pytest.param(case, bad, id=f"{name(case)}-{said}") for case in CASES for said, bad in BAD.items()),
@@ -136,53 +135,12 @@ def test_the_kernel_for_gpus_stores_zeros(case, bad):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("recipe", ["saw-int4:values=true", "saw-int4:values=true,recent=3"])
+@pytest.mark.parametrize("recipe", ["saw-int4:values=true", "saw-int4:values=true,block=4"])
 def test_finite_numbers_whose_rotation_16_bits_cannot_hold(implementation, recipe):
     """-60000 is a float16. Times √64 it is none."""
     store = store_of(implementation)
     poisoned = Poisoned(Case(recipe, dtype=torch.float16), -60000, where=slice(None))
     poisoned.check(store, any_codes=implementation == "store_gpu")
-
-
-UNROTATED_VALUES = Case("saw-int4:sink=2,recent=3", 128)
-TURNED = [
-    *((UNROTATED_VALUES, bad) for bad in (torch.nan, torch.inf)),
-    (Case("oscar-int2:sink=2,recent=3,clip=false", 128), torch.nan),
-    (Case("oscar-int2:recent=3,clip=false", 128, torch.float16), -torch.inf),
-    (Case("fold4:recent=3", 64, torch.float16), torch.nan),
-]
-
-
-@pytest.mark.parametrize(("case", "bad"), TURNED, ids=str)
-def test_what_is_turned_and_packed_is_zero(case, bad):
-    """Beside queries of other sequences, with NaN in those of one: no other query changes by a bit."""
-    counts, places = (1,) * 9, (Place(3, 0, 0, 1), Place(3, 0, 1, 1), Place(7, 0, 1, 0))
-    poisoned = Poisoned(case, bad, counts, places)
-    q = torch.randn(9, 4, case.dims, generator=poisoned.twins.generator).to(DEVICE, case.dtype)
-    clean = prologue(poisoned.twins.got.pages(0), q, *poisoned.stored.to(DEVICE, case.dtype)).q
-    assert not poisoned.twins.got.faults.any()
-    q[3] = torch.nan
-
-    def store(pages, k, v):
-        turned = prologue(pages, q, k, v)
-        triton.pack(CARD, pages, turned.kv)
-        others = torch.arange(9, device=DEVICE) != 3
-        assert torch.equal(turned.q[others], clean[others])
-        return turned.new
-
-    poisoned.check(store, any_codes=True)
-
-
-def test_finite_numbers_that_16_bits_cannot_hold_turn_into_finite_ones():
-    """A program sees a part of a vector, and leaves the others as they are."""
-    case = Case("saw-int4:recent=3,order=128", 128, torch.float16)
-    twins = Twins(case, 1)
-    x = twins.extend([1])
-    x[0] = 30000  # times √128 in the first coordinate
-    turned = prologue(twins.got.pages(0), torch.zeros(1, 2, 128, dtype=torch.float16, device=DEVICE), *x.to(DEVICE))
-    assert twins.got.faults.sum() == 1
-    assert all(side.isfinite().all() for side in turned.new)
-    assert (turned.new[0][..., :64] == 0).all()
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -191,7 +149,7 @@ def test_what_only_the_copy_cannot_hold_is_zero_in_both(implementation):
     store = store_of(implementation)
     far = torch.zeros(2, 64)
     far[1, 7] = -60000
-    twins = Twins(plain(affine_slot(64, 4), mean=far, dtype=torch.float16, windows=Windows(2, 3)), 1)
+    twins = Twins(plain(affine_slot(64, 4), mean=far, dtype=torch.float16, block=4), 1)
     x = twins.extend([3])
     x[:, :, 1, 7] = -60000
     x[1, 2, 1, 7] = 60000
@@ -201,8 +159,8 @@ def test_what_only_the_copy_cannot_hold_is_zero_in_both(implementation):
     assert (new[1][2, 1] == 0).all()
     assert (new[1][2, 0] != 0).all()
     assert (new[0][2, 1, :7] != 0).all()
-    shadow = int(twins.got.step.shadow_of[page])
-    assert (twins.got.pages(0).shadow_sides[1][shadow, 1, place] == 0).all()
+    at = int(twins.got.pages(0).fresh.kept[2])
+    assert (twins.got.pages(0).ring_sides[1][at // TOKENS, 1, at % TOKENS] == 0).all()
     _, meta = value_views(twins.got.layouts[0], twins.got.pools[0])
     assert (meta[page, 1, place] == 0).all()
     assert (meta[page, 0, place, 0] != 0).all()
@@ -238,7 +196,7 @@ def test_clipping_takes_no_fault_away(implementation, case, bad):
 
 def test_blocks_of_many_tokens(monkeypatch):
     monkeypatch.setattr(triton, "MANY_VECTORS", 1)
-    Poisoned(Case("saw-int4:recent=4", page_size=16), torch.nan).check(partial(triton.store, CARD), any_codes=True)
+    Poisoned(Case("saw-int4:block=4", page_size=16), torch.nan).check(partial(triton.store, CARD), any_codes=True)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, 65536.0])
@@ -257,7 +215,7 @@ def test_pages_that_are_quantized_as_a_whole(bad):
             new = naive.store(cache.pages(0), *tokens)
             assert all(side.isfinite().all() for side in new)
             assert cache.faults.nonzero().tolist() == ([[2]] if cache is caches[0] and count != 2 else [])
-    for a, b in zip(*((cache.pools[0], cache.shadows[0]) for cache in caches), strict=True):
+    for a, b in zip(*((cache.pools[0], cache.rings[0]) for cache in caches), strict=True):
         assert torch.equal(a.view(torch.int16), b.view(torch.int16))
 
 
@@ -272,7 +230,7 @@ DECODE, EXTEND = (1, 1, 1), (5, 2, 9)
 PATHS = {
     "portable-decode": (portable.attend, DECODE),
     "portable-extend": (portable.attend, EXTEND),
-    "unpacked": (unpacked.attend, EXTEND),
+    "unpacked": (unpacked.attend, (5, 2, 19)),
     "torch-decode": (attend_torch.attend, DECODE),
     "torch-extend": (attend_torch.attend, EXTEND),
     "numba": (numba_attend, DECODE),
@@ -282,9 +240,8 @@ PATHS = {
 @pytest.mark.parametrize(("attend", "counts"), PATHS.values(), ids=PATHS)
 def test_a_query_with_nan_changes_no_other(attend, counts, monkeypatch):
     """Neither of another sequence, nor of another token or head of its own."""
-    monkeypatch.setattr(unpacked, "MIN_QUERIES", 3)
-    monkeypatch.setattr(unpacked, "MIN_TOKENS", 4)
-    world = World(codecs("saw-int4", 64, 2), 3, sink=4, recent=6)
+    monkeypatch.setattr(unpacked, "MIN_QUERIES", 0)
+    world = World(codecs("saw-int4", 64, 2), 3, block=8)
     world.fill(20, 33, 7)
     pages, new = world.fill(*counts)
     q = world.queries()

@@ -3,6 +3,7 @@ definition says a query at position t reads."""
 
 import functools
 import itertools
+import math
 import random
 import resource
 from collections.abc import Sequence
@@ -21,7 +22,6 @@ from rounded_rotations import as_multiplied
 from kvfold.fitted import Fitted
 from kvfold.format.codec import Codec
 from kvfold.format.layout import SlotLayout, affine_slot, channel_slot, raw_slot
-from kvfold.format.windows import Windows
 from kvfold.geometry import Geometry
 from kvfold.ops import naive
 from kvfold.ops.attend import attend_torch
@@ -32,7 +32,7 @@ from kvfold.recipe import Recipe
 from kvfold.recipes import parse
 from kvfold.transforms import Matrix
 
-ROLLBACK = 32  # what the documentation promises
+ROLLBACK = 64  # what the documentation promises
 LAYERS = 2
 
 
@@ -43,12 +43,12 @@ def test_fresh_memory_is_poisoned():
     cache = make_cache(Setup())
     cache.extend([40])
     assert all((pool == 0xFF).all() and len(pool) for pool in cache.pools)
-    assert all(shadows.isnan().all() and len(shadows) for shadows in cache.shadows)
+    assert all(ring.isnan().all() and len(ring) for ring in cache.rings)
 
 
 @dataclass(frozen=True)
 class Setup:
-    recipe: str = "saw-int4:sink=3,recent=7"
+    recipe: str = "saw-int4:block=7"
     page_size: int = 4
     kv_heads: int = 2
     ratio: int = 3  # query heads of a KV head
@@ -68,8 +68,10 @@ class Setup:
         return parse(self.recipe)
 
     @property
-    def windows(self) -> Windows:
-        return self.parsed.windows
+    def block(self) -> int:
+        """Tokens of the open block: whole pages, if these are quantized as a whole."""
+        own = self.parsed.block
+        return math.lcm(own or self.page_size, self.page_size) if self.by_page else own
 
     @property
     def logits(self) -> Logits:
@@ -119,12 +121,12 @@ class Setup:
 
 
 def make_cache(setup: Setup, sequences: int = 1, *, shuffled: int | None = None, pages: int = 40) -> PagedCache:
-    """An empty cache; `shuffled`: one whose free pages and shadow pages come in random order, as after long service."""
+    """An empty cache; `shuffled`: one whose free pages come in random order, as after long service."""
     cache = PagedCache(
         setup.codecs(),
         setup.kv_heads,
         sequences,
-        windows=setup.windows,
+        block=setup.parsed.block,
         page_size=setup.page_size,
         raw_dtype=setup.raw_dtype,
         shared=range(LAYERS) if setup.shared else (),
@@ -133,8 +135,6 @@ def make_cache(setup: Setup, sequences: int = 1, *, shuffled: int | None = None,
         rng = random.Random(shuffled)
         cache.tables.references = [0] * pages
         cache.tables.free = rng.sample(range(pages), pages)
-        cache.shadow_map.capacity = pages
-        cache.shadow_map.free = rng.sample(range(pages), pages)
     return cache
 
 
@@ -215,20 +215,16 @@ class Side:
             return np.stack((wide, np.full_like(wide, np.nan)), axis=1)
         return np.stack((wide, decoded(self.codec.encode(x), self.codec)), axis=1)
 
-    def packed(self, stored: np.ndarray, page_size: int, sink: int) -> np.ndarray:
-        """All tokens of a sequence [tokens, 2, kv_heads, d] -> their packed form; NaN in a page that is not full, and
-        in the sink of pages that are quantized as a whole."""
+    def packed(self, stored: np.ndarray, page_size: int) -> np.ndarray:
+        """All tokens of a sequence [tokens, 2, kv_heads, d] -> their packed form; NaN in a page that is not full and is
+        quantized as a whole."""
         if not self.codec.layout.per_page:
             return stored[:, 1]
         (segment,), packed = self.codec.layout.segments, stored[:, 1].copy()
         full = len(stored) // page_size * page_size
         for start in range(0, full, page_size):
-            page = list(range(start, start + page_size))
-            kept = [token for token in page if token >= sink]
-            if kept:  # later tokens take the place of the sink's, the last ones first to last
-                tokens = (kept * page_size)[-page_size:]
-                packed[page] = by_channel(stored[None, tokens, 0], segment.bits, segment.boosted)[0]
-        packed[:sink] = np.nan
+            page = slice(start, start + page_size)
+            packed[page] = by_channel(stored[None, page, 0], segment.bits, segment.boosted)[0]
         return packed
 
     def dual(self, q: np.ndarray) -> np.ndarray:
@@ -279,14 +275,12 @@ def attention(setup: Setup, layer: int, tokens: Sequence[Token], q: torch.Tensor
     keys, values = sides(setup, layer)
     stored = np.stack([token.stored[layer] for token in tokens])  # [tokens, 2 (K, V), 2 (16 bits, packed), …]
     k, v = (
-        np.stack((own[:, 0], np.nan_to_num(side.packed(own, setup.page_size, setup.windows.sink))))
+        np.stack((own[:, 0], np.nan_to_num(side.packed(own, setup.page_size))))
         for i, (side, dims) in enumerate(zip((keys, values), setup.both, strict=True))
         for own in [stored[:, i, ..., :dims]]
     )  # [2, tokens, kv_heads, d]
     j, t = np.arange(len(tokens)), np.arange(len(tokens) - len(q), len(tokens))[:, None]
-    wide = (j < setup.windows.sink) | (j > t - setup.windows.recent)  # [n, tokens]
-    if setup.by_page:
-        wide |= j >= (t + 1) // setup.page_size * setup.page_size
+    wide = (j >= t // setup.block * setup.block) if setup.block else (j > t)  # [n, tokens]
     grouped = q.double().numpy().reshape(len(q), setup.kv_heads, setup.ratio, setup.dims)
     queries = keys.dual(grouped) * setup.logits.scale
     logits = np.where(wide[:, None, None], *(np.einsum("nhgd,jhd->nhgj", queries, form) for form in k))
@@ -321,7 +315,8 @@ class World:
         self.cache.extend([0] * sequences)
         self.garbage = (-1, 0x7FFF, -0x5A5B)[seed % 3]  # NaN, or a number, which no centroid has
         self.rows: list[list[Token]] = [[] for _ in range(sequences)]
-        self.starts, self.tops = [0] * sequences, [0] * sequences  # lengths before and after the last step
+        self.starts = [0] * sequences  # lengths before the last step
+        self.tops = [0] * sequences  # the most tokens that a sequence ever had
 
     def randn(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self.generator)
@@ -358,9 +353,11 @@ class World:
         self.cache.extend(counts)
         for tokens, more in zip(self.rows, new, strict=True):
             tokens.extend(more)
-        self.tops = [len(tokens) for tokens in self.rows]
-        assert self.cache.lengths == self.tops
+        lengths = [len(tokens) for tokens in self.rows]
+        self.tops = list(map(max, self.tops, lengths))
+        assert self.cache.lengths == lengths
         for layer in range(LAYERS):
+            ring = self.cache.rings[layer].clone()
             out = self.cache.attend(layer, q[layer], *kv[layer], self.logits)
             assert out.dtype == torch.float32
             assert out.shape == (*q.shape[1:-1], self.setup.both[1])
@@ -368,6 +365,7 @@ class World:
             outputs = [flat(out, counts)]
             if columns <= 2 or (definition and layer == (0 in self.setup.parsed.skip)):  # the first that is packed
                 pages = self.cache.pages(layer)
+                pages.ring.copy_(ring)  # as before the step
                 new = naive.store(pages, *(flat(x, counts) for x in kv[layer]))
                 outputs.append(naive.attend(pages, flat(q[layer], counts), new, self.logits))
             self.check(layer, q[layer], counts, outputs)
@@ -390,21 +388,21 @@ class World:
         row = max(row for row, count in enumerate(counts) if count)
         kv[layer][self.starts[row] % 2][row, -1, -1, -1] = torch.nan
         self.cache.extend(counts)
+        self.tops = list(map(max, self.tops, self.cache.lengths))
         for before in range(layer):
             self.cache.attend(before, q[before], *kv[before], self.logits)
         with pytest.raises(ValueError, match="NaN"):
             self.cache.attend(layer, q[layer], *kv[layer], self.logits)
         self.cache.crop(counts)
-        self.tops = list(self.starts)
         assert self.cache.lengths == self.starts
         self.poison()  # whatever the step has written
 
     def crop(self, counts: Sequence[int]) -> bool:
         """Roll back; false where that is refused, which it may be beyond what is promised."""
         lengths = [len(tokens) - count for tokens, count in zip(self.rows, counts, strict=True)]
-        promised = not (self.setup.windows.recent or self.setup.by_page) or all(
-            length >= max(start, top - ROLLBACK) or length == start or not count
-            for length, start, top, count in zip(lengths, self.starts, self.tops, counts, strict=True)
+        promised = not self.setup.block or all(
+            length >= top - ROLLBACK or length % self.setup.block == 0
+            for length, top in zip(lengths, self.tops, strict=True)
         )
         before, refusal = self.snapshot(), None
         try:
@@ -428,30 +426,19 @@ class World:
         self.poison()
 
     def snapshot(self) -> tuple:
-        tables, shadows = self.cache.tables, self.cache.shadow_map
-        memory = [tensor.view(torch.uint8).numpy().tobytes() for tensor in (*self.cache.pools, *self.cache.shadows)]
-        state = (
-            tables.pages,
-            tables.lengths,
-            tables.references,
-            tables.free,
-            shadows.of,
-            shadows.free,
-            shadows.capacity,
-        )
-        return repr(state), memory
+        tables = self.cache.tables
+        memory = [tensor.view(torch.uint8).numpy().tobytes() for tensor in (*self.cache.pools, *self.cache.rings)]
+        return repr((tables.pages, tables.lengths, tables.references, tables.free, self.cache.kept_from)), memory
 
     def poison(self) -> None:
-        """Overwrite every slot, and every 16-bit copy, that holds no token of a living sequence."""
+        """Overwrite every slot that holds no token of a living sequence, and in rings all
+        but open blocks and what may be taken back."""
         cache, size = self.cache, self.setup.page_size
         live = torch.zeros(cache.tables.capacity, size, dtype=torch.bool)
         for pages, length in zip(cache.tables.pages, cache.lengths, strict=True):
             for token in range(length):
                 live[pages[token // size], token % size] = True
-        live_shadows = torch.zeros(cache.shadow_map.capacity, size, dtype=torch.bool)
-        for page, shadow in cache.shadow_map.of.items():
-            live_shadows[shadow] = live[page]
-        for layout, pool, shadows in zip(cache.layouts, cache.pools, cache.shadows, strict=True):
+        for layout, pool, ring in zip(cache.layouts, cache.pools, cache.rings, strict=True):
             dead = ~torch.cat((live, live.new_zeros(len(pool) - len(live), size)))[:, None].expand(
                 -1, pool.shape[1], -1
             )
@@ -463,16 +450,11 @@ class World:
                 of_codes, of_meta = (unfilled.expand_as(dead), unfilled) if slot.per_page else (dead, dead)
                 codes[of_codes] = 0xFF
                 meta.view(torch.int16)[of_meta] = self.garbage
-            if len(shadows):
-                more = len(shadows) - len(live_shadows)
-                kept = torch.cat((live_shadows, live.new_zeros(more, size)))[:, None, :, None]
-                for side in layout.shadow_sides(shadows):
-                    side.masked_fill_(~kept, torch.nan)
-
-    def check_bookkeeping(self) -> None:
-        """No shadow page is lost, none has two owners."""
-        shadows = self.cache.shadow_map
-        assert sorted([*shadows.of.values(), *shadows.free]) == list(range(shadows.capacity))
+            for row, length in enumerate(cache.lengths if len(ring) else ()):
+                first = min(self.tops[row] - cache.ring_tokens, length // self.setup.block * self.setup.block)
+                places = {token % cache.ring_tokens for token in range(max(0, first), length)}
+                for side in layout.ring_sides(ring):
+                    side[row, :, sorted(set(range(cache.ring_tokens)) - places)] = torch.nan
 
 
 def flat(x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
@@ -501,59 +483,59 @@ RECIPES = [
     "kitty-2:boost=0.5",
     "hessian-int4:group=8",
 ]
-WINDOWS = ["sink=0,recent=0", "sink=4,recent=0", "sink=0,recent=5", "sink=3,recent=7", "sink=20,recent=30", "recent=1"]
+BLOCKS = [0, 1, 4, 7, 16, 30]
 PAGE_SIZES = [1, 3, 16, 64]
 HEADS = [(1, 4), (2, 3), (3, 1), (2, 4)]  # KV heads, query heads of each
 
 
 BY_PAGE = [
-    Setup("kivi-2:recent=0,group=8", 4),
-    Setup("kivi-2:recent=7,group=8", 4, dtype=torch.bfloat16),
-    Setup("kivi-4:sink=3,recent=40,group=8,skip=0", 16, raw_dtype=torch.float16, dtype=torch.float16),
-    Setup("kivi-2:sink=5,recent=1,group=16", 3, kv_heads=1, ratio=4),
-    Setup("kivi-2:recent=6,group=8", 64),
-    Setup("kitty-2:sink=0,recent=0,boost=0.5", 4),
-    Setup("kitty-2:sink=3,recent=7,boost=0.5,skip=1", 5, centred=False),
-    Setup("kitty-2:sink=18,recent=20,boost=0.25", 8, dims=32),
-    Setup("int4:sink=2,recent=3", 4, value_by_channel=True),
-    Setup("kivi-4:recent=3,group=8", 4, value_by_channel=True),  # keys and values go together
+    Setup("kivi-2:group=8,block=0", 4),
+    Setup("kivi-2:group=8,block=7", 4, dtype=torch.bfloat16),
+    Setup("kivi-4:group=8,skip=0,block=40", 16, raw_dtype=torch.float16, dtype=torch.float16),
+    Setup("kivi-2:group=16,block=1", 3, kv_heads=1, ratio=4),
+    Setup("kivi-2:group=8,block=6", 64),
+    Setup("kitty-2:block=0,boost=0.5", 4),
+    Setup("kitty-2:block=7,boost=0.5,skip=1", 5, centred=False),
+    Setup("kitty-2:block=24,boost=0.25", 8, dims=32),
+    Setup("int4:block=3", 4, value_by_channel=True),
+    Setup("kivi-4:group=8,block=3", 4, value_by_channel=True),  # keys and values go together
 ]
 
 
 def setups() -> list[Setup]:
-    """Each window with each page size, the rest dealt out among them; then other head dimensions and types."""
+    """Each block with each page size, the rest dealt out among them; then other head dimensions and types."""
     dealt = itertools.cycle(RECIPES), itertools.cycle(HEADS)
     result = []
-    for windows, page_size in itertools.product(WINDOWS, PAGE_SIZES):
+    for block, page_size in itertools.product(BLOCKS, PAGE_SIZES):
         recipe, (kv_heads, ratio) = map(next, dealt)
-        joined = ",".join((recipe, windows)) if ":" in recipe else f"{recipe}:{windows}"
+        joined = f"{recipe}{',' if ':' in recipe else ':'}block={block}"
         result.append(Setup(joined, page_size, kv_heads, ratio))
     result += [
         Setup("bf16", 3),
         Setup("bf16", 16, raw_dtype=torch.float16, dtype=torch.float16),
-        Setup("saw-int4:sink=2,recent=6", 4, dims=80, dtype=torch.bfloat16),
-        Setup("saw-int4:sink=2,recent=6,values=true", 16, dims=64, dtype=torch.float16, raw_dtype=torch.float16),
-        Setup("int4:sink=2,recent=6", 16, dims=128, centred=False),
-        Setup("quarot-int2:sink=1,recent=3", 2, dims=96),
-        Setup("saw-int4:sink=3,recent=7,values=true", 4, value_bits=2),
-        Setup("int2:sink=3,recent=7", 3, value_bits=8),
-        Setup("saw-int4:sink=3,recent=7", 4, value_bits=16),
+        Setup("saw-int4:block=6", 4, dims=80, dtype=torch.bfloat16),
+        Setup("saw-int4:values=true,block=6", 16, dims=64, dtype=torch.float16, raw_dtype=torch.float16),
+        Setup("int4:block=6", 16, dims=128, centred=False),
+        Setup("quarot-int2:block=3", 2, dims=96),
+        Setup("saw-int4:values=true,block=7", 4, value_bits=2),
+        Setup("int2:block=7", 3, value_bits=8),
+        Setup("saw-int4:block=7", 4, value_bits=16),
         Setup("bf16", 4, value_bits=4),
-        Setup("hessian-int4:sink=3,recent=7", 4),
-        Setup("tq-k5v1:sink=3,recent=7,skip=0", 4),
-        Setup("gtq-k3v3:widths=all,per_head=true,recent=7", 4, dims=32),
-        Setup("kmeans-int4:centroids=9,recent=3", 4, value_bits=2),
-        Setup("saw-int4:sink=3,recent=7,values=true", 4, sinks=True),
+        Setup("hessian-int4:block=7", 4),
+        Setup("tq-k5v1:skip=0,block=7", 4),
+        Setup("gtq-k3v3:widths=all,per_head=true,block=7", 4, dims=32),
+        Setup("kmeans-int4:centroids=9,block=3", 4, value_bits=2),
+        Setup("saw-int4:values=true,block=7", 4, sinks=True),
         Setup("int4", 3, sinks=True, dtype=torch.bfloat16),
-        Setup("oscar-int2:per_head=true,group=8,recent=2", 16, centred=False, sinks=True),
-        Setup("kivi-2:recent=7,group=8", 4, sinks=True),
-        Setup("saw-int4:sink=3,recent=7,values=true", 4, cap=5.0),
+        Setup("oscar-int2:per_head=true,group=8,block=2", 16, centred=False, sinks=True),
+        Setup("kivi-2:group=8,block=7", 4, sinks=True),
+        Setup("saw-int4:values=true,block=7", 4, cap=5.0),
         Setup("int8", 3, cap=0.5, sinks=True),
-        Setup("saw-int4:sink=3,recent=7,values=true", 4, dims=24, value_dims=16, sinks=True),
-        Setup("oscar-int2:recent=5", 3, dims=16, value_dims=48, cap=9.0),
-        Setup("kivi-2:recent=7,group=8", 4, dims=32, value_dims=16, value_by_channel=True),
+        Setup("saw-int4:values=true,block=7", 4, dims=24, value_dims=16, sinks=True),
+        Setup("oscar-int2:block=5", 3, dims=16, value_dims=48, cap=9.0),
+        Setup("kivi-2:group=8,block=7", 4, dims=32, value_dims=16, value_by_channel=True),
         Setup("bf16", 4, dims=16, value_dims=24),
-        Setup("saw-int4:sink=3,recent=7", 4, shared=True, sinks=True),
+        Setup("saw-int4:block=7", 4, shared=True, sinks=True),
         Setup("int4", 3, shared=True),
         *BY_PAGE,
     ]
@@ -591,7 +573,6 @@ def test_random_histories(setup, monkeypatch):
             world.select([rng.randrange(sequences) for _ in range(rng.choice((2, 3, 4)))])
         else:
             world.failing_step([rng.randrange(1, 5) for _ in range(sequences)], rng.randrange(LAYERS))
-        world.check_bookkeeping()
     world.step([1] * len(world.rows))
 
 
@@ -600,14 +581,13 @@ class Histories(RuleBasedStateMachine):
 
     @initialize(
         recipe=st.sampled_from(RECIPES),
-        sink=st.sampled_from((0, 1, 4, 9)),
-        recent=st.sampled_from((0, 1, 2, 5, 20)),
+        block=st.sampled_from((0, 1, 2, 5, 20)),
         page_size=st.sampled_from((1, 2, 4, 16)),
         sequences=st.integers(1, 3),
         seed=st.integers(0, 2**20),
     )
-    def begin(self, recipe: str, sink: int, recent: int, page_size: int, sequences: int, seed: int) -> None:
-        text = f"{recipe}{',' if ':' in recipe else ':'}sink={sink},recent={recent}"
+    def begin(self, recipe: str, block: int, page_size: int, sequences: int, seed: int) -> None:
+        text = f"{recipe}{',' if ':' in recipe else ':'}block={block}"
         self.world = World(
             Setup(
                 text,
@@ -658,7 +638,6 @@ class Histories(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "world"):
-            self.world.check_bookkeeping()
             self.world.step([1] * len(self.world.rows))
 
 
@@ -700,7 +679,7 @@ def forked(world: World) -> None:
 
 
 def cropped(world: World) -> None:
-    """Into pages that were full, of the same step and of an older one, with their shadows; then on."""
+    """Into pages that were full, of the same step and of an older one; then on."""
     world.step([18, 16, 9], definition=True)
     assert world.crop([3, 1, 9])
     world.step([6, 1, 16], definition=True)
@@ -724,18 +703,17 @@ def forked_and_cropped(world: World) -> None:
 @pytest.mark.parametrize("history", [one_shot, chunked, token_by_token, ragged, forked, cropped, forked_and_cropped])
 @pytest.mark.parametrize("setup", BY_PAGE, ids=describe)
 def test_pages_that_are_quantized_as_a_whole(setup, history, monkeypatch):
-    """A query at t reads the sink, the recent window and a page that is not full at t in 16 bits, all else packed from
-    the 16-bit tokens of a full page: `attend_torch` and `naive` against float64."""
+    """A query at t reads its own block in 16 bits, all else packed from the 16-bit tokens of a full page:
+    `attend_torch` and `naive` against float64."""
     rng = random.Random(describe(setup) + history.__name__)
     monkeypatch.setattr(attend_torch, "CHUNK_TOKENS", rng.choice((4, 4096)))
     world = World(setup, 3, rng.randrange(2**31))
     world.poison()
     history(world)
-    world.check_bookkeeping()
 
 
 def test_a_page_is_quantized_when_it_fills_and_not_before():
-    setup = Setup("kivi-2:recent=0,group=8", 4)
+    setup = Setup("kivi-2:group=8,block=0", 4)
     cache = make_cache(setup, 1)
     tokens = torch.randn(12, LAYERS, 2, setup.kv_heads, setup.dims, generator=torch.Generator().manual_seed(0))
     for count, (token,) in enumerate(tokens.split(1), start=1):
@@ -745,24 +723,6 @@ def test_a_page_is_quantized_when_it_fills_and_not_before():
             for number, page in enumerate(cache.tables.pages[0]):
                 untouched = (codes[page] == 0xFF).all() and (meta[page].view(torch.int16) == -1).all()
                 assert untouched == (count < 4 * (number + 1))
-
-
-@pytest.mark.parametrize("recipe", ["kivi-2:sink=3,recent=0,group=8", "kitty-2:sink=6,recent=0"])
-def test_the_sink_does_not_widen_the_ranges_of_its_page(recipe):
-    """Its tokens are read in 16 bits, so what is packed of their pages does not depend on them."""
-    setup = Setup(recipe, 4)
-    tokens = torch.randn(12, LAYERS, 2, setup.kv_heads, setup.dims, generator=torch.Generator().manual_seed(0))
-    larger = torch.cat((100 * tokens[: setup.windows.sink], tokens[setup.windows.sink :]))
-    pools = []
-    for some in (tokens, larger):
-        cache = make_cache(setup, 1)
-        feed(setup, cache, some)
-        pools.append(
-            [views for layer in range(LAYERS) for views in key_views(cache.layouts[layer], cache.pools[layer])]
-        )
-        used = torch.tensor(cache.tables.pages[0][setup.windows.sink // 4 :])
-    for mine, theirs in zip(*pools, strict=True):
-        assert same_bits(mine[used], theirs[used])
 
 
 # --- how tokens were fed does not matter
@@ -863,17 +823,17 @@ WAYS = {
 
 TOKENS = 93
 FEEDINGS = [
-    Setup("saw-int4:sink=4,recent=20,values=true", 16, dtype=torch.bfloat16),
-    Setup("saw-int4:sink=4,recent=20", 3, dims=64),
-    Setup("int2:sink=3,recent=7,skip=1,group=8", 16),
+    Setup("saw-int4:values=true,block=20", 16, dtype=torch.bfloat16),
+    Setup("saw-int4:block=20", 3, dims=64),
+    Setup("int2:skip=1,group=8,block=7", 16),
     Setup("int4", 16, dtype=torch.float16),
-    Setup("quarot-int2:recent=40", 1, centred=False),
+    Setup("quarot-int2:block=40", 1, centred=False),
     Setup("bf16", 5),
-    Setup("saw-int4:sink=4,recent=20", 4, value_bits=2),
-    Setup("kmeans-saw-int4:centroids=20,sink=4", 16),
-    Setup("oscar-int2:sink=3,recent=7", 16),
-    Setup("gtq-k3v4:sink=3,recent=7", 16, dtype=torch.bfloat16),
-    Setup("gtq-k3v4:widths=all,per_head=true,recent=7", 16),
+    Setup("saw-int4:block=20", 4, value_bits=2),
+    Setup("kmeans-saw-int4:centroids=20", 16),
+    Setup("oscar-int2:block=7", 16),
+    Setup("gtq-k3v4:block=7", 16, dtype=torch.bfloat16),
+    Setup("gtq-k3v4:widths=all,per_head=true,block=7", 16),
     *BY_PAGE,
 ]
 
@@ -890,17 +850,15 @@ def fed_at_once(setup: Setup) -> tuple[torch.Tensor, list[list[bytes]], list[tup
 
 @pytest.mark.parametrize("setup", FEEDINGS, ids=describe)
 def test_what_the_last_position_reads(setup):
-    """Token by token: the 16-bit form in the windows, the packed form elsewhere."""
+    """Token by token: the 16-bit form in the open block, the packed form elsewhere."""
     tokens, _, reads = fed_at_once(setup)
     for layer, which in itertools.product(range(LAYERS), range(2)):
         side = sides(setup, layer)[which]
         stored = side.stored(tokens[:, layer, which])
-        all_packed = side.packed(stored, setup.page_size, setup.windows.sink)
-        full = TOKENS // setup.page_size * setup.page_size if setup.by_page else TOKENS
+        all_packed = side.packed(stored, setup.page_size)
+        opened = (TOKENS - 1) // setup.block * setup.block if setup.block else TOKENS
         for j in range(TOKENS):
-            wide, packed = stored[j, 0], all_packed[j]
-            exact = j < setup.windows.sink or j > TOKENS - 1 - setup.windows.recent or j >= full
-            expected = wide if exact else packed
+            expected = stored[j, 0] if j >= opened else all_packed[j]
             error = np.abs(reads[layer][which][j].numpy() - expected).max()
             assert error <= 2**-22 * np.abs(expected).max()
 
@@ -929,14 +887,14 @@ def test_chunks_change_no_byte_and_no_read(setup, way):
 @pytest.mark.parametrize(
     "setup",
     [
-        Setup("saw-int4:sink=5,recent=11,values=true", 4, 2, 3),
+        Setup("saw-int4:values=true,block=11", 4, 2, 3),
         Setup("int2:group=8", 16, 1, 4),
-        Setup("int4:recent=300", 16, 2, 1),
-        Setup("int8:sink=300", 3, 2, 2),
+        Setup("int4:block=300", 16, 2, 1),
+        Setup("int8", 3, 2, 2),
         Setup("bf16", 7, 2, 2),
-        Setup("kivi-2:sink=5,recent=11,group=8", 4),
-        Setup("kitty-2:sink=0,recent=2,boost=0.5", 16),
-        Setup("kmeans-int4:centroids=9,recent=3", 4),
+        Setup("kivi-2:group=8,block=11", 4),
+        Setup("kitty-2:block=2,boost=0.5", 16),
+        Setup("kmeans-int4:centroids=9,block=3", 4),
     ],
     ids=describe,
 )
@@ -957,7 +915,7 @@ def test_blocks_of_any_size_give_the_same(setup, block_tokens, block_logits, par
     assert torch.allclose(attend_torch.attend(pages, q, new, setup.logits), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("recipe", ["int8", "int8:recent=8", "int8:sink=4,recent=8", "bf16"])
+@pytest.mark.parametrize("recipe", ["int8", "int8:block=8", "bf16"])
 @pytest.mark.parametrize("block_tokens", [4, 4096])
 def test_tokens_that_a_query_does_not_read_do_not_touch_it(recipe, block_tokens, monkeypatch):
     """Later tokens of the same step have values ten million times as large; not even their rounding errors may show."""
@@ -980,7 +938,7 @@ def test_tokens_that_a_query_does_not_read_do_not_touch_it(recipe, block_tokens,
 
 
 def test_large_logits_do_not_overflow():
-    setup = Setup("int4:sink=2,recent=3", 4, centred=False)
+    setup = Setup("int4:block=3", 4, centred=False)
     cache = make_cache(setup, 1)
     kv = 100 * torch.randn(2, 30, setup.kv_heads, setup.dims, generator=torch.Generator().manual_seed(0))
     q = 1000 * torch.randn(30, setup.kv_heads * setup.ratio, setup.dims, generator=torch.Generator().manual_seed(1))
@@ -1007,7 +965,7 @@ def test_a_step_without_tokens_changes_nothing():
 
 
 def test_sequences_that_are_empty_for_long():
-    world = World(Setup("int4:sink=2,recent=3", page_size=4), 3, seed=4)
+    world = World(Setup("int4:block=3", page_size=4), 3, seed=4)
     for counts in ([9, 0, 0], [1, 0, 0], [1, 5, 0], [1, 1, 0], [0, 0, 40], [1, 1, 1]):
         world.step(counts)
 
@@ -1016,7 +974,7 @@ def test_sequences_that_are_empty_for_long():
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_failing_step_leaves_nothing_behind(bad, which):
     """Once it is taken back, the next one reads what it would without it."""
-    setup = Setup("saw-int4:sink=4,recent=8")
+    setup = Setup("saw-int4:block=8")
     caches = [make_cache(setup, 2) for _ in range(2)]
     generator = torch.Generator().manual_seed(0)
     kv = torch.randn(2, 2, 12, setup.kv_heads, setup.dims, generator=generator)
@@ -1039,7 +997,7 @@ def test_a_failing_step_leaves_nothing_behind(bad, which):
 
 def test_what_only_the_window_cannot_hold_is_refused():
     """70000 packs, as the upper end of a range, but is no float16."""
-    setup = Setup("int4:recent=8", centred=False, raw_dtype=torch.float16)
+    setup = Setup("int4:block=8", centred=False, raw_dtype=torch.float16)
     cache = make_cache(setup)
     kv = torch.rand(2, 1, 5, setup.kv_heads, setup.dims)
     q = torch.rand(1, 5, setup.kv_heads * setup.ratio, setup.dims)
@@ -1052,8 +1010,8 @@ def test_what_only_the_window_cannot_hold_is_refused():
 @pytest.mark.parametrize(
     ("setup", "side"),
     [
-        (Setup("kivi-2:recent=0,group=8", centred=False), 0),
-        (Setup("kitty-2:sink=2,recent=3,boost=0.5", centred=False), 0),
+        (Setup("kivi-2:group=8,block=0", centred=False), 0),
+        (Setup("kitty-2:block=3,boost=0.5", centred=False), 0),
         (Setup("int4", centred=False, value_by_channel=True), 1),
         (Setup("kivi-4:group=8", centred=False, value_by_channel=True), 1),
     ],
@@ -1095,56 +1053,47 @@ def test_a_single_bit_by_channel_spans_half_the_range():
 
 
 def test_a_page_that_is_quantized_as_a_whole_has_two_tokens_at_least():
-    for recipe in ("kivi-2:recent=0,group=8", "kivi-2:group=8", "kitty-2:boost=0.5"):
+    for recipe in ("kivi-2:group=8,block=0", "kivi-2:group=8", "kitty-2:boost=0.5"):
         with pytest.raises(ValueError, match=r"at least 2 tokens, not page_size=1"):
             make_cache(Setup(recipe, page_size=1))
 
 
-@pytest.mark.parametrize(
-    ("recipe", "reason", "advice"),
-    [
-        ("int4:recent=6", "with recent=6 at most", "or use a recipe with recent=0"),
-        (
-            "kivi-2:recent=0,group=8",
-            "with recent=0 and pages of 4 quantized as a whole at most",
-            "or use a recipe with recent=0 and no such pages",
-        ),
-    ],
-)
-def test_a_refused_crop_says_what_would_allow_it(recipe, reason, advice):
+@pytest.mark.parametrize("recipe", ["int4:block=6", "kivi-2:group=8,block=6"])
+def test_a_refused_crop_says_what_would_allow_it(recipe):
     setup = Setup(recipe)
     cache = make_cache(setup)
-    for count in (10, 100):
+    for count in (10, 200):
         cache.extend([count])
-    with pytest.raises(ValueError, match="cannot roll back to 50 tokens") as caught:
-        cache.crop([60])
-    assert reason in str(caught.value)
-    assert str(caught.value).endswith(advice)
-    assert cache.lengths == [110]
+    with pytest.raises(ValueError, match=f"cannot roll back to 51 tokens: with block={setup.block} at most") as caught:
+        cache.crop([159])
+    assert str(caught.value).endswith("use a recipe with block=0")
+    assert cache.lengths == [210]
 
 
-def test_what_may_be_rolled_back_with_a_recent_window():
-    world = World(Setup("int4:sink=2,recent=6", page_size=4), 2, seed=5)
+def test_what_may_be_rolled_back_with_an_open_block():
+    world = World(Setup("int4:block=6", page_size=4), 2, seed=5)
     world.step([20, 20])
-    world.step([100, 100])
-    assert not world.crop([60, 0]), "the 16-bit copies before position 60 are gone"
-    assert not world.crop([0, 99])
-    assert world.crop([20, 12])
-    assert world.crop([12, 20])
+    world.step([180, 180])
+    assert not world.crop([101, 0]), "the 16-bit vectors before position 99 are gone"
+    assert not world.crop([0, 179])
+    assert world.crop([20, 64])
+    assert world.crop([12, 0])
     world.step([1, 3])
-    world.step([50, 2])
-    assert world.crop([50, 2]), "a whole step can be taken back, however long"
+    world.step([90, 2])
+    assert world.crop([90, 2]), "a whole step can be taken back, however long"
     world.step([2, 2])
     assert world.crop([len(world.rows[0]), 0]), "everything can be forgotten"
     world.step([3, 1])
-    world.step([1, 100])
-    assert not world.crop([0, 50]), "whatever the lengths of the others"
+    world.step([1, 200])
+    assert not world.crop([0, 99]), "whatever the lengths of the others"
     assert world.crop([1, 32])
     world.step([2, 1])
+    assert world.crop([0, len(world.rows[1]) % 6 + 60]), "to the border of any block"
+    world.step([2, 70])
 
 
-def test_without_a_recent_window_everything_can_be_rolled_back():
-    world = World(Setup("int4:sink=5", page_size=4), 2, seed=6)
+def test_without_an_open_block_everything_can_be_rolled_back():
+    world = World(Setup("int4", page_size=4), 2, seed=6)
     world.step([90, 40])
     for counts in ([70, 1], [0, 30], [17, 9], [3, 0]):
         assert world.crop(counts)
@@ -1162,7 +1111,7 @@ def test_impossible_crops_are_refused(counts):
 
 def test_forks_do_not_see_each_others_tokens():
     """Two continuations of one prefix read what they would have read alone, bit for bit, and share its pages."""
-    setup = Setup("saw-int4:sink=4,recent=8", page_size=4)
+    setup = Setup("saw-int4:block=8", page_size=4)
     generator = torch.Generator().manual_seed(1)
     prefix, left, right = (
         torch.randn(n, LAYERS, 2, setup.kv_heads, setup.dims, generator=generator) for n in (18, 7, 7)
@@ -1190,17 +1139,9 @@ def test_forks_do_not_see_each_others_tokens():
 # --- memory
 
 
-def pages_of_a_row(setup: Setup, length: int) -> int:
-    """Shadow pages that one sequence can need at once: sink, recent, what can be taken back, and a page at each end."""
-    windows, size = setup.windows, setup.page_size
-    sink = -(-min(windows.sink, length) // size)
-    recent = (windows.recent + ROLLBACK) // size + 2 if windows.recent or setup.by_page else 0
-    return min(sink + recent, -(-length // size))
-
-
 @pytest.mark.parametrize(
     "setup",
-    [Setup(), Setup("int4", 16), Setup("int2:sink=4,recent=16", 1), Setup("kivi-2:recent=0,group=8", 16)],
+    [Setup(), Setup("int4", 16), Setup("int2:block=16", 1), Setup("kivi-2:group=8,block=0", 16)],
     ids=describe,
 )
 def test_token_by_token_growth_takes_a_sixteenth_more_than_is_needed(setup):
@@ -1208,15 +1149,15 @@ def test_token_by_token_growth_takes_a_sixteenth_more_than_is_needed(setup):
     for length in range(1, 400):
         cache.extend([1, 1])
         pages = 2 * -(-length // setup.page_size)
-        shadows = 2 * pages_of_a_row(setup, length)
         for layer in range(LAYERS):
             assert len(cache.pools[layer]) <= pages * 17 / 16 + 1
-            assert len(cache.shadows[layer]) <= (shadows * 17 / 16 + 1 if setup.windows or setup.by_page else 0)
-    assert cache.allocated_bytes == sum(tensor.nbytes for tensor in (*cache.pools, *cache.shadows))
+            numbers = (setup.block + ROLLBACK) * setup.kv_heads * 2 * setup.dims if setup.block else 0
+            assert cache.rings[layer].numel() == 2 * numbers
+    assert cache.allocated_bytes == sum(tensor.nbytes for tensor in (*cache.pools, *cache.rings))
 
 
 def test_growth_keeps_what_is_stored():
-    setup = Setup("int4:recent=100", page_size=2)
+    setup = Setup("int4:block=100", page_size=2)
     tokens = torch.randn(120, LAYERS, 2, setup.kv_heads, setup.dims, generator=torch.Generator().manual_seed(3))
     cache, kept = make_cache(setup, 1), []
     for token in tokens.split(1):
@@ -1226,11 +1167,11 @@ def test_growth_keeps_what_is_stored():
         kept = now
 
 
-@pytest.mark.parametrize("windows", ["", ":sink=4,recent=8", ":sink=4", ":recent=1"])
+@pytest.mark.parametrize("block", [0, 1, 8])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_beam_search_leaks_nothing(windows, page_size):
-    """Beams fork and die at every step; pages and shadows stay within what the longest moment needs."""
-    setup, rng = Setup("int4" + windows, page_size), random.Random(page_size)
+def test_beam_search_leaks_nothing(block, page_size):
+    """Beams fork and die at every step; pages stay within what the longest moment needs."""
+    setup, rng = Setup(f"int4:block={block}", page_size), random.Random(page_size)
     cache = make_cache(setup, 4)
     cache.extend([10] * 4)
     peak = 0
@@ -1238,30 +1179,26 @@ def test_beam_search_leaks_nothing(windows, page_size):
         cache.select([rng.randrange(4) for _ in range(4)])
         cache.extend([1] * 4)
         if step % 50 == 49:
-            if setup.windows.recent:
+            if block:
                 cache.select([0] * 4)
             else:
                 cache.crop([30] * 4)
         peak = max(peak, len({page for pages in cache.tables.pages for page in pages}))
-        shadows = cache.shadow_map
-        assert sorted([*shadows.of.values(), *shadows.free]) == list(range(shadows.capacity))
     # a fork's copy may come before its source is given up: at most one page for each beam
     assert cache.tables.capacity <= peak + 4
-    bound = 4 * pages_of_a_row(setup, max(cache.lengths)) + 4 if setup.windows else 0
-    assert cache.shadow_map.capacity <= bound
     assert all(len(pool) <= (peak + 4) * 17 / 16 + 1 for pool in cache.pools)
-    assert all(len(shadows) <= bound * 17 / 16 + 1 for shadows in cache.shadows)
+    assert all(len(ring) == (4 if block else 0) for ring in cache.rings)
 
 
-def test_layers_stored_in_sixteen_bits_have_no_shadows():
-    cache = make_cache(Setup("int4:sink=4,recent=8,skip=1"), 2)
+def test_layers_stored_in_sixteen_bits_have_no_rings():
+    cache = make_cache(Setup("int4:skip=1,block=8"), 2)
     cache.extend([50, 20])
-    assert len(cache.shadows[0])
-    assert not len(cache.shadows[1])
+    assert len(cache.rings[0])
+    assert not len(cache.rings[1])
 
 
 def test_a_cropped_cache_is_used_again():
-    cache = make_cache(Setup("int4:sink=4"), 2)
+    cache = make_cache(Setup("int4"), 2)
     cache.extend([64, 64])
     allocated = cache.allocated_bytes
     for _ in range(20):
@@ -1273,7 +1210,7 @@ def test_a_cropped_cache_is_used_again():
 @pytest.mark.usefixtures("_untouched_memory")
 def test_pages_past_two_gibibytes():
     """Pages at both ends of a pool of more than 2^31 bytes, of which only those are ever touched."""
-    setup = Setup("saw-int4:sink=3,recent=7", page_size=16, dims=128)
+    setup = Setup("saw-int4:block=7", page_size=16, dims=128)
     page_bytes = make_cache(setup).pools[0].shape[1:].numel()
     pages = 2**31 // page_bytes + 1000
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

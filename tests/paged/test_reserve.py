@@ -12,12 +12,12 @@ from kvfold.paged import PagedCache
 
 SETUPS = [
     Setup("saw-int4", 4),
-    Setup("saw-int4:sink=3,recent=7", 4),
-    Setup("int2:sink=5,recent=40", 16),
-    Setup("int4:recent=1,skip=1", 3),
-    Setup("int4:sink=6", 4),
+    Setup("saw-int4:block=7", 4),
+    Setup("int2:block=40", 16),
+    Setup("int4:skip=1,block=1", 3),
+    Setup("int4", 4),
     Setup("bf16", 8),
-    Setup("kivi-2:recent=5,group=8", 8),
+    Setup("kivi-2:group=8,block=5", 8),
 ]
 
 
@@ -37,7 +37,7 @@ def places(cache: PagedCache) -> list[int]:
     views = (
         view for layer in range(LAYERS) for _, *both in cache.pages(layer).views for arrays in both for view in arrays
     )
-    held = (*cache.pools, *cache.shadows, *views, cache.faults, *tensors(cache.step).values())
+    held = (*cache.pools, *cache.rings, *views, cache.faults, *tensors(cache.step).values())
     return [tensor.data_ptr() for tensor in held]
 
 
@@ -56,7 +56,7 @@ def step(setup: Setup, caches: list[PagedCache], counts: list[int], seed: int) -
 
 def assert_described(cache: PagedCache) -> None:
     """The step of one token of each sequence is what the cache's bookkeeping says."""
-    described, size, shadows = cache.step, cache.tables.page_size, cache.shadow_map.of
+    described, size = cache.step, cache.tables.page_size
     starts = [length - 1 for length in cache.lengths]
     assert described.known == (starts, cache.lengths)
     assert (described.starts.tolist(), described.lengths.tolist()) == (starts, cache.lengths)
@@ -66,7 +66,7 @@ def assert_described(cache: PagedCache) -> None:
     assert described.locations.tolist() == [
         pages[start // size] * size + start % size for pages, start in zip(held, starts, strict=True)
     ]
-    assert described.shadow_of.tolist() == [shadows.get(page, -1) for page in range(len(described.shadow_of))]
+    assert described.rings.tolist() == [[row] for row in range(len(starts))]
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=describe)
@@ -85,19 +85,6 @@ def test_steps_move_no_memory(setup: Setup):
     assert [pool.data_ptr() for pool in cache.pools] == pools
 
 
-def test_from_an_empty_cache_shadows_are_enough():
-    """At every alignment of windows and pages."""
-    for page_size in (1, 3, 4, 16):
-        for recent in (0, 1, 4, 5, 17):
-            for sink in (0, 1, 4, 5):
-                cache = make_cache(Setup(f"int4:sink={sink},recent={recent}", page_size), 2)
-                cache.reserve(90)
-                shadows = [held.data_ptr() for held in cache.shadows]
-                for _ in range(90):
-                    cache.extend([1, 1])
-                assert [held.data_ptr() for held in cache.shadows] == shadows
-
-
 @pytest.mark.parametrize("setup", SETUPS, ids=describe)
 def test_attention_is_that_of_a_cache_that_grows(setup: Setup):
     """Also beyond what was reserved, where memory moves again."""
@@ -110,7 +97,7 @@ def test_attention_is_that_of_a_cache_that_grows(setup: Setup):
 
 
 def test_the_definition():
-    setup = Setup("saw-int4:sink=3,recent=7", 4)
+    setup = Setup("saw-int4:block=7", 4)
     cache = make_cache(setup, 2)
     cache.reserve(40)
     for seed, counts in enumerate(([12, 5], *[[1, 1]] * 6)):
@@ -128,7 +115,7 @@ def test_the_definition():
 @pytest.mark.parametrize("rows", [[1], [2, 0], [0, 1, 2, 2]])
 def test_another_number_of_sequences_describes_itself_anew(rows: list[int]):
     """One row must not be spread over the place of three."""
-    setup = Setup("saw-int4:sink=3,recent=7", 4)
+    setup = Setup("saw-int4:block=7", 4)
     caches = [make_cache(setup, 3) for _ in range(2)]
     caches[0].reserve(60)
     for counts in ([9, 1, 20], [1, 1, 1], [1, 1, 1]):
@@ -142,7 +129,7 @@ def test_another_number_of_sequences_describes_itself_anew(rows: list[int]):
         assert caches[0].step.lengths.tolist() == caches[1].lengths
 
 
-@pytest.mark.parametrize("recipe", ["saw-int4", "int2:sink=3,recent=5", "bf16"])
+@pytest.mark.parametrize("recipe", ["saw-int4", "int2:block=5", "bf16"])
 def test_kernels_read_the_same(monkeypatch: pytest.MonkeyPatch, recipe: str):
     """In Triton's interpreter: a wider table splits the work in another way, and that is all."""
     setup = Setup(recipe, 4, kv_heads=1, ratio=2, dtype=torch.bfloat16)

@@ -40,7 +40,9 @@ def test_sizes_are_what_is_allocated(calibrated):
         each = sizes(geometry, context)
         wanted = sum(each[CHOICES.index(choice)] for choice in MIXED)
         assert Fitted.of(TUNED, geometry, tuned).sequence_bytes(context) == wanted
-        assert cache.allocated_bytes == wanted
+        # in transformers, 64 tokens can be taken back, and in engines 16
+        more = 48 * 2 * geometry.elements_per_token
+        assert cache.allocated_bytes == wanted + more
 
 
 @pytest.mark.parametrize("dims", [128, 256])
@@ -60,7 +62,7 @@ def test_equal_choices_are_the_named_recipes(calibrated):
     ids = tiny_models.random_tokens(80, seed=2)[None]
     for name, choice in EQUAL.items():
         tuned = with_choices(artifact, geometry, (choice, choice), text)
-        caches = kvfold.cache(model, f"{name}:recent=4", tuned), kvfold.cache(model, "fold:recent=4", tuned)
+        caches = kvfold.cache(model, f"{name}:block=4", tuned), kvfold.cache(model, "fold:block=4", tuned)
         own, same = (model(ids, past_key_values=cache).logits for cache in caches)
         assert torch.equal(own, same)
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvfold.format.open_block import raw_from
 from kvfold.ops import naive
 from kvfold.ops.dispatch import New
 from kvfold.ops.pages import LayerPages, Logits
@@ -47,7 +48,7 @@ def attend(
     All queries are computed at once. Transformed queries, keys, values, weights and outputs are rounded to `dtype`, if
     it is given.
     """
-    step, windows, own = pages.step, pages.windows, queries(pages, row)
+    step, own = pages.step, queries(pages, row)
     start, length = step.known.starts[row], step.known.lengths[row]
     position = torch.arange(start, length, device=q.device).unsqueeze(1)
     token = torch.arange(length, device=q.device)
@@ -55,9 +56,11 @@ def attend(
     seen = token <= position  # [n, tokens]
     read = [(pages.unpack(page, offset), seen)]  # k, v [tokens, kv_heads, d], and which queries read them
     if new is not None:
-        raw = (token < windows.sink) | (token >= windows.raw_from(position))
-        k, v = (side[step.shadow_of[page].clamp_min(0), :, offset] for side in pages.shadow_sides)
-        k[start:], v[start:] = (side[own] for side in new)
+        raw = token >= raw_from(position, pages.block)
+        begin, end, first = (int(x) for x in (*pages.fresh.starts[row : row + 2], pages.fresh.first[row]))
+        places = step.in_rings(torch.tensor(row, device=q.device), token, pages.ring_tokens)
+        k, v = (side[places // pages.ring_tokens, :, places % pages.ring_tokens] for side in pages.ring_sides)
+        k[first:], v[first:] = (side[begin:end] for side in new)
         read = [(read[0][0], seen & ~raw), ((k, v), seen & raw)]
     for states, mask in read:
         for side in states:
@@ -99,7 +102,7 @@ def store_error(pages: LayerPages, k: Tensor, v: Tensor, new: New) -> tuple[floa
     sides = zip((pages.key, pages.value), (k, v), strict=True)
     y = [codec.transform.forward(x) for codec, x in sides]
     narrow = [side.to(k.dtype) for side in y]
-    page, _, offset = step.places
+    page, offset = step.places
     stored, exact, rounded = [], [], []
     for views in pages.views:
         part, codec = views.sides, pages.codec(views.sides)
@@ -108,7 +111,8 @@ def store_error(pages: LayerPages, k: Tensor, v: Tensor, new: New) -> tuple[floa
         rounded.append(codec.dequantize(*codec.quantize(torch.stack(narrow[part], dim=2).float())))
     error, allowed = (relative_error(flat(parts), flat(exact)) for parts in (stored, rounded))
     if new is not None:
-        error = max(error, relative_error(flat(new), flat(narrow)))
+        rows = slice(None) if pages.fresh.rows is None else pages.fresh.rows
+        error = max(error, relative_error(flat(side[rows] for side in new), flat(narrow)))
     return error, 2 * allowed
 
 
@@ -133,7 +137,7 @@ def on_cpu(pages: LayerPages) -> LayerPages:
     views = pages.layout.views(pool, together=key.quantizes_like(value))
     return replace(
         pages, step=replace(pages.step, **tensors), key=key, value=value, pool=pool, views=views,
-        shadows=_copied(pages.shadows), faults=_copied(pages.faults),
+        ring=_copied(pages.ring), faults=_copied(pages.faults),
     )  # fmt: skip
 
 
@@ -170,7 +174,7 @@ def _packed(pages: LayerPages) -> Tensor:
 
     Where whole pages are quantized, these are the tokens of the pages that the step filled.
     """
-    step, group = pages.step, pages.windows.group
+    step, group = pages.step, pages.layout.page_size if pages.layout.per_page else 1
     tokens = [
         (row, token)
         for row, (start, length) in enumerate(zip(*step.known, strict=True))

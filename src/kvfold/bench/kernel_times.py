@@ -22,7 +22,7 @@ from kvfold.bench.kernel_cases import CASES, Case
 from kvfold.bench.random_fits import random_codecs, random_states
 from kvfold.bench.targets import Capability
 from kvfold.format.layout import PageLayout
-from kvfold.format.windows import Windows
+from kvfold.format.open_block import raw_from, ring_tokens
 from kvfold.ops.dispatch import Choice, New, Ops, choose
 from kvfold.ops.pages import LayerPages
 from kvfold.paged import PagedCache
@@ -68,9 +68,9 @@ class Row:
 
 
 def default_recipes(head_dim: int) -> tuple[str, ...]:
-    """4, 2 and 3 bits, without windows."""
-    oscar = "oscar-int2:sink=0,recent=0"
-    return "saw-int4", f"{oscar},group={head_dim}", oscar, "gtq-k3v3:sink=0"
+    """4, 2 and 3 bits, without an open block."""
+    oscar = "oscar-int2:block=0"
+    return "saw-int4", f"{oscar},group={head_dim}", oscar, "gtq-k3v3"
 
 
 def cases(ops: Sequence[str] | None, texts: Sequence[str] | None, **shape: Any) -> list[Case]:
@@ -138,12 +138,12 @@ def measure(
         error, allowed = attend_error(pages, q, new, case.logits, outputs)
     if not error <= allowed:
         raise ValueError(f"{recipe} is wrong by {error:.2g}, {allowed:.2g} at most, and not timed: {case}")
-    size = moved_bytes(case, pages.layout, pages.windows)
+    size = moved_bytes(case, pages.layout, pages.block)
     runs, others, fp8 = {"own": _calls(case, filled, size)}, dict[str, Calls](), dict[str, Calls]()
     if case.op == "store":
         runs["copy"] = _copy_calls(k, v)
         plain = fill(case, parse(PLAIN_STORE), device, capability)
-        others[PLAIN_STORE] = _calls(case, plain, moved_bytes(case, plain.pages.layout, plain.pages.windows))
+        others[PLAIN_STORE] = _calls(case, plain, moved_bytes(case, plain.pages.layout, plain.pages.block))
     else:
         others = library_calls(case, device, case.torch_dtype)
         fp8 = {f"{name} FP8": calls for name, calls in library_calls(case, device, FP8).items()}
@@ -177,24 +177,24 @@ def measure(
     )
 
 
-def moved_bytes(case: Case, layout: PageLayout, windows: Windows) -> int:
+def moved_bytes(case: Case, layout: PageLayout, block: int) -> int:
     """Bytes that an op has to move; queries and outputs do not count.
 
-    - `decode`, `extend`: every cached token once. It is packed, or raw where a window holds it. It counts as both if
-      one query reads it packed and another reads it raw.
-    - `store`: keys, values and their slots. With windows, also the raw vectors that it returns and writes to shadows.
+    - `decode`, `extend`: every cached token once. It is packed, or raw in an open block. It counts as both if one query
+      reads it packed and another reads it raw.
+    - `store`: keys, values and their slots. With an open block, also the raw vectors that it returns, and those that it
+      keeps in rings.
     """
     slot, raw = layout.key.slot_bytes + layout.value.slot_bytes, 2 * (layout.key.dims + layout.value.dims)
     if case.op == "store":
-        kept = windows.pages(case.history, case.context, case.page) if windows else ()
-        shadowed = sum(token // case.page in kept for token in range(case.history, case.context))
-        size = case.new * (raw + slot) + (case.new * bool(windows) + shadowed) * raw
+        size = case.new * (raw + slot)
+        if block:
+            size += (case.new + min(case.new, ring_tokens(block))) * raw
     else:
-        sink = min(windows.sink, case.context)
-        packed = max(0, windows.raw_from(case.context - 1) - sink)
-        recent = max(0, case.context - max(sink, windows.raw_from(case.history))) if windows.has_recent else 0
+        packed = raw_from(case.context - 1, block)
+        near = case.context - raw_from(case.history, block) if block else 0
         page_meta = sum(slot.meta_bytes for slot in (layout.key, layout.value) if slot.per_page)
-        size = packed * slot + -(-packed // case.page) * page_meta + (sink + recent) * raw
+        size = packed * slot + -(-packed // case.page) * page_meta + near * raw
     return case.batch * case.kv_heads * size
 
 
@@ -216,7 +216,7 @@ def fill(case: Case, recipe: Recipe, device: torch.device, capability: Capabilit
         [(key.to(device), value.to(device))],
         case.kv_heads,
         case.batch,
-        windows=recipe.windows,
+        block=recipe.block,
         page_size=case.page,
         raw_dtype=case.torch_dtype,
         device=device,
@@ -264,7 +264,7 @@ def _calls(case: Case, filled: Filled, size: int) -> Calls:
     for _ in range(copies(size, pages.pool.device)):
         pool = pages.pool.clone()
         views = pages.layout.views(pool, together=pages.key.quantizes_like(pages.value))
-        copy = replace(pages, pool=pool, views=views, shadows=pages.shadows.clone())
+        copy = replace(pages, pool=pool, views=views, ring=pages.ring.clone())
         inputs = (k.clone(), v.clone()) if case.op == "store" else (q, new, case.logits, out)
         calls.append(partial(_choice(case, ops).run, copy, *inputs))
     return calls

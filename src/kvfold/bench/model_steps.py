@@ -86,20 +86,21 @@ def packed_cache(
 
 
 def fill(cache: PagedCache, recipe: Recipe) -> None:
-    """Fill all pages and shadow pages: random tokens of one page are stored, and its bytes are copied to all others."""
-    size, dtype, device = cache.tables.page_size, cache.shadows[0].dtype, cache.device
+    """Fill all pages and rings: random tokens of one page are stored, and copied to all others and to the rings."""
+    size, dtype, device = cache.tables.page_size, cache.rings[0].dtype, cache.device
     one = PagedCache(
-        cache.codecs, cache.kv_heads, 1, windows=recipe.windows, page_size=size, raw_dtype=dtype, device=device
+        cache.codecs, cache.kv_heads, 1, block=recipe.block, page_size=size, raw_dtype=dtype, device=device
     )
     one.extend([size])
     generator = torch.Generator(device).manual_seed(0)
     for layer, layout in enumerate(cache.layouts):
         dims = layout.key.dims, layout.value.dims
         k, v = (random_states((size, cache.kv_heads, d), generator).to(dtype) for d in dims)
-        choose(layout, 1, device).store.run(one.pages(layer), k, v)
+        new = choose(layout, 1, device).store.run(one.pages(layer), k, v)
         cache.pools[layer].view(torch.int64)[:] = one.pools[layer].view(torch.int64)[0]
-        if len(cache.shadows[layer]):
-            cache.shadows[layer][:] = one.shadows[layer][0]
+        if new is not None:
+            for ring, side in zip(layout.ring_sides(cache.rings[layer]), new, strict=True):
+                ring[:] = side[torch.arange(ring.shape[2], device=device) % size].transpose(0, 1)
 
 
 class Decoder:
@@ -128,9 +129,9 @@ class Decoder:
 def packed_error(model: PreTrainedModel, recipe: Recipe, page: int, batch: int = 2, steps: int = STEPS) -> float:
     """How far replayed steps are from eager steps over another cache: the largest relative error of logits.
 
-    Lengths grow between replays. At the first step, tokens begin to leave the recent window.
+    Lengths grow between replays. After a few steps, another block is open.
     """
-    start = recipe.sink + recipe.recent + 3
+    start = recipe.block + max(3, recipe.block - WARM_UP - 3)
     replayed, eager = (
         Decoder(model, packed_cache(model, recipe, batch, start, start + WARM_UP + steps, page), batch)
         for _ in range(2)

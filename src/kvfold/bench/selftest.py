@@ -1,8 +1,15 @@
 """`kvfold selftest`: every kernel that a recipe gets on this device, against the definitions in ops/naive.py.
 
-A case is one layer with a recipe and a shape. Its history is packed by `naive.store`. Then come two steps: several
-tokens per sequence, then one. The definitions run on the CPU; attention is computed in float64. Before each op the
-device gets the bytes of the definition, so a wrong `store` does not make `decode` look wrong.
+A case is one layer with a recipe and a shape. Its history is packed by `naive.store`. Then come the paths:
+
+- `store`: several tokens per sequence. `extend`: their queries attend.
+- `step`: one token per sequence, stored and attended as in engines, with a row of padding as in CUDA graphs. `decode`:
+  the same queries again, alone.
+- `drafts`: a few tokens per sequence, as if drafts were verified.
+
+Steps begin inside open blocks and at their ends, and drafts cross a border. The definitions run on the CPU; attention
+is computed in float64. Before each op the device gets the bytes of the definition, so a wrong `store` does not make
+`decode` look wrong.
 
 On a GPU the cases compile hundreds of variants of kernels.
 """
@@ -24,28 +31,26 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvfold.bench import targets
 from kvfold.bench.expected_ops import (
-    allowed_error,
     differing_share,
-    flat,
     naive_attend_error,
     naive_store_error,
     on_cpu,
     one_thread,
-    relative_error,
 )
 from kvfold.bench.random_fits import random_codecs, random_states
+from kvfold.bench.scattered_cache import ScatteredCache
 from kvfold.bench.targets import Capability
 from kvfold.format.codec import Codec
 from kvfold.format.layout import PageLayout
+from kvfold.format.open_block import raw_from
 from kvfold.models import default_device
 from kvfold.ops import naive
 from kvfold.ops.dispatch import Choice, New, choose
-from kvfold.ops.pages import LayerPages, Logits
-from kvfold.ops.restore import Restore
-from kvfold.paged import PagedCache
+from kvfold.ops.pages import LayerPages, Logits, Step
 from kvfold.recipe import Recipe
 from kvfold.recipes import parse
 from kvfold.version import __version__
@@ -61,7 +66,7 @@ WORKERS = 8  # processes on a GPU; each compiles on one core and takes about hal
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens per sequence: before the two steps, and in the first step. The second step has one."""
+    """Tokens per sequence: before the steps, and in the first step. The second step has one, the third has drafts."""
 
     history: tuple[int, ...]
     new: tuple[int, ...]
@@ -74,11 +79,12 @@ class Tokens:
         return ", ".join(f"{old}+{new}+1" for old, new in zip(self.history, self.new, strict=True))
 
 
-# Both steps fill pages of 16, 32, 64 and 128 tokens
-SHORT = Tokens((374, 120, 0, 200), (9, 10, 16, 2))
+# The first two steps fill pages of 16, 32, 64 and 128 tokens. In the third one, drafts of the first sequence cross a
+# border of blocks of 2 to 256 tokens, if these are powers of two.
+SHORT = Tokens((500, 120, 0, 381), (9, 10, 16, 2))
 # Flash attention reads the first sequence unpacked. The second is too short for that, except for FlashAttention 3.
 PROMPT = Tokens((1100, 20), (70, 3))
-# Enough queries for cuDNN's causal mask
+# More queries than PyTorch's attention takes at a time, and open blocks on both sides of the border
 PREFILL = Tokens((0, 20), (2300, 3))
 # Each CTA of a decode kernel reads several tiles; `store` takes its larger tiles
 LONG = Tokens((29_000, 60), (4_200, 8))
@@ -124,60 +130,60 @@ class Case:
         return shape + ", learned sinks" * self.sinks + (f", logits up to {self.cap}" if self.cap else "")
 
 
-# Each kernel meets 1 to 8 query heads per KV head, both page sizes, several head dimensions and all kinds of windows
+# Each kernel meets 1 to 8 query heads per KV head, both page sizes, several head dimensions and sizes of open blocks
 CASES = (
     # integers
     Case("saw-int4", 128, 4, 64, LONG),
-    Case("saw-int4:sink=4,recent=40", 64, 1, 16),
-    Case("saw-int4:sink=4", 256, 7, 16, PROMPT),
+    Case("saw-int4:block=64", 64, 1, 16),
+    Case("saw-int4:block=16", 256, 7, 16, PROMPT),
     Case("int4", 64, 8, 64, dtype="float16"),
-    Case("int4:recent=1", 128, 3, 16),
-    Case("int8:sink=3,recent=20", 256, 2, 16),
+    Case("int4:block=1", 128, 3, 16),
+    Case("int8:block=32", 256, 2, 16),
     Case("int8", 64, 5, 16),
     Case("int2", 256, 6, 64),
-    Case("int2:sink=4,recent=40", 64, 8, 16),
+    Case("int2:block=40", 64, 8, 16),
     Case("oscar-int2", 128, 8, 64, LONG),
-    Case("oscar-int2:group=128,sink=5,recent=70", 128, 4, 16, dtype="float16"),
-    Case("oscar-int2:sink=0,recent=0", 64, 1, 16),
+    Case("oscar-int2:group=128,block=64", 128, 4, 16, dtype="float16"),
+    Case("oscar-int2:block=0", 64, 1, 16),
     Case("quarot-int2", 128, 5, 64, PROMPT, kv_heads=8),
-    Case("hessian-int4:recent=33", 64, 2, 64),
+    Case("hessian-int4:block=128", 64, 2, 64),
     # evenly spaced levels
     Case("fold2", 128, 4, 64, LONG),
-    Case("fold2:sink=0,recent=0", 64, 1, 16),
-    Case("fold2:sink=3,recent=1", 128, 6, 16),
+    Case("fold2:block=0", 64, 1, 16),
+    Case("fold2:block=2", 128, 6, 16),
     Case("fold3", 128, 8, 64, LONG),
-    Case("fold3:sink=4,recent=40", 64, 2, 16),
-    Case("fold3:sink=5,recent=0", 128, 7, 64, dtype="float16"),
-    Case("fold4:recent=20", 256, 3, 64),
+    Case("fold3:block=32", 64, 2, 16),
+    Case("fold3:block=128", 128, 7, 64, dtype="float16"),
+    Case("fold4:block=16", 256, 3, 64),
     Case("fold4", 128, 5, 16, PROMPT, kv_heads=8),
     # codebooks
     Case("tq-k4v4", 128, 1, 64),
-    Case("tq-k2v2:sink=4,recent=40", 64, 4, 16),
+    Case("tq-k2v2:block=64", 64, 4, 16),
     Case("tq-k3v3", 64, 3, 64, dtype="float16"),
     Case("gtq-k3v3", 128, 8, 16, LONG),
-    Case("gtq-k4v4:recent=16", 64, 2, 64, PREFILL),
-    Case("gtq-k2v2:sink=64,recent=256", 128, 6, 64),
+    Case("gtq-k4v4:block=16", 64, 2, 64, PREFILL),
+    Case("gtq-k2v2:block=256", 128, 6, 64),
     Case("tq-k6v5", 128, 5, 16),
-    Case("tq-k1v6:recent=1", 128, 7, 16),
+    Case("tq-k1v6:block=1", 128, 7, 16),
     # decoded by the portable kernel
     Case("bf16", 128, 4, 64, LONG),
     Case("bf16", 64, 8, 16, PROMPT, "float16"),
-    Case("int4:group=32,sink=2,recent=9", 128, 3, 64),
+    Case("int4:group=32,block=8", 128, 3, 64),
     Case("kivi-2", 64, 2, 32),
-    Case("kivi-4:sink=4,recent=0", 128, 1, 32),
+    Case("kivi-4:block=0", 128, 1, 32),
     Case("kitty-2", 128, 4, 128),
     Case("kmeans-int4", 64, 7, 16),
-    Case("kmeans-saw-int4:sink=4", 128, 1, 64),
+    Case("kmeans-saw-int4:block=64", 128, 1, 64),
     Case("gtq-k3v3:per_head=true", 128, 5, 16),
     Case("tq-k8v7", 128, 6, 64),
-    Case("oscar-int2:per_head=true,recent=8", 64, 6, 16),
+    Case("oscar-int2:per_head=true,block=16", 64, 6, 16),
     # what newer models need: learned sinks, capped logits, other head dimensions
-    Case("saw-int4:values=true,sink=4,recent=40", 64, 8, 64, PROMPT, sinks=True),
+    Case("saw-int4:values=true,block=64", 64, 8, 64, PROMPT, sinks=True),
     Case("saw-int4", 128, 4, 16, sinks=True),
-    Case("int4:recent=9", 256, 2, 16, PROMPT, cap=30.0),
-    Case("saw-int4:sink=3,recent=20", 80, 4, 64, PROMPT),
+    Case("int4:block=32", 256, 2, 16, PROMPT, cap=30.0),
+    Case("saw-int4:block=16", 80, 4, 64, PROMPT),
     Case("tq-k3v3", 96, 3, 16),
-    Case("oscar-int2:recent=40", 192, 4, 64, PROMPT, value_dim=128),
+    Case("oscar-int2:block=64", 192, 4, 64, PROMPT, value_dim=128),
 )
 # On CPUs longer contexts and more heads run the same code
 CPU_CASES = tuple(replace(case, tokens=SHORT if case.tokens is SHORT else PROMPT, kv_heads=2) for case in CASES)
@@ -248,7 +254,7 @@ def check(case: Case, capability: Capability | None = None) -> list[Row]:
     rows += [layer.step(), layer.attend("decode", layer.ops.decode)]
     if layer.ops.decode.queries > 1:
         rows.append(layer.step(DRAFTED))
-    return [*rows, layer.restore()] if layer.restores else rows
+    return rows
 
 
 class Found(NamedTuple):
@@ -288,12 +294,6 @@ class Layer:
     def pages(self) -> LayerPages:
         return self.cache.pages(0)
 
-    @property
-    def restores(self) -> bool:
-        """Whether a serving engine uses shadow pages here, which it may lose."""
-        slow = self.pages.pool.is_cuda and self.ops.store.implementation == "torch"
-        return self.pages.layout.for_evaluation is None and not slow and bool(self.pages.windows)
-
     @one_thread()
     def begin(self, counts: Sequence[int]) -> None:
         """Begin a step of random tokens, and let the definition store them."""
@@ -311,15 +311,15 @@ class Layer:
     def queries(self) -> Tensor:
         """Queries of the current step. Each puts about half of its weight on one token.
 
-        That token lies beside a border of a tile, page or window, or anywhere. A kernel that misses it is far off.
+        That token lies beside a border of a tile, page or block, or anywhere. A kernel that misses it is far off.
         """
-        windows, step = self.pages.windows, self.pages.step
+        block, step = self.pages.block, self.pages.step
         q = 0.3 * self._random(len(step.locations), self.case.q_heads, self.case.head_dim).float()
         query = iter(q)
         for keys, new in zip(self.keys, self.cache.counts, strict=True):
             length, keys = len(keys), keys - keys.mean(dim=0)
             for position in range(length - new, length):
-                borders = {0, windows.sink, TILE, self.case.page, windows.raw_from(position), position + 1}
+                borders = {0, TILE, self.case.page, raw_from(position, block), position + 1}
                 near = sorted({t for border in borders for t in (border - 1, border) if 0 <= t <= position})
                 anywhere = torch.randint(position + 1, (len(near),), generator=self.generator).tolist()
                 sought = [[*near, *anywhere][next(self.turn) % (2 * len(near))] for _ in range(self.case.q_heads)]
@@ -332,7 +332,7 @@ class Layer:
     def resume(self) -> None:
         """Copy the bytes of the definition to the device."""
         self.pages.pool.copy_(self.expected.pool)
-        self.pages.shadows.copy_(self.expected.shadows)
+        self.pages.ring.copy_(self.expected.ring)
 
     def _there(self, *tensors: Tensor) -> list[Tensor]:
         return [x.to(self.cache.device) for x in tensors]
@@ -362,13 +362,14 @@ class Layer:
 
     def step(self, most: int = 1) -> Row:
         """Tokens are stored and their queries attend, in one call, as in engines: one token of each sequence, or up to
-        `most` as if there were drafts."""
+        `most` as if there were drafts. A row of padding follows them."""
         self.begin([most - i % most for i in range(len(self.case.tokens.new))])
         states = self.queries(), self.k, self.v
 
         def found() -> Found:
-            q, k, v = self._there(*states)
-            out = self.ops.store_and_attend(self.pages, q, k, v, self._logits_there)
+            pages = self.pages.during(_padded(self.pages.step))
+            q, k, v = (pad(x, (0, 0, 0, 0, 0, 1), value=math.nan) for x in self._there(*states))
+            out = self.ops.store_and_attend(pages, q, k, v, self._logits_there)[: len(states[0])]
             stored = self.stored(self.new)
             read = Found(*naive_attend_error(on_cpu(self.pages), states[0], self.new, self.logits, out))
             return stored if stored.wrong else read
@@ -379,7 +380,7 @@ class Layer:
         """Compare what the device stored, and returned as `new`, with the definition."""
         got = on_cpu(self.pages)
         shares = [differing_share(self.before.pool, self.expected.pool, got.pool)]
-        shares.append(differing_share(*(_bits(pages.shadows) for pages in (self.before, self.expected, got))))
+        shares.append(differing_share(*(_bits(pages.ring) for pages in (self.before, self.expected, got))))
         if self.new and new:
             shares += [
                 differing_share(torch.full_like(_bits(mine), POISON), _bits(mine), _bits(other.cpu()))
@@ -387,27 +388,6 @@ class Layer:
             ]
         problem = f"{max(shares):.1%} of the stored numbers differ from the definition" if max(shares) > TIES else ""
         return Found(*naive_store_error(self.before, self.expected, got, self.k, self.v), problem)
-
-    def restore(self) -> Row:
-        """Restore the shadows of three pages, and leave a fourth alone."""
-        self.resume()
-        before, table, kept = self.expected.shadows, self.expected.step.table[0, :4], [2, 0, 1, 3]
-
-        def found() -> Found:
-            asked = torch.tensor([3], dtype=torch.int32)
-            Restore([self.pages])(*self._there(table, torch.tensor(kept), asked))
-            page, offset = table[:3].repeat_interleave(self.case.page), torch.arange(self.case.page).repeat(3)
-            sides = self.expected.unpack(page, offset)
-            unpacked = flat(side.unflatten(0, (3, -1)).transpose(1, 2) for side in sides)
-            got = on_cpu(self.pages)
-            untouched = torch.equal(_bits(got.shadows[3:]), _bits(before[3:]))
-            restored = flat(side[kept[:3]] for side in got.shadow_sides)
-            error = relative_error(restored, unpacked), allowed_error(unpacked.to(restored.dtype), unpacked)
-            return Found(*error, "" if untouched else "it changes shadows of other pages")
-
-        on_gpu = self.pages.pool.is_cuda
-        reason = "all layers in one launch" if on_gpu else "there is no kernel for CPUs"
-        return self._row("restore", Choice("triton" if on_gpu else "torch", reason, Restore), found)
 
     def _row(self, path: str, choice: Choice, find: Callable[[], Found]) -> Row:
         try:
@@ -443,21 +423,27 @@ class Layer:
         )
 
 
-def _poisoned_cache(case: Case, recipe: Recipe, codecs: tuple[Codec, Codec], device: torch.device) -> PagedCache:
-    """An empty cache with room for all tokens of the case. Pages have a random order and hold NaN."""
+def _poisoned_cache(case: Case, recipe: Recipe, codecs: tuple[Codec, Codec], device: torch.device) -> ScatteredCache:
+    """An empty cache with room for all tokens of the case. Its pages hold NaN."""
     size, tokens = case.page, case.tokens
-    cache = PagedCache(
-        [codecs], case.kv_heads, len(tokens.new),
-        windows=recipe.windows, page_size=size, raw_dtype=case.torch_dtype, device=device,
-    )  # fmt: skip
     pages = sum(-(-(old + new + 1) // size) for old, new in zip(tokens.history, tokens.new, strict=True))
-    generator = torch.Generator().manual_seed(0)
-    cache.tables.references, cache.tables.free = [0] * pages, torch.randperm(pages, generator=generator).tolist()
-    cache.shadow_map.capacity, cache.shadow_map.free = pages, torch.randperm(pages, generator=generator).tolist()
+    cache = ScatteredCache(
+        [codecs], case.kv_heads, len(tokens.new),
+        pages=pages, block=recipe.block, page_size=size, raw_dtype=case.torch_dtype, device=device,
+    )  # fmt: skip
     cache.extend([0] * len(tokens.new))
     cache.pools[0].fill_(0xFF)
-    cache.shadows[0].fill_(math.nan)
     return cache
+
+
+def _padded(step: Step) -> Step:
+    """A decode step with one more sequence, which fills up a CUDA graph. The host knows nothing of it."""
+    return replace(
+        step, locations=pad(step.locations, (0, 1), value=-1),
+        query_starts=torch.cat((step.query_starts, step.query_starts[-1:] + 1)),
+        starts=pad(step.starts, (0, 1)), lengths=pad(step.lengths, (0, 1), value=1),
+        table=pad(step.table, (0, 0, 0, 1)), rings=pad(step.rings, (0, 0, 0, 1)),
+    )  # fmt: skip
 
 
 def _bits(x: Tensor) -> Tensor:

@@ -11,9 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvfold.calibration.rope_probe import probe
-from kvfold.calibration.statistics import PROMPT, QUERIES, LayerStatistics, Statistics
+from kvfold.calibration.statistics import FIRST_TOKENS, PROMPT, QUERIES, LayerStatistics, Statistics
 from kvfold.calibration.tap import Seen, tapped
-from kvfold.format.windows import FIRST_TOKENS
 from kvfold.geometry import Geometry, UnsupportedModel
 from kvfold.ops.pages import Logits
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from kvfold.calibration.tap import Seen
 from kvfold.files import write_whole
-from kvfold.format.windows import FIRST_TOKENS
 from kvfold.ops.dense import by_head, log_softmax
 from kvfold.ops.pages import Logits
 from kvfold.rope import Rope
 
+FIRST_TOKENS = 4  # attention sinks: their keys are unlike all others, so they are left out
 PROMPT = 1024  # tokens of the first passage whose keys and values are kept
 QUERIES = 128  # of the second half of these tokens, evenly spread, whose queries are kept
 

@@ -14,7 +14,7 @@ from kvfold.text import read_text, tokenize
 
 def decode(
     model: Model,
-    recipe: Annotated[list[str], recipe_option("A recipe with options, e.g. `saw-int4:order=64,sink=4`; repeatable.")],
+    recipe: Annotated[list[str], recipe_option("A recipe with options, e.g. `saw-int4:block=64`; repeatable.")],
     context: Annotated[int, typer.Option(help="Tokens in the cache before decoding.", min=1)] = 2048,
     batch: Annotated[int, typer.Option(help="Sequences decoded together.", min=1)] = 1,
     steps: Annotated[int, typer.Option(help="Steps to time.", min=1)] = 32,

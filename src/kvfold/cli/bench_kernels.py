@@ -15,7 +15,7 @@ from kvfold.geometry import Geometry
 
 def kernels(
     recipe: Annotated[
-        list[str] | None, recipe_option("A recipe with options; repeatable. Default: 4, 3 and 2 bits, no windows.")
+        list[str] | None, recipe_option("A recipe with options; repeatable. Default: 4, 3 and 2 bits, no open block.")
     ] = None,
     op: Annotated[
         list[str] | None, typer.Option("--op", help="`decode`, `extend` or `store`; repeatable. Default: all.")

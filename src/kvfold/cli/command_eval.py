@@ -61,7 +61,7 @@ def eval_(
 
     A run that was interrupted goes on when the same command is run again.
 
-    Example: `kvfold eval embedded -r int4 -r saw-int4:sink=4 --tokens 4096 --html report.html`, or
+    Example: `kvfold eval embedded -r int4 -r saw-int4:block=64 --tokens 4096 --html report.html`, or
     `kvfold eval Qwen/Qwen3-8B -r oscar-int2 --artifact fits --needle 4096 --needle 32768 --gsm8k test.jsonl`, or
     `kvfold eval Qwen/Qwen3-8B -r saw-int4 --tool-calls 16384 --haystack novel.txt --haystack code.txt --trials 10`
     """

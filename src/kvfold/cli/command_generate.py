@@ -83,8 +83,8 @@ def stream_answer(
     )
     if packed.allocated_bytes > raw_bytes and smaller > 1:
         err.print(
-            f"So few tokens take more than in 16 bits: windows keep them in 16 bits too, and pages are whole. {LONG:,} "
-            f"tokens take {smaller:.1f} times less.",
+            "So few tokens take more than in 16 bits: the open block keeps them in 16 bits too, and pages are whole. "
+            f"{LONG:,} tokens take {smaller:.1f} times less.",
             style="dim",
             highlight=False,
         )

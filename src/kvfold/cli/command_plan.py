@@ -2,23 +2,17 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from kvfold.cli.inputs import bytes_in, check_files, config_of, fitting_recipes
 from kvfold.cli.options import JsonFile
 from kvfold.cli.output import out, write_json
-from kvfold.engines.window_memory import carried, shadows_needed
 from kvfold.fitting_table import FittingTable
 from kvfold.geometry import Geometry, example_configs, text_config
 from kvfold.layer_kinds import Kind
 
-if TYPE_CHECKING:
-    from kvfold.fitted import Fitted
-
-PAGE = 64  # tokens of a page on a GPU
-LARGE = 40 * 2**30  # bytes of cache that only GPUs have whose memory is 70 GiB or more
 WINDOWS: dict[Kind, str] = {"sliding": "sliding_window", "chunked": "attention_chunk_size"}  # fields with their tokens
 
 
@@ -39,8 +33,7 @@ def plan(
     """Show how many tokens and requests fit, for every recipe that is served, from the model's configuration alone.
 
     Bytes per token are those of packed layers. Sliding and chunked layers keep 16 bits and the tokens of their window,
-    which every request is charged with. Windows of recipes are kept for all requests that vLLM runs at once by default:
-    as many as a quarter of the memory carries.
+    which every request is charged with, as it is with its open block.
 
     Example: `kvfold plan Qwen3-8B --memory 40GiB --context 32768`
     """
@@ -64,19 +57,18 @@ def plan(
         if fitted.for_evaluation:
             unserved.append(name)
             continue
-        running, shadow_bytes = _windows(fitted, budget)
-        packed_bytes = Fitted(recipe.model_copy(update={"sink": 0, "recent": 0}), geometry).sequence_bytes(context)
-        per_request = packed_bytes + sum(windowed.values())
-        left = max(0, budget - shadow_bytes)
+        packed_bytes = Fitted(recipe.model_copy(update={"block": 0}), geometry).sequence_bytes(context)
+        open_bytes = fitted.sequence_bytes(context) - packed_bytes
+        per_request = packed_bytes + open_bytes + sum(windowed.values())
         rows.append(
             {
                 "recipe": name,
                 "bytes_per_token": packed_bytes / context,
                 "window_bytes": sum(windowed.values()),
-                "shadow_bytes": shadow_bytes,
-                "compression": raw_bytes / per_request * left / budget,
-                "tokens": left * context // per_request,
-                "requests": min(left // per_request, running if recipe.windows else budget),
+                "open_block_bytes": open_bytes,
+                "compression": raw_bytes / per_request,
+                "tokens": budget * context // per_request,
+                "requests": budget // per_request,
                 "context": context,
                 "layers": Counter(layer.kind for layer in geometry.layers),
             }
@@ -98,26 +90,10 @@ def plan(
     out.print(table)
     if unserved:
         others.append(f"engines do not serve {', '.join(unserved)}: these are for evaluation")
-    if any(row["shadow_bytes"] for row in rows):
-        others.append(
-            "windows of recipes (sink, recent) are kept in 16 bits for all requests that vLLM runs at once by default: "
-            "as many as a quarter of the memory carries. Lower --max-num-seqs, and more tokens fit"
-        )
+    if most := max(row["open_block_bytes"] for row in rows):
+        others.append(f"each running request has an open block in 16 bits, up to {most / 2**20:,.1f} MiB, counted here")
     for line in (*_unpacked(geometry, windows, windowed), *others):
         out.print(line, highlight=False)
-
-
-def _windows(fitted: "Fitted", memory: int) -> tuple[int, int]:
-    """How many requests vLLM runs at once by default, and bytes of shadow pages for their windows."""
-    most, tokens = (1024, 8192) if memory > LARGE else (256, 2048)  # vLLM's defaults: requests, and tokens of a step
-    layouts = fitted.page_layouts(PAGE).values()
-    page_bytes = fitted.geometry.kv_heads * sum(layout.shadow_bytes for layout in layouts if not layout.is_raw)
-
-    def taken(requests: int) -> int:
-        return page_bytes * shadows_needed(fitted.recipe.windows, PAGE, requests, tokens)
-
-    running = carried(most, memory, taken)
-    return running, taken(running)
 
 
 def _packed(geometry: Geometry) -> str:

@@ -64,7 +64,7 @@ def recipes(
     for line in others:
         out.print(line, highlight=False)
     out.print(
-        "Bits are those allocated for each number, metadata and windows included; gtq-kXvY and tq-kXvY take any widths "
-        "from 1 to 8. No kernel stores recipes for evaluation: vLLM and SGLang refuse them. Means and short "
+        "Bits are those allocated for each number, metadata and open block included; gtq-kXvY and tq-kXvY take any "
+        "widths from 1 to 8. No kernel stores recipes for evaluation: vLLM and SGLang refuse them. Means and short "
         "calibrations are made on the fly; `kvfold calibrate` makes better ones, once."
     )

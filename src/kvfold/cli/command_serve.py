@@ -17,7 +17,7 @@ from kvfold.models import EMBEDDED, embedded_folder
 def serve(
     context: typer.Context,
     model: Model,
-    recipe: Annotated[str, recipe_option("A recipe with options, e.g. `fold2` or `saw-int4:sink=4`.")] = DEFAULT,
+    recipe: Annotated[str, recipe_option("A recipe with options, e.g. `fold2` or `saw-int4:block=64`.")] = DEFAULT,
     artifact: ArtifactFolder = None,
     require_check: Annotated[
         bool,

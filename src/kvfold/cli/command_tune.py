@@ -25,7 +25,7 @@ TOKENS = {"cpu": 512, "cuda": 8192}  # a small model takes minutes on a CPU, one
 def tune(
     model: Model,
     folder: Annotated[Path, typer.Option("--out", help="The folder to write.")],
-    bits: Annotated[float | None, typer.Option(help="The budget: bits per cached number, windows included.")] = None,
+    bits: Annotated[float | None, typer.Option(help="The budget: bits per cached number, open block included.")] = None,
     memory: Annotated[str | None, typer.Option(help="Or the memory of all requests together, e.g. `20GiB`.")] = None,
     quality: Annotated[
         float | None, typer.Option(help="Or the KL per token that may be spent, in as few bits as possible.", min=0)
@@ -121,7 +121,7 @@ def tune(
         )
         table.add_row(point.recipe, *numbers)
     out.print(table)
-    out.print("Bits and bytes include windows. KL was measured with smaller windows than are served.", highlight=False)
+    out.print("Bits and bytes include the open block. For KL it was a quarter of a passage.", highlight=False)
     out.print(f"Wrote {escape(str(folder))}. Serve it:", soft_wrap=True, highlight=False)
     command = shlex.join(["kvfold", "serve", model, "--recipe", TUNED.name, "--artifact", str(folder)])
     out.print(escape(command), soft_wrap=True, highlight=False)

@@ -16,17 +16,14 @@ from torch import Tensor
 
 from kvfold.artifact import Artifact
 from kvfold.engines.faults import Faults
-from kvfold.engines.shadow_table import ShadowTable
 from kvfold.engines.start import ARTIFACT, RECIPE
-from kvfold.engines.window_memory import shadows_needed
 from kvfold.fitted import Fitted
 from kvfold.format.codec import Codec, sixteen_bit
 from kvfold.format.layout import PageLayout
-from kvfold.format.windows import Windows
+from kvfold.format.open_block import ring_tokens
 from kvfold.geometry import Geometry, listed
 from kvfold.ops.dispatch import New, Ops, check_dtype, choose
 from kvfold.ops.pages import HostLengths, LayerPages, Logits, Step, on_device
-from kvfold.ops.restore import Restore
 from kvfold.recipe import Recipe
 from kvfold.recipes import parse
 from kvfold.version import __version__
@@ -35,7 +32,7 @@ if TYPE_CHECKING:
     from kvfold.engines.gauges import Gauges
 
 WARM_UP = (1, 2, 4, 8, 16, 32, 64, 128, 8192)  # new tokens of a request: these numbers run different kernels
-MANY_SHORT = [0] * 64, 128  # starts and new tokens per request: this step runs yet other kernels
+MANY_SHORT = ([0] * 64, 128), ([0] * 512, 32)  # starts and new tokens per request: these run yet other kernels
 # Tokens of all requests in a step. With fewer, reading the weights takes nearly all of its time (benchmarks/README.md).
 FEW_TOKENS = 16_384
 
@@ -105,6 +102,11 @@ class Plan:
                 + ("" if recipe.learns else ", or use centre=false")
             )
         Fitted.of(recipe, geometry, artifact).check_served()
+        if recipe.block and page_size % recipe.block:
+            raise ValueError(
+                f"{recipe}: prefix hits end at pages of {page_size} tokens, which have to be whole open blocks of "
+                f"{recipe.block}: take pages of a multiple of {recipe.block} tokens"
+            )
         checked = _checked(config, artifact, model.get("_name_or_path") or "MODEL")
         parts = min(ranks, geometry.kv_heads)
         if artifact is not None and parts > 1:
@@ -138,9 +140,20 @@ class Plan:
         return {number: choose(layout, self.ratio, self.device, cap=cap) for number, layout in self.layouts.items()}
 
     @property
-    def windows(self) -> Windows:
-        """The windows of packed layers. Raw layers have none."""
-        return self.recipe.windows
+    def block(self) -> int:
+        """Tokens of the open block. Raw layers have none."""
+        return self.recipe.block
+
+    @property
+    def ring_tokens(self) -> int:
+        """Tokens that the ring of a request holds, at least."""
+        return ring_tokens(self.block)
+
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes of a ring of `ring_tokens` tokens, over all layers."""
+        numbers = sum(layout.raw_numbers for layout in self.layouts.values() if not layout.is_raw)
+        return 2 * self.ring_tokens * self.kv_heads * numbers
 
     @property
     def token_bytes(self) -> float:
@@ -153,23 +166,15 @@ class Plan:
         numbers = sum(key.layout.dims + value.layout.dims for key, value in self.codecs.values())
         return 2 * self.kv_heads * numbers
 
-    def shadows(self, requests: int, tokens: int) -> int:
-        """Shadow pages for steps of `tokens` tokens, enough that none of `requests` running requests loses one."""
-        return shadows_needed(self.windows, self.page_size, requests, tokens)
+    def allocate_rings(self, number: int, rings: int) -> Tensor:
+        """Rings of one layer, which hold `ring_tokens` tokens each. Raw layers have none."""
+        layout = self.layouts[number]
+        rings, device = 0 if layout.is_raw else rings, self.device
+        return layout.allocate_ring(rings, self.ring_tokens, self.kv_heads, self.raw_dtype, device)
 
-    def shadow_bytes(self, shadows: int) -> int:
-        """Bytes of `shadows` shadow pages, over all layers."""
-        pages = sum(layout.shadow_bytes for layout in self.layouts.values() if not layout.is_raw)
-        return shadows * self.kv_heads * pages
-
-    def compression(self, shadows: int, tokens: int) -> float:
-        """How many times smaller a cache for `tokens` tokens is than in 16 bits, with its `shadows` shadow pages."""
-        return self.raw_token_bytes * tokens / (self.token_bytes * tokens + self.shadow_bytes(shadows))
-
-    def allocate_shadows(self, shadows: int) -> Tensor:
-        """The shadow pages of one layer. Zeros make them resident: on a CPU, an engine may measure resident memory."""
-        layout = next(iter(self.layouts.values()))  # shadow pages of all layers are alike
-        return layout.allocate_shadows(shadows, self.kv_heads, self.raw_dtype, self.device).zero_()
+    def compression(self, rings: int, tokens: int) -> float:
+        """How many times smaller a cache for `tokens` tokens is than in 16 bits, with `rings` rings beside it."""
+        return self.raw_token_bytes * tokens / (self.token_bytes * tokens + rings * self.ring_bytes)
 
     def _layers(self) -> str:
         """Which layers are packed, and what becomes of the others."""
@@ -187,9 +192,9 @@ class Plan:
         parts += [f"{count} {kind} as the engine has them" for kind, count in others.items()]
         return ", ".join(parts)
 
-    def report(self, pages: int, shadows: int, tokens: int | None = None) -> str:
-        """What is served, for the engine's log at start. `tokens` is how many fit, if other layers take pages from the
-        same memory."""
+    def report(self, pages: int, tokens: int | None = None, ring_bytes: int | None = None) -> str:
+        """What is served, for the engine's log at start. `tokens` is how many fit, if other layers or rings take pages
+        from the same memory. `ring_bytes`: of a request's ring, if it takes more than the raw vectors do."""
         tokens = pages * self.page_size if tokens is None else tokens
         lines = [
             f"kvfold {__version__}: {self.recipe}",
@@ -202,15 +207,14 @@ class Plan:
         if self.device.type == "cuda":
             lines += [
                 f"decoding: on an H200, faster than with 16 bits from about {FEW_TOKENS:,} tokens in flight on; with "
-                f"fewer, {'0.95 to 1.00' if self.windows else '1.00 to 1.05'} times as fast",
+                f"fewer, {'0.95 to 1.00' if self.block else '1.00 to 1.05'} times as fast",
                 "prompts: on an H200, long ones are read in the time of 16 bits; many short ones make a small model "
                 "slower (1.5B parameters and fold4: 0.80 times the tokens per second)",
             ]
-        if self.windows:
+        if self.block:
             lines.append(
-                f"windows: the first {self.windows.sink} and last {self.windows.recent} tokens in 16 bits, in "
-                f"{shadows:,} shadow pages, together {self.shadow_bytes(shadows) / 2**20:,.0f} MiB; with them, "
-                f"{self.compression(shadows, tokens):.2f} times smaller"
+                f"open block: up to {self.block} tokens of a running request in 16 bits, "
+                f"{(self.ring_bytes if ring_bytes is None else ring_bytes) / 2**20:,.1f} MiB per request"
             )
         for op, choices in zip(Ops._fields, zip(*self.ops.values(), strict=True), strict=True):
             different = dict.fromkeys(f"{choice.implementation} ({choice.reason})" for choice in choices)
@@ -233,12 +237,12 @@ class Layer:
     """
 
     def __init__(
-        self, plan: Plan, number: int, pool: Tensor, shadows: Tensor, faults: Tensor, shared: bool = False
+        self, plan: Plan, number: int, pool: Tensor, ring: Tensor, faults: Tensor, shared: bool = False
     ) -> None:
         self.ops, self.ratio, self.shared = plan.ops[number], plan.ratio, shared
         self.shape = plan.geometry.shape
         self.new: list[New] = []  # if it is shared: what `store` returned, per part of the last step
-        self.pages = LayerPages.of(plan.codecs[number], plan.layouts[number], plan.windows, pool, shadows, faults)
+        self.pages = LayerPages.of(plan.codecs[number], plan.layouts[number], plan.block, pool, ring, faults)
 
     def attend(self, steps: Steps, q: Tensor, k: Tensor, v: Tensor, logits: Logits, out: Tensor) -> None:
         """Pack k and v [tokens, kv_heads, d], then attend the queries [tokens, q_heads, d]. Outputs go to `out`.
@@ -268,18 +272,19 @@ class Layer:
         from kvfold.ops.attend import parts
 
         pool, layout = self.pages.pool, self.pages.layout
-        shadow_of = torch.zeros(1, dtype=torch.int64, device=pool.device)
+        blocks = -(-self.pages.block // max(1, self.pages.ring_tokens)) or 1
         alone = [([start], n) for start, n in product((0, WARM_UP[-1]), WARM_UP)]
         sinks = torch.zeros(self.ratio * pool.shape[1], device=pool.device) if self.shape.sink else None
         logits = Logits(1.0, self.shape.cap, sinks)
-        for starts, n in (*alone, MANY_SHORT):
+        for starts, n in (*alone, *MANY_SHORT):
             table = torch.zeros(len(starts), -(-(starts[0] + n) // layout.page_size), dtype=torch.int64)
             host = HostLengths(starts, [start + n for start in starts])
-            step = Step.of(host, table, shadow_of, layout.page_size)
+            rings = torch.zeros(len(starts), blocks, dtype=torch.int64, device=pool.device)
+            step = Step.of(host, table, rings, layout.page_size)
             step.locations.fill_(-1)
             tokens = len(step.locations)
             sides = layout.key, layout.value
-            k, v = (self.pages.shadows.new_zeros(tokens, pool.shape[1], side.dims) for side in sides)
+            k, v = (self.pages.ring.new_zeros(tokens, pool.shape[1], side.dims) for side in sides)
             q, out = (x.repeat_interleave(self.ratio, dim=1) for x in (k, v))
             self.attend([(slice(tokens), step)], q, k, v, logits, out)
             if self.shared:
@@ -290,112 +295,78 @@ class Layer:
 class Served:
     """The layers of one rank that share a page table. They have one plan and begin each step together.
 
-    It owns the shadow pages, the marks of tokens that could not be stored, and the gauges that show both. An engine
-    makes it before it knows how many pages fit, calls `open` when it knows, and then `attach` per layer. If an engine
-    has several page tables, it takes `only` the layers of each table.
+    It owns the marks of tokens that could not be stored, and the gauges that show them. An engine makes it before it
+    knows how many pages fit, calls `open` when it knows, and then `attach` per layer. If an engine has several page
+    tables, it takes `only` the layers of each table.
     """
 
-    shadow_table: ShadowTable  # set by `open`
     faults: Faults  # set by `open`
 
-    def __init__(self, plan: Plan, shadow_pages: int, logger: Logger) -> None:
-        self.plan, self.shadow_pages, self.logger = plan, shadow_pages, logger
-        self.shadows = {
-            number: plan.allocate_shadows(0 if layout.is_raw else shadow_pages)
-            for number, layout in plan.layouts.items()
-        }
+    def __init__(self, plan: Plan, logger: Logger, rings: int = 0) -> None:
+        """`rings`: how many the engine reserves beside the pages."""
+        self.plan, self.logger, self.rings = plan, logger, rings
 
     def only(self, numbers: Collection[int]) -> Self:
-        """Some of its layers, with their shadow pages, for a page table of their own. The gauges are those of all
-        layers."""
+        """Some of its layers, for a page table of their own. The gauges are those of all layers."""
         part = copy(self)
         part.plan = self.plan.only(numbers)
         return part
 
     def open(self, pages: int) -> None:
         """Serve from `pages` pages per layer."""
-        plan, self.pages = self.plan, pages
+        self.pages = pages
         self.layers: dict[int, Layer] = {}
-        self.restore: Restore | None = None
-        self.shadow_table = ShadowTable(plan.windows, plan.page_size, pages, self.shadow_pages, plan.device)
-        self.faults = Faults(pages * plan.page_size, plan.device)
+        self.faults = Faults(pages * self.plan.page_size, self.plan.device)
 
-    def attach(self, number: int, pool: Tensor) -> Layer:
-        """Add a layer with its pages uint8[pages, kv_heads, page_bytes]."""
+    def attach(self, number: int, pool: Tensor, ring: Tensor) -> Layer:
+        """Add a layer with its pages uint8[pages, kv_heads, page_bytes], and with the blocks of rings [blocks,
+        kv_heads, numbers] in 16 bits. Each request has as many of these as hold `Plan.ring_tokens` tokens."""
         if len(pool) != self.pages:
             raise ValueError(f"kvfold: layer {number} has {len(pool)} pages, and the engine said {self.pages}")
         shared = number in self.plan.geometry.targets
-        layer = Layer(self.plan, number, pool, self.shadows[number], self.faults.marks, shared)
+        layer = Layer(self.plan, number, pool, ring, self.faults.marks, shared)
         self.layers[number] = layer
-        if self.complete:  # no page loses its shadow before that
-            self.restore = Restore([layer.pages for layer in self.layers.values()])
         return layer
 
     @cached_property
     def gauges(self) -> "Gauges":
         from kvfold.engines.gauges import Gauges  # only after the engine has set up prometheus_client
 
-        return Gauges(self.plan.token_bytes, self.plan.device, self.logger)
-
-    @property
-    def shown(self) -> tuple[ShadowTable, Faults]:
-        """What the gauges show."""
-        return self.shadow_table, self.faults
+        return Gauges(self.plan.token_bytes, self.logger)
 
     def announce(self, pages: int) -> None:
         """Say at start what is served: in the log, and in the gauges."""
-        self.logger.info(self.plan.report(pages, self.shadow_pages))
-        self.gauges.compressed(self.plan.compression(self.shadow_pages, pages * self.plan.page_size))
-        self.gauges.update([self.shown])
-
-    @property
-    def complete(self) -> bool:
-        """Whether all layers are attached."""
-        return len(self.layers) == len(self.plan.codecs)
-
-    def before_step(self, resting: tuple[Tensor, Tensor, Tensor] | None = None) -> None:
-        """Before each step, outside of CUDA graphs: update the gauges, and keep the shadows of running requests that
-        sit the step out. `resting`: the arguments of `ShadowTable.rest`."""
-        self.gauges.update([self.shown])
-        if resting is not None:
-            self.rest(*resting)
-
-    def rest(self, least: Tensor, most: Tensor, table: Tensor) -> None:
-        """Keep the shadows of running requests that sit the step out. The arguments are those of `ShadowTable.rest`."""
-        if self.plan.windows:
-            self.shadow_table.rest(least, most, table)
-
-    def forget(self, pages: Tensor) -> None:
-        """Pages int64[n] get other contents from elsewhere, as from CPU memory: see `ShadowTable.forget`."""
-        if self.plan.windows:
-            self.shadow_table.forget(pages)
-
-    def begin(self, locations: Tensor, starts: Tensor, lengths: Tensor, table: Tensor) -> None:
-        """Begin a step, on the device. After this, every page that a window reaches into has a shadow. The arguments
-        are those of `ShadowTable.update`."""
-        if self.plan.windows:
-            lost = self.shadow_table.update(locations, starts, lengths, table)
-            if self.restore is not None:
-                self.restore(*lost)
+        self.logger.info(self.plan.report(pages))
+        self.gauges.compressed(self.plan.compression(self.rings, pages * self.plan.page_size))
+        self.gauges.update([self.faults])
 
     def decode(
-        self, locations: Tensor, query_starts: Tensor, starts: Tensor, lengths: Tensor, table: Tensor, queries: int = 1
+        self,
+        locations: Tensor,
+        query_starts: Tensor,
+        starts: Tensor,
+        lengths: Tensor,
+        table: Tensor,
+        rings: Tensor,
+        queries: int = 1,
     ) -> tuple[slice, Step]:
         """The step of requests with one new token each, or with drafts, up to `queries` tokens in all. Only the device
         knows their lengths."""
-        step = Step(locations, query_starts, starts, lengths, table, self.shadow_table.of, self.plan.page_size, queries)
+        step = Step(locations, query_starts, starts, lengths, table, rings, self.plan.page_size, queries)
         return slice(0, len(locations)), step
 
-    def steps(self, host: HostLengths, locations: Tensor, starts: Tensor, lengths: Tensor, table: Tensor) -> Steps:
+    def steps(
+        self, host: HostLengths, locations: Tensor, starts: Tensor, lengths: Tensor, table: Tensor, rings: Tensor
+    ) -> Steps:
         """Split a batch into steps of neighbouring requests: either all of them decode, or none. `starts` and `lengths`
         repeat `host` on the device."""
         counts = host.counts
         described = locations, on_device(host.query_starts, table.device), starts, lengths, table.long()
-        step = Step(*described, self.shadow_table.of, self.plan.page_size, max(counts, default=0), host)
+        step = Step(*described, rings, self.plan.page_size, max(counts, default=0), host)
         return [(rows, part) for _, rows, part in step.split(count == 1 for count in counts)]
 
     def warm_up(self, in_pool: bool = False) -> None:
-        """Compile the kernels of all layers, and let cuDNN build its graphs. Otherwise the first requests would wait,
+        """Compile the kernels of all layers. Otherwise the first requests would wait,
         for seconds each. Does nothing without a GPU, or while a CUDA graph is captured. `in_pool`: the engine allocates
         from a pool of its own, and frees what is left over."""
         if not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
@@ -403,7 +374,5 @@ class Served:
         for layer in {layer.pages.layout: layer for layer in self.layers.values()}.values():  # one per layout
             if layer.ops.store.implementation != "torch":
                 layer.warm_up()
-            if layer.ops.extend.warm_up is not None:
-                layer.ops.extend.warm_up(layer.pages, layer.ratio)
         if not in_pool:
             torch.cuda.empty_cache()

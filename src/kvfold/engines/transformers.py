@@ -217,7 +217,7 @@ class PackedCache(Cache):
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of the pages and shadow pages of all packed layers."""
+        """Bytes of the pages and rings of all packed layers."""
         return 0 if self.paged is None else self.paged.allocated_bytes
 
     @property
@@ -256,8 +256,8 @@ class PackedCache(Cache):
             else:
                 self.paged.attend(number, queries, keys, values, logits, out)
             if mask is not None and mask is not padding:
-                codecs, windows = self.codecs[layer], self.recipe.windows
-                out = attend_masked(q, k, v, mask, logits, codecs, windows, self.raw_dtype).to(q.dtype)
+                codecs, block = self.codecs[layer], self.recipe.block
+                out = attend_masked(q, k, v, mask, logits, codecs, block, self.raw_dtype).to(q.dtype)
         except Exception:
             # A step that fails leaves no tokens behind. Layers that are not packed cannot take it back: if one may have
             # its tokens, all tokens go with it.
@@ -308,7 +308,7 @@ class PackedCache(Cache):
                 list(self.codecs.values()),
                 self.geometry.kv_heads,
                 sequences,
-                windows=self.recipe.windows,
+                block=self.recipe.block,
                 page_size=self.page_size,
                 raw_dtype=self.raw_dtype,
                 device=self.device,

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvfold.format.codec import Codec
-from kvfold.format.windows import Windows
+from kvfold.format.open_block import raw_from
 from kvfold.ops.dense import by_head, log_softmax, log_weights
 from kvfold.ops.pages import Logits
 
@@ -54,18 +54,18 @@ def attend_masked(
     mask: Tensor,  # bool[batch, 1, n, n]
     logits: Logits,
     codecs: tuple[Codec | None, Codec | None],  # None: a side that is not packed
-    windows: Windows,
+    block: int,
     raw_dtype: torch.dtype,
 ) -> Tensor:
     """What the queries of a first step get with any mask: float32[batch, n, q_heads, d of values].
 
-    A mask may let queries read later tokens too, as those of an image are. These are read raw, as recent ones are.
-    Columns that no query reads are padding.
+    A mask may let queries read later tokens too, as those of an image are. These are read raw, as those of the open
+    block are. Columns that no query reads are padding.
     """
     n, kv_heads = k.shape[2], k.shape[1]
     position = torch.arange(n, device=q.device) - (~mask.any(dim=2)).sum(dim=-1, keepdim=True)  # [batch, 1, n]
     t, j = position.unsqueeze(3), position.unsqueeze(2)
-    near = (j < windows.sink) | (j > t - windows.recent)  # [batch, 1, n, n]
+    near = j >= raw_from(t, block)  # [batch, 1, n, n]
     (packed_k, raw_k), (packed_v, raw_v) = (
         _decoded(codec, x, raw_dtype) for codec, x in zip(codecs, (k, v), strict=True)
     )

@@ -1,4 +1,4 @@
-"""The effect of quantized keys on attention, layer by layer. There are no windows, and values are not quantized."""
+"""The effect of quantized keys on attention, layer by layer. There is no open block, and values are not quantized."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -280,7 +280,7 @@ def _layers(report: Report) -> str:
             f"<figure><h3>{_breakable(row.recipe)}</h3><p class='legend'><i class='keys'></i>keys {keys:.2f} "
             f"<i class='values'></i>values {values:.2f}</p>{layer_bits(layers, most)}</figure>"
         )
-    explained = "Bits of each number, metadata included, windows of 16-bit tokens not. Keys upwards, values downwards."
+    explained = "Bits of each number, metadata included, the open block not. Keys upwards, values downwards."
     return _section("Bits per layer", explained, f'<div class="maps small">{"".join(figures)}</div>')
 
 

@@ -24,7 +24,7 @@ NOT_MEASURED = "–"
 
 @dataclass(frozen=True)
 class LayerBits:
-    """Bits per number of one layer's keys and values: codes and metadata, without windows."""
+    """Bits per number of one layer's keys and values: codes and metadata, without the open block."""
 
     layer: int
     keys: float

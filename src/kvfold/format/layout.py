@@ -8,14 +8,14 @@ load whole words of any width.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kvfold.format.packing import packed_bytes
-from kvfold.format.windows import Windows
 
 if TYPE_CHECKING:
     import torch
@@ -347,12 +347,12 @@ class PageLayout:
         """Whether keys and values are stored raw."""
         return all(segment.rule == "raw" for slot in (self.key, self.value) for segment in slot.segments)
 
-    def windows(self, windows: Windows) -> Windows:
-        """The windows of a layer with this layout. A raw layer has none. If whole pages are quantized, a page that is
-        not full is read raw too."""
+    def block(self, block: int) -> int:
+        """The open block of a layer with this layout. A raw layer has none. Where whole pages are quantized, it is made
+        of whole pages."""
         if self.is_raw:
-            return Windows()
-        return replace(windows, group=self.page_size) if self.per_page else windows
+            return 0
+        return math.lcm(block or self.page_size, self.page_size) if self.per_page else block
 
     def allocate(self, pages: int, kv_heads: int, device: torch.device | str = "cpu") -> Tensor:
         """An uninitialised pool of `pages` pages: uint8[pages, kv_heads, page_bytes]."""
@@ -361,27 +361,26 @@ class PageLayout:
         return torch.empty(pages, kv_heads, self.page_bytes, dtype=torch.uint8, device=device)
 
     @property
-    def shadow_bytes(self) -> int:
-        """Bytes of a shadow page, per KV head."""
-        return 2 * self._shadow_numbers
+    def raw_numbers(self) -> int:
+        """Numbers of the raw key and value of a token, per KV head."""
+        return self.key.dims + self.value.dims
 
-    @property
-    def _shadow_numbers(self) -> int:
-        return self.page_size * (self.key.dims + self.value.dims)
-
-    def allocate_shadows(
-        self, shadows: int, kv_heads: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+    def allocate_ring(
+        self, rings: int, tokens: int, kv_heads: int, dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> Tensor:
-        """`shadows` uninitialised shadow pages: 16-bit [shadows, kv_heads, numbers], the raw keys of a page, then its
-        raw values."""
+        """`rings` uninitialised rings of `tokens` tokens: 16-bit [rings, kv_heads, numbers]."""
         import torch
 
-        return torch.empty(shadows, kv_heads, self._shadow_numbers, dtype=dtype, device=device)
+        return torch.empty(rings, kv_heads, tokens * self.raw_numbers, dtype=dtype, device=device)
 
-    def shadow_sides(self, shadows: Tensor) -> tuple[Tensor, Tensor]:
-        """Shadow pages [..., numbers] -> views of their keys and values [..., page_size, d]."""
-        k, v = shadows.split([self.page_size * slot.dims for slot in (self.key, self.value)], dim=-1)
-        return k.unflatten(-1, (self.page_size, -1)), v.unflatten(-1, (self.page_size, -1))
+    def ring_sides(self, ring: Tensor) -> tuple[Tensor, Tensor]:
+        """Blocks of rings [..., numbers] -> views of their keys and values [..., tokens, d]: the raw keys of all tokens
+        that fit, then their raw values."""
+        tokens = ring.shape[-1] // self.raw_numbers
+        k, v, _ = ring.split(
+            [tokens * self.key.dims, tokens * self.value.dims, ring.shape[-1] - tokens * self.raw_numbers], dim=-1
+        )
+        return k.unflatten(-1, (tokens, -1)), v.unflatten(-1, (tokens, -1))
 
     def views(self, pool: Tensor, together: bool) -> list[Views]:
         """The views of a pool uint8[pages, kv_heads, page_bytes].

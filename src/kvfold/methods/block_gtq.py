@@ -6,7 +6,7 @@ from kvfold.format.layout import SlotLayout, codebook_slot, mixed_slot
 from kvfold.methods.allocation import allocate, runs
 from kvfold.methods.importance import Score, ranked_blocks
 from kvfold.methods.turboquant import TurboQuant
-from kvfold.recipe import Fit, Means, Number, Rotations
+from kvfold.recipe import Fit, Means, Rotations
 
 if TYPE_CHECKING:
     from kvfold.calibration.statistics import LayerStatistics
@@ -33,12 +33,9 @@ class BlockGtq(TurboQuant):
       of them with b − 1.
     - `widths=two`, the default below, where a third norm costs too much: half with b + 1 bits, half with b − 1.
     - `widths=all`, the paper's: any from 1 to 8, chosen per layer. Each width that occurs costs a norm.
-
-    The first tokens are read raw by default. Their keys lie far from the mean, so centring makes them larger.
     """
 
     options: ClassVar = (*TurboQuant.options, "score", "widths", "per_head")
-    sink: Number = 4
     score: Score = "product"
     widths: Literal["two", "three", "all"] | None = None  # None: by the head dimension
     per_head: bool = False

@@ -26,16 +26,14 @@ class Fold(Recipe):
     - Values: a coordinate matters as much as its variance. This rotation can be folded into the weights.
     - Levels are evenly spaced, with one 8-bit scale per token and segment. So kernels multiply codes as integers.
 
-    Widths are those of the recipe, or of the layer if `kvfold tune` chose them. Keys and values are always centred. By
-    default the first and the last tokens are read raw.
+    Widths are those of the recipe, or of the layer if `kvfold tune` chose them. Keys and values are always centred.
     """
 
-    options: ClassVar = ("sink", "recent", "skip")
+    options: ClassVar = ("block", "skip")
     folds: ClassVar = True
     key: Quarters | None = None  # None: `kvfold tune` chooses
     value: Quarters | None = None
-    sink: Number = 16
-    recent: Number = 256
+    block: Number = 64
 
     def layouts(self, key_dim: int, value_dim: int, fit: Fit) -> tuple[SlotLayout, SlotLayout]:
         key, value = self._segments("key", key_dim, fit), self._segments("value", value_dim, fit)

@@ -21,8 +21,7 @@ class Kitty(Recipe):
     page_size: ClassVar = 128
     centre: bool = False
     bits: int = Field(ge=1, le=4)
-    sink: Number = 32
-    recent: Number = 128
+    block: Number = 128
     boost: float = Field(default=0.25, ge=0, le=1)  # share of boosted channels, rounded up to a multiple of 8
 
     def layouts(self, key_dim: int, value_dim: int, fit: Fit) -> tuple[SlotLayout, SlotLayout]:

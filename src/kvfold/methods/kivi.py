@@ -10,9 +10,10 @@ from kvfold.recipe import Fit, Number, Recipe
 
 
 class Kivi(Recipe):
-    """Keys by channel over pages of 32 tokens, values by token over groups of 32 channels. Recent tokens are read raw.
+    """Keys by channel over pages of 32 tokens, values by token over groups of 32 channels.
 
-    The paper's token group is a page here. Its keys are quantized when it is full, and read raw until then.
+    The paper's token group is a page here. Its keys are quantized when it is full. The paper reads the last 128 tokens
+    raw, and so does the open block here, on average half as many.
 
     By default nothing is centred. For keys, the range of a channel does not depend on its mean. For values, the first
     tokens have small vectors and large attention weights, and centring would make these vectors large.
@@ -22,7 +23,7 @@ class Kivi(Recipe):
     page_size: ClassVar = 32
     centre: bool = False
     bits: int = Field(ge=1, le=8)
-    recent: Number = 128
+    block: Number = 128
     group: PositiveInt | None = None  # channels of a value that share a scale; default: gcd(32, d)
 
     def layouts(self, key_dim: int, value_dim: int, fit: Fit) -> tuple[SlotLayout, SlotLayout]:

@@ -34,8 +34,7 @@ class Oscar(Integers):
 
     options: ClassVar = ("per_head", "eigen", "hadamard", "permute", "clip", *Integers.options)
     folds: ClassVar = True
-    sink: Number = 64
-    recent: Number = 256
+    block: Number = 256
     per_head: bool = False  # a rotation per KV head
     eigen: bool = True
     hadamard: bool = True

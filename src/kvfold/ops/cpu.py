@@ -49,7 +49,7 @@ def arguments(*integers: str, floats: tuple[str, ...] = ()) -> type[ctypes.Struc
     numba compiles a kernel anew if the kernel's own file or its arguments change. Kernels also use shared files. So one
     argument is named after the contents of these.
     """
-    shared = b"".join(Path(file).read_bytes() for file in (__file__, slot_segments.__file__))
+    shared = b"".join(Path(file).read_bytes() for file in (__file__, slot_segments.__file__, even.__file__))
     source = f"source_{crc32(shared)}"
     numbers = dict.fromkeys((*COUNTERS, *integers), ctypes.c_int64) | dict.fromkeys((*floats, source), ctypes.c_double)
     return type("Arguments", (ctypes.Structure,), {"_fields_": [*numbers.items()]})

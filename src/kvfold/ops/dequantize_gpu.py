@@ -1,8 +1,5 @@
-"""Unpack tokens on a GPU. `Codec.dequantize` is the definition.
-
-- `dequantize`: tokens of a step's sequences, for attention over dense keys and values.
-- `restore`: whole pages, into their shadows.
-"""
+"""Unpack tokens of a step's sequences on a GPU, for attention over dense keys and values. `Codec.dequantize` is the
+definition."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Self
@@ -13,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvfold.ops.launch import Launcher, launcher
+from kvfold.format.open_block import raw_from
+from kvfold.ops.launch import Launcher
 from kvfold.ops.pages import LayerPages, Step, on_device
 from kvfold.ops.rotate import head_stride
 from kvfold.ops.sizes import ceil_div, power_of_two
@@ -42,15 +40,16 @@ class _Tile(NamedTuple):
 
 
 UNROTATED, ROTATED = _Tile(4096, 4), _Tile(8192, 4)
-PACKED, IN_SHADOW = tl.constexpr(-2), tl.constexpr(-1)  # see `Tokens`
+PACKED = tl.constexpr(-1)  # see `Tokens`
 
 
 class Span(NamedTuple):
-    """Successive tokens of a sequence. Those of the sink, and those from `raw_from` on, are read raw."""
+    """Successive tokens of a sequence. Those from `raw_from` on are read raw, from what `store` returned."""
 
     row: int  # the sequence
     tokens: range
     raw_from: int
+    padding: int = 0  # the first token, so many times more
 
 
 class _Pool(NamedTuple):
@@ -66,19 +65,24 @@ class Tokens(NamedTuple):
     """Tokens that are unpacked together, of any sequences of a step, in any order."""
 
     locations: Tensor  # int64[tokens]: page · page_size + offset
-    sources: Tensor  # int32[tokens]: PACKED, IN_SHADOW, or the token's row in what `store` returned
+    sources: Tensor  # int32[tokens]: PACKED, or the token's row in what `store` returned
 
     @classmethod
-    def of(cls, step: Step, sink: int, spans: Sequence[Span]) -> Self:
-        """The tokens of spans, one span after the other. The host does most of it: launches would take it longer."""
-        starts, query_starts = np.array(step.known.starts), np.array(step.known.query_starts)
-        counts = [len(span.tokens) for span in spans]
-        row = np.repeat([span.row for span in spans], counts)
-        raw_from = np.repeat([span.raw_from for span in spans], counts)
-        token = np.concatenate([np.arange(span.tokens.start, span.tokens.stop) for span in spans])
-        own = token - starts[row]
-        sources = np.where(own >= 0, own + query_starts[row], IN_SHADOW.value)
-        sources[(token >= sink) & (token < raw_from)] = PACKED.value
+    def of(cls, step: Step, block: int, spans: Sequence[Span]) -> Self:
+        """The tokens of spans, one span after the other. The host does most of it: launches would take it longer.
+
+        Raw ones must be in what `store` returns: with a block, in steps of more than DRAFTED queries (see `Fresh`).
+        """
+        starts, lengths = np.array(step.known)
+        first = raw_from(starts, block) if block else starts
+        begin = np.cumsum(lengths - first) - (lengths - first)  # where sequences begin in it
+        sizes = np.array([len(span.tokens) for span in spans])
+        counts = sizes + [span.padding for span in spans]
+        of = np.repeat(np.arange(len(spans)), counts)  # the span of each token
+        place = np.arange(len(of)) - (np.cumsum(counts) - counts)[of]
+        rows, firsts, borders = np.array([(span.row, span.tokens.start, span.raw_from) for span in spans]).T
+        row, token = rows[of], firsts[of] + np.where(place < sizes[of], place, 0)
+        sources = np.where(token >= borders[of], token - first[row] + begin[row], PACKED.value)
         entry = row * step.table.shape[1] + token // step.page_size  # of the table
         # `sources` is first, and so aligned: a kernel reads it
         sources, entry, offset = on_device(np.stack((sources, entry, token % step.page_size)), step.table.device)
@@ -105,9 +109,7 @@ def dequantize(
     kernel(
         (ceil_div(count, together), pages.pool.shape[1], 2),
         *to,
-        None if new is None else pages.shadows,
         *(new or (None, None)),
-        pages.step.shadow_of,
         *tokens,
         0.0 if centred else 1.0,
         count,
@@ -153,34 +155,12 @@ def _inverse(transform: Transform, dims: int, device: torch.device) -> tuple[Ten
     return (transform.rotation.dense(dims, device).mT.to(dtype).contiguous(),)
 
 
-def restore(addresses: Tensor, units: Tensor, first: LayerPages, pages: Tensor, shadows: Tensor, count: Tensor) -> None:
-    """`Restore.__call__` for layers with the layout of `first`. `addresses` int64[layers, 2]: pools and shadows.
-    `units` float32[layers, 2]: of the scales of keys and values."""
-    layout, kv_heads = first.layout, first.pool.shape[1]
-    kernel = launcher(
-        _restore,
-        first.pool.device,
-        KEY=key_side(layout),
-        VALUE=value_side(layout),
-        PAGE=layout.page_size,
-        PAGE_BYTES=layout.page_bytes,
-        KV_HEADS=kv_heads,
-        TOKENS=power_of_two(layout.page_size),
-        enable_fp_fusion=False,
-    )
-    levels = lloyd_max.level_table(first.pool.device)
-    states = first.pool, first.shadows
-    kernel((len(addresses), kv_heads, 1), addresses, units, levels, pages, shadows, count, *states)
-
-
 @triton.jit(do_not_specialize=["count"])
 def _dequantize(
     k,
     v,
-    shadows,  # None: no token is raw
-    new_k,  # [tokens, kv_heads, d], as `store` returns them
+    new_k,  # [tokens, kv_heads, d], as `store` returns them; None: no token is raw
     new_v,
-    shadow_of,
     locations,  # see `Tokens`
     sources,
     times,  # how often `value_mean` is added: one kernel serves both
@@ -200,27 +180,24 @@ def _dequantize(
     KV_HEADS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    OF_KEYS: tl.constexpr = PAGE * KEY.head_dim  # numbers of a shadow page
-    SHADOW: tl.constexpr = OF_KEYS + PAGE * VALUE.head_dim
     if tl.program_id(2) == 0:
         _dequantize_side(
-            k, pool, shadows, new_k, shadow_of, locations, sources, key_unit, key_matrix, key_stride, None, 0.0, count,
-            KEY, 0, SHADOW, PAGE, PAGE_BYTES, KV_HEADS, TOKENS,
+            k, pool, new_k, locations, sources, key_unit, key_matrix, key_stride, None, 0.0, count, KEY, PAGE,
+            PAGE_BYTES, KV_HEADS, TOKENS,
         )  # fmt: skip
     else:
         _dequantize_side(
-            v, pool, shadows, new_v, shadow_of, locations, sources, value_unit, value_matrix, value_stride, value_mean,
-            times, count, VALUE, OF_KEYS, SHADOW, PAGE, PAGE_BYTES, KV_HEADS, TOKENS,
+            v, pool, new_v, locations, sources, value_unit, value_matrix, value_stride, value_mean, times, count, VALUE,
+            PAGE, PAGE_BYTES, KV_HEADS, TOKENS,
         )  # fmt: skip
 
 
 @triton.jit
 def _dequantize_side(
-    x, pool, shadows, new, shadow_of, locations, sources, unit, matrix, matrix_stride, mean, times, count,
-    SIDE: tl.constexpr, FIRST: tl.constexpr, SHADOW: tl.constexpr, PAGE: tl.constexpr, PAGE_BYTES: tl.constexpr,
-    KV_HEADS: tl.constexpr, TOKENS: tl.constexpr,
+    x, pool, new, locations, sources, unit, matrix, matrix_stride, mean, times, count,
+    SIDE: tl.constexpr, PAGE: tl.constexpr, PAGE_BYTES: tl.constexpr, KV_HEADS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Write keys or values to x [count, kv_heads, d]. They begin at number FIRST of a shadow page."""
+    """Write keys or values to x [count, kv_heads, d]."""
     DIMS: tl.constexpr = SIDE.head_dim
     head = tl.program_id(1).to(tl.int64)
     place = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -228,20 +205,17 @@ def _dequantize_side(
     location = tl.load(locations + place, mask=exists, other=0)
     slot, offset = location // PAGE, (location % PAGE).to(tl.int32)
     packed = exists
-    if shadows is not None:
+    if new is not None:
         source = tl.load(sources + place, mask=exists, other=PACKED)
         packed = exists & (source == PACKED)
-        shadow = tl.load(shadow_of + slot, mask=source == IN_SHADOW, other=0).to(tl.int64)
-        tl.device_assert(shadow >= 0, "a window reaches into a page that has no shadow")
-        own = new + (source.to(tl.int64) * KV_HEADS + head) * DIMS
-        raw = tl.where(source >= 0, own, shadows + (shadow * KV_HEADS + head) * SHADOW + FIRST + offset * DIMS)
+        is_raw = exists & ~packed
+        raw = new + (source.to(tl.int64) * KV_HEADS + head) * DIMS
         raw = tl.multiple_of(raw, 16)  # bytes: d is a multiple of 8, which the compiler does not see here
-        is_raw = exists & ~packed & (shadow >= 0)
     to, back = x + (place.to(tl.int64) * KV_HEADS + head) * DIMS, tl.zeros([TOKENS, padded(DIMS)], tl.float32)
     for i in tl.static_range(len(SIDE.parts)):
         y, column = _segment(pool, unit, slot * KV_HEADS + head, offset, packed, SIDE, i, PAGE_BYTES), _columns(SIDE, i)
         inside = (column < SIDE.start[i] + SIDE.dims[i])[None, :]
-        if shadows is not None:
+        if new is not None:
             numbers = tl.load(raw[:, None] + column[None, :], mask=is_raw[:, None] & inside, other=0.0)
             y = tl.where(is_raw[:, None], numbers.to(tl.float32), y)
         if matrix is None:
@@ -272,47 +246,6 @@ def _matrix_rows(matrix, SIDE: tl.constexpr, SEGMENT: tl.constexpr):
     row, column = _columns(SIDE, SEGMENT)[:, None], tl.arange(0, padded(SIDE.head_dim))[None, :]
     mask = (row < SIDE.start[SEGMENT] + SIDE.dims[SEGMENT]) & (column < SIDE.head_dim)
     return tl.load(matrix + row * SIDE.head_dim + column, mask=mask, other=0.0)
-
-
-@triton.jit
-def _restore(
-    addresses,  # of pool and shadows, per layer
-    units,  # of 8-bit scales of keys and values, per layer
-    levels,
-    pages,
-    shadows,
-    count,
-    any_pool,  # the pool and the shadows of one layer, for their dtypes
-    any_shadows,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-    PAGE: tl.constexpr,
-    PAGE_BYTES: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
-    layer, head = tl.program_id(0), tl.program_id(1)
-    address = tl.load(addresses + 2 * layer)
-    pool = (address.to(any_pool.dtype), address.to(tl.pointer_type(tl.float16)), address.to(any_shadows.dtype), levels)
-    layer_shadows = tl.load(addresses + 2 * layer + 1).to(any_shadows.dtype)
-    key_unit, value_unit = tl.load(units + 2 * layer), tl.load(units + 2 * layer + 1)
-    token = tl.arange(0, TOKENS)
-    for i in range(tl.load(count)):
-        page = tl.load(pages + i).to(tl.int64) * KV_HEADS + head + tl.zeros([TOKENS], tl.int64)
-        shadow = tl.load(shadows + i).to(tl.int64) * KV_HEADS + head
-        to = layer_shadows + shadow * (PAGE * (KEY.head_dim + VALUE.head_dim)) + token * KEY.head_dim
-        _write(to, pool, key_unit, page, token, token < PAGE, KEY, PAGE_BYTES)
-        to += PAGE * KEY.head_dim + token * (VALUE.head_dim - KEY.head_dim)
-        _write(to, pool, value_unit, page, token, token < PAGE, VALUE, PAGE_BYTES)
-
-
-@triton.jit
-def _write(x, pool, unit, page, offset, exists, SIDE: tl.constexpr, PAGE_BYTES: tl.constexpr):
-    """Write the keys or the values of tokens to pointers `x`."""
-    for i in tl.static_range(len(SIDE.parts)):
-        y, column = _segment(pool, unit, page, offset, exists, SIDE, i, PAGE_BYTES), _columns(SIDE, i)
-        mask = exists[:, None] & (column < SIDE.start[i] + SIDE.dims[i])[None, :]
-        tl.store(x[:, None] + column[None, :], y.to(x.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -23,10 +23,8 @@ class Choice(NamedTuple):
     implementation: str
     reason: str
     run: Callable[..., Any]
-    store_and_attend: Callable[..., Tensor] | None = None  # both in one call, if they share work
     read: Callable[..., Tensor] | None = None  # `run` where it may not overlap with what was launched before
     queries: int = 1  # of a sequence, at most, if it decodes
-    warm_up: Callable[[LayerPages, int], None] | None = None  # with the number of query heads per KV head
 
 
 class Ops(NamedTuple):
@@ -41,9 +39,6 @@ class Ops(NamedTuple):
     ) -> Tensor:
         """Pack k and v [tokens, kv_heads, d], then attend the queries [tokens, q_heads, d]. Outputs have the shape of
         the queries, float32 or in `out`."""
-        both = self._attention(pages).store_and_attend
-        if both is not None:
-            return both(pages, q, k, v, logits, out)
         return self.attend(pages, q, self.store.run(pages, k, v), logits, out)
 
     def attend(self, pages: LayerPages, q: Tensor, new: New, logits: Logits, out: Tensor | None = None) -> Tensor:
@@ -110,11 +105,10 @@ def choose(
         library = flash_attention_3.find(own)
         extend = Choice(
             "unpacked",
-            f"chunks are read by {f'FlashAttention 3 of {library.name}' if library else 'flash attention of torch'}",
+            f"unpacked tokens are read by {f'FlashAttention 3 of {library.name}' if library else 'attention of torch'}",
             partial(unpacked.attend, library=library),
-            warm_up=partial(unpacked.build_graphs, library=library),
         )
-    return Ops(stored, _decode(layout, ratio, card, cap, stored, attend.attend), extend)
+    return Ops(stored, _decode(layout, ratio, card, cap, attend.attend), extend)
 
 
 def check_dtype(ops: Iterable[Ops], dtype: torch.dtype) -> None:
@@ -126,14 +120,7 @@ def check_dtype(ops: Iterable[Ops], dtype: torch.dtype) -> None:
         )
 
 
-def _decode(
-    layout: PageLayout,
-    ratio: int,
-    card: Card,
-    cap: bool,
-    store: Choice,
-    portable: Callable[..., Tensor],
-) -> Choice:
+def _decode(layout: PageLayout, ratio: int, card: Card, cap: bool, portable: Callable[..., Tensor]) -> Choice:
     """The decode op on NVIDIA's GPUs since Ampere."""
     try:
         from kvfold.ops.attend.gluon import decode_step as gluon
@@ -144,9 +131,8 @@ def _decode(
     if reason:
         warn(f"the portable kernel decodes, several times slower than the fast one: {reason}", stacklevel=3)
         return Choice("triton", reason, portable)
-    both = partial(gluon.store_and_attend, card) if store.implementation == "triton" else None
     run, read = partial(gluon.attend, card), partial(gluon.attend, card, stored=False)
-    return Choice("gluon", "integers, evenly spaced levels or codebooks", run, both, read, gluon.QUERIES)
+    return Choice("gluon", "integers, evenly spaced levels or codebooks", run, read, gluon.QUERIES)
 
 
 def _cpu(layout: PageLayout) -> Ops:

@@ -3,90 +3,75 @@
 import torch
 from torch import Tensor
 
-from kvfold.ops.pages import LayerPages, Logits, require_shadows
+from kvfold.format.open_block import raw_from
+from kvfold.ops.pages import LayerPages, Logits
 from kvfold.quantizers import channelwise
 
 
 def store(pages: LayerPages, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Pack the step's keys and values [tokens, kv_heads, d] into their slots, and write them raw to shadow pages.
+    """Pack the step's keys and values [tokens, kv_heads, d] into their slots, and keep them raw in rings.
 
-    Returns the transformed raw vectors, which are contiguous: queries of the same step read them inside their windows.
-    Without windows, returns None.
+    Returns the transformed raw vectors that queries of the same step may read: see `Fresh`. They are contiguous.
+    Without an open block, returns None.
 
     Tokens with a negative location are not stored.
 
     NaN, Inf and numbers beyond the range of 16-bit floats cannot be stored. If the key or value of a token and KV head
-    has one, its slot and its shadow hold zeros. Zeros decode to the mean. `pages.faults` becomes 1 at the token's
+    has one, its slot and its raw vector hold zeros. Zeros decode to the mean. `pages.faults` becomes 1 at the token's
     location. The owner of the pages decides what follows.
     """
     step = pages.step
-    page, shadow, offset = step.places
+    page, offset = step.places
     live = torch.nonzero(step.locations >= 0).squeeze(1)
     y = pages.key.transform.forward(k), pages.value.transform.forward(v)
-    raw = _sixteen_bits(pages, y) if pages.windows else None
-    lost = torch.zeros(*k.shape[:2], 2, dtype=torch.bool, device=k.device) if raw is None else _beyond_raw(pages, raw)
-    y = _zeroed(y, lost)
+    lost = torch.zeros(*k.shape[:2], 2, dtype=torch.bool, device=k.device)
+    if pages.block:
+        lost = torch.stack([~x.to(pages.ring.dtype).isfinite().all(dim=-1) for x in y], dim=2)
     for views in pages.views:
         sides, codec = views.sides, pages.codec(views.sides)
-        new = torch.stack([*y][sides], dim=2)  # [tokens, kv_heads, sides, d]
+        new = torch.stack(_zeroed(y, lost)[sides], dim=2)  # [tokens, kv_heads, sides, d]
         if codec.layout.per_page:
-            filled, tokens = _filled(pages, new.to(pages.shadows.dtype), sides)
-            index: tuple[Tensor, ...] = (filled,)
-            new_codes, new_meta = codec.quantize(tokens.float())
-        else:
-            new_codes, new_meta, refused = codec.quantize_or_zero(new)
-            lost[:, :, sides] |= refused
-            index, new_codes, new_meta = (page[live], offset[live]), new_codes[live], new_meta[live]
-        views.write(index, new_codes, new_meta)
+            lost[:, :, sides] |= ~channelwise.storable(new.to(pages.ring.dtype), codec.layout.segments[0].bits)
+            continue
+        codes, meta, refused = codec.quantize_or_zero(new)
+        lost[:, :, sides] |= refused
+        views.write((page[live], offset[live]), codes[live], meta[live])
     if lost.any():
         pages.faults[step.locations[live][lost[live].flatten(1).any(dim=1)]] = 1
-    if raw is None:
+    if not pages.block:
         return None
-    raw = _zeroed(raw, lost)
-    kept = live[shadow[live] >= 0]
-    for shadows, side in zip(pages.shadow_sides, raw, strict=True):
-        shadows[shadow[kept], :, offset[kept]] = side[kept]
-    return raw
+    fresh, rows = pages.new_fresh(), pages.fresh.rows
+    for side, x in zip(fresh, _zeroed(y, lost), strict=True):
+        side[slice(None) if rows is None else rows] = x.to(side.dtype)
+    for views in pages.views:
+        if (codec := pages.codec(views.sides)).layout.per_page:
+            filled, tokens = _filled(pages, fresh, views.sides)
+            views.write((filled,), *codec.quantize(tokens.float()))
+    kept = torch.nonzero(pages.fresh.kept >= 0).squeeze(1)
+    at, of = pages.fresh.kept[kept], kept if rows is None else rows[kept]
+    for ring, side in zip(pages.ring_sides, fresh, strict=True):
+        ring[at // pages.ring_tokens, :, at % pages.ring_tokens] = side[of]
+    return fresh
 
 
-def _sixteen_bits(pages: LayerPages, y: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    k, v = (side.to(pages.shadows.dtype).contiguous() for side in y)
-    return k, v
-
-
-def _zeroed(y: tuple[Tensor, Tensor], lost: Tensor) -> tuple[Tensor, Tensor]:
+def _zeroed(y: tuple[Tensor, Tensor], lost: Tensor) -> list[Tensor]:
     """Keys and values [tokens, kv_heads, d], with zeros where bool[tokens, kv_heads, 2] says."""
-    k, v = (side.masked_fill(gone.unsqueeze(-1), 0) for side, gone in zip(y, lost.unbind(2), strict=True))
-    return k, v
+    return [side.masked_fill(gone.unsqueeze(-1), 0) for side, gone in zip(y, lost.unbind(2), strict=True)]
 
 
-def _beyond_raw(pages: LayerPages, raw: tuple[Tensor, Tensor]) -> Tensor:
-    """bool[tokens, kv_heads, 2]: which keys and values [tokens, kv_heads, d] are not finite in 16 bits. If whole pages
-    are quantized, also vectors that no page could hold."""
-    lost = torch.stack([~side.isfinite().all(dim=-1) for side in raw], dim=2)
-    for sides, *_ in pages.views:
-        layout = pages.codec(sides).layout
-        if layout.per_page:
-            lost[:, :, sides] |= ~channelwise.storable(torch.stack([*raw][sides], dim=2), layout.segments[0].bits)
-    return lost
-
-
-def _filled(pages: LayerPages, new: Tensor, sides: slice) -> tuple[Tensor, Tensor]:
-    """The pages that this step fills, and their raw tokens [pages, page_size, kv_heads, sides, d]. The step's tokens
-    come from `new` [tokens, kv_heads, sides, d], older tokens from shadow pages.
-
-    Tokens of the sink are never read packed, and would only widen the range of numbers in a page. So later tokens of
-    the page take their places.
-    """
+def _filled(pages: LayerPages, fresh: tuple[Tensor, Tensor], sides: slice) -> tuple[Tensor, Tensor]:
+    """The pages that this step fills, and their raw tokens [pages, page_size, kv_heads, sides, d]."""
     step = pages.step
-    step.once(require_shadows, pages.windows)
-    row, page, own = step.filled
-    shadow = step.shadow_of[step.table[row, page]]
-    old = torch.stack([side[shadow].transpose(1, 2) for side in pages.shadow_sides[sides]], dim=3)
-    full = torch.where((own >= 0)[..., None, None, None], new[own], old)
-    first = (pages.windows.sink - page * step.page_size).clamp(0, step.page_size - 1).unsqueeze(1)
-    token = first + (torch.arange(step.page_size, device=page.device) - first) % (step.page_size - first)
-    return step.table[row, page], full[torch.arange(len(page), device=page.device).unsqueeze(1), token]
+    row, page = step.filled
+    token = page.unsqueeze(1) * step.page_size + torch.arange(step.page_size, device=page.device)
+    first = pages.fresh.first[row].unsqueeze(1)
+    own = (pages.fresh.starts[row].unsqueeze(1) + token - first).clamp_min(0)
+    places = step.in_rings(row.unsqueeze(1), token, pages.ring_tokens)
+    both = []
+    for ring, raw in zip(pages.ring_sides[sides], fresh[sides], strict=True):
+        old = ring[places // pages.ring_tokens, :, places % pages.ring_tokens]  # [pages, page_size, kv_heads, d]
+        both.append(torch.where((token >= first)[..., None, None], raw[own], old))
+    return step.table[row, page], torch.stack(both, dim=3)
 
 
 def attend(pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, logits: Logits) -> Tensor:
@@ -121,23 +106,17 @@ def attend(pages: LayerPages, q: Tensor, new: tuple[Tensor, Tensor] | None, logi
 def read(pages: LayerPages, row: int, position: int, new: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
     """The transformed keys and values [position + 1, kv_heads, d] that the query at `position` of sequence `row` reads.
 
-    They depend on the position alone. These tokens j are read raw:
-    - j < sink;
-    - j > position − recent;
-    - j in a page that is quantized as a whole and is not full at `position`.
-
-    All others are read packed, tokens of the step included.
+    They depend on the position alone: see open_block.py. Tokens of the step may be among those that are read packed.
     """
-    step, windows = pages.step, pages.windows
+    step = pages.step
     tokens = torch.arange(position + 1, device=pages.pool.device)
-    page, offset = step.table[row, tokens // step.page_size], tokens % step.page_size
-    x = pages.unpack(page, offset)
-    start, after = step.known.starts[row], int(step.query_starts[row + 1]) - step.known.lengths[row]
-    for j in range(position + 1):
-        unfilled = j >= (position + 1) // windows.group * windows.group
-        if new is not None and (j < windows.sink or j > position - windows.recent or unfilled):
-            shadow = int(step.shadow_of[page[j]])
-            assert shadow >= 0 or j >= start, "a window reaches into a page that has no shadow"
-            for side, own, shadows in zip(x, new, pages.shadow_sides, strict=True):
-                side[j] = own[after + j] if j >= start else shadows[shadow, :, offset[j]]
+    x = pages.unpack(step.table[row, tokens // step.page_size], tokens % step.page_size)
+    if new is None:
+        return x
+    start, first = int(pages.fresh.starts[row]), int(pages.fresh.first[row])
+    for j in range(raw_from(position, pages.block), position + 1):
+        at = int(step.in_rings(torch.tensor(row), torch.tensor(j), pages.ring_tokens))
+        block, offset = divmod(at, pages.ring_tokens)
+        for side, raw, ring in zip(x, new, pages.ring_sides, strict=True):
+            side[j] = raw[start + j - first] if j >= first else ring[block, :, offset]
     return x

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvfold.format.codec import Codec
 from kvfold.format.layout import PageLayout, Views
-from kvfold.format.windows import Windows
+from kvfold.format.open_block import DRAFTED, raw_from
 from kvfold.once import Once
 from kvfold.transforms import Transform
 
@@ -73,12 +73,9 @@ class Step(Once):
     Kernels read all of it from device memory, so a captured CUDA graph sees changes. `host` repeats the lengths if the
     host knows them. It is None for steps in which an engine decodes on a GPU.
 
-    Shadows: `shadow_of` says which shadow page holds the raw keys and values of a page. If a window of the step reaches
-    into older tokens of a page, that page has a shadow. Whoever begins the step ensures this. Ops read the step's own
-    tokens from the result of `store` instead. A missing shadow is a bug in the bookkeeping:
-    - ops in PyTorch and for CPUs raise (`require_shadows`);
-    - kernels for GPUs assert if Triton's assertions are on (TRITON_DEBUG=1, and in tests), else they leave the token
-      out.
+    Rings: the ring of a sequence keeps the raw vectors of its last tokens, those of the open block among them. It is
+    made of one or several blocks of the tensor `LayerPages.ring`. A ring holds the tokens before the step when the step
+    begins, and `store` adds the step's own.
 
     A token with a negative location is padding of a CUDA graph. It is not stored, and its output means nothing.
     """
@@ -88,16 +85,16 @@ class Step(Once):
     starts: Tensor  # int32[sequences]: tokens before this step
     lengths: Tensor  # int32[sequences]: tokens with this step
     table: Tensor  # int64[sequences, pages]; rows are padded with page 0
-    shadow_of: Tensor  # int64[pages of the pool]: the shadow of a page, -1: none
+    rings: Tensor  # int64[sequences, blocks]: the blocks of each ring
     page_size: int
     max_queries: int  # the most new tokens of any sequence
     host: HostLengths | None = None
     _memory: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
-    def of(cls, host: HostLengths, table: Tensor, shadow_of: Tensor, page_size: int) -> Self:
+    def of(cls, host: HostLengths, table: Tensor, rings: Tensor, page_size: int) -> Self:
         """The step of sequences whose lengths and page table [sequences, pages] are on the host. Its tensors go to the
-        device of `shadow_of`."""
+        device of `rings`."""
         counts = host.counts
         starts, lengths = (torch.tensor(numbers, dtype=torch.int32) for numbers in host)
         # not torch.repeat_interleave: it wakes all threads, for milliseconds, however short the tensors are
@@ -105,14 +102,14 @@ class Step(Once):
         query_starts = torch.tensor(host.query_starts, dtype=torch.int32)
         position = torch.arange(len(row)) - query_starts[row] + starts[row]
         locations = table[row, position // page_size] * page_size + position % page_size
-        device = shadow_of.device
+        device = rings.device
         return cls(
             locations.to(device),
             query_starts.to(device),
             starts.to(device),
             lengths.to(device),
             table.to(device),
-            shadow_of,
+            rings,
             page_size,
             max(counts, default=0),
             host,
@@ -151,6 +148,7 @@ class Step(Once):
                     starts=self.starts[rows],
                     lengths=self.lengths[rows],
                     table=self.table[rows, : -(-max(host.lengths) // self.page_size)],
+                    rings=self.rings[rows],
                     max_queries=longest,
                     host=host,
                 )
@@ -158,41 +156,71 @@ class Step(Once):
         return parts
 
     @cached_property
-    def places(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Page, shadow page (-1: none) and offset in both, per new token: int64[tokens]."""
-        page = self.locations // self.page_size
-        return page, self.shadow_of[page], self.locations % self.page_size
+    def places(self) -> tuple[Tensor, Tensor]:
+        """Page and offset, per new token: int64[tokens]."""
+        return self.locations // self.page_size, self.locations % self.page_size
 
     @cached_property
-    def filled(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The pages that this step fills: per page its sequence, and its index in the sequence's table. Then, per token
-        [pages, page_size], its row in k and v; negative: older than the step."""
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """Sequence and position, per new token: int64[tokens]. No host waits for a device."""
+        token = torch.arange(len(self.locations), dtype=torch.int32, device=self.locations.device)
+        row = torch.searchsorted(self.query_starts[1:], token, right=True)
+        row = row.clamp_max(max(0, len(self.starts) - 1))  # padding behind the last sequence
+        return row, (self.starts[row] + token - self.query_starts[row]).long()
+
+    def in_rings(self, row: Tensor, position: Tensor, tokens: int) -> Tensor:
+        """Where tokens of sequences lie in rings whose blocks have `tokens` tokens: block · tokens + offset."""
+        place = position % (self.rings.shape[1] * tokens)
+        return self.rings[row, place // tokens] * tokens + place % tokens
+
+    @cached_property
+    def filled(self) -> tuple[Tensor, Tensor]:
+        """The pages that this step fills: the sequence of each, and its index in the sequence's table."""
         starts, lengths = self.known
         filled = [
             (row, page)
             for row, (start, length) in enumerate(zip(starts, lengths, strict=True))
             for page in range(start // self.page_size, length // self.page_size)
         ]
-        row, page = torch.tensor(filled, dtype=torch.int64).view(-1, 2).unbind(dim=1)
-        first = torch.tensor(starts, dtype=torch.int64)[row].unsqueeze(1)
-        token = page.unsqueeze(1) * self.page_size + torch.arange(self.page_size)
-        own = torch.tensor(self.known.query_starts)[row].unsqueeze(1) + token - first
-        own[token < first] = -1
-        return row.to(self.table.device), page.to(self.table.device), own.to(self.table.device)
+        row, page = torch.tensor(filled, dtype=torch.int64, device=self.table.device).view(-1, 2).unbind(dim=1)
+        return row, page
 
 
-def require_shadows(step: Step, windows: Windows) -> None:
-    """Raise if a window reaches into a page without a shadow: see `Step`."""
-    reached = [
-        (row, page)
-        for row, (start, length) in enumerate(zip(*step.known, strict=True))
-        for span in (range(min(windows.sink, start)), windows.before(start))
-        if span and length > start
-        for page in range(span.start // step.page_size, -(-span.stop // step.page_size))
-    ]
-    row, page = torch.tensor(reached, dtype=torch.int64).view(-1, 2).to(step.table.device).unbind(dim=1)
-    if (step.shadow_of[step.table[row, page]] < 0).any():
-        raise RuntimeError("a window of this step reaches into a page that has no shadow: this is a bug in kvfold")
+class Fresh(NamedTuple):
+    """Which raw vectors `store` returns, and which ones it puts into rings.
+
+    It returns those of the step's tokens. In steps with many tokens of a sequence, these may overwrite in the ring what
+    earlier queries of the step read. So it returns the open block before the step, too: per sequence, the tokens from
+    `first` on.
+    """
+
+    starts: Tensor  # int32[sequences + 1]: where each sequence begins
+    first: Tensor  # int32[sequences]
+    kept: Tensor  # int64[tokens]: where each new token goes in rings, -1: nowhere
+    rows: Tensor | None  # int64[tokens]: where each new token goes in what is returned; None: in order
+    old: tuple[Tensor, Tensor] | None  # int64: the same for older tokens, and where they lie in rings
+
+    @classmethod
+    def of(cls, step: Step, block: int, tokens: int) -> Self:
+        """For an open block of `block` tokens, and rings whose blocks have `tokens` tokens."""
+        row, position = step.rows
+        room = step.rings.shape[1] * tokens
+        stays = (step.locations >= 0) & (position >= step.lengths[row] - room)
+        kept = torch.where(stays, step.in_rings(row, position, tokens), -1)
+        if step.max_queries <= DRAFTED:
+            return cls(step.query_starts, step.starts, kept, None, None)
+        host, device = step.known, step.table.device
+        first = [raw_from(start, block) for start in host.starts]
+        counts = [length - at for length, at in zip(host.lengths, first, strict=True)]
+        starts = np.array([0, *accumulate(counts)])
+        shift = np.array(host.starts, dtype=np.int64) - np.array(first, dtype=np.int64)
+        rows = np.arange(host.query_starts[-1]) + np.repeat(shift.cumsum(), host.counts)
+        older = np.repeat(np.arange(len(shift)), shift)
+        at = np.arange(shift.sum()) - np.repeat(shift.cumsum() - shift, shift)
+        old_row, old_at = on_device(np.stack((older, at)), device, torch.int64)
+        begin, end = on_device(starts, device), on_device(first, device)
+        places = step.in_rings(old_row, end[old_row] + old_at, tokens)
+        return cls(begin, end, kept, on_device(rows, device, torch.int64), (begin[old_row] + old_at, places))
 
 
 @dataclass(frozen=True)
@@ -203,10 +231,10 @@ class LayerPages(Once):
     key: Codec
     value: Codec
     layout: PageLayout
-    windows: Windows
+    block: int  # tokens of the open block, 0: none
     pool: Tensor  # uint8[pages, kv_heads, page_bytes]
     views: list[Views]  # layout.views(pool)
-    shadows: Tensor  # 16-bit float [shadow pages, kv_heads, numbers of a page]
+    ring: Tensor  # 16-bit float [blocks of rings, kv_heads, numbers]
     faults: Tensor  # uint8[pages · page_size]: 1 at the locations of tokens that `store` could not store
     _memory: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)  # in all steps
 
@@ -215,14 +243,14 @@ class LayerPages(Once):
         cls,
         codecs: tuple[Codec, Codec],
         layout: PageLayout,
-        windows: Windows,
+        block: int,
         pool: Tensor,
-        shadows: Tensor,
+        ring: Tensor,
         faults: Tensor,
     ) -> Self:
-        """A layer between steps. `windows` are the recipe's."""
+        """A layer between steps. `block` is the recipe's."""
         views = layout.views(pool, together=codecs[0].quantizes_like(codecs[1]))
-        return cls(NO_STEP, *codecs, layout, layout.windows(windows), pool, views, shadows, faults)
+        return cls(NO_STEP, *codecs, layout, layout.block(block), pool, views, ring, faults)
 
     def during(self, step: Step) -> Self:
         """The same layer in another step. What was made `once` serves all steps, and so must not depend on the step."""
@@ -235,9 +263,32 @@ class LayerPages(Once):
         return (self.key, self.value)[sides.start]
 
     @property
-    def shadow_sides(self) -> tuple[Tensor, Tensor]:
-        """Views of the keys and values in shadow pages: [shadow pages, kv_heads, page_size, d]."""
-        return self.layout.shadow_sides(self.shadows)
+    def ring_sides(self) -> tuple[Tensor, Tensor]:
+        """Views of the keys and values in rings: [blocks, kv_heads, tokens, d]."""
+        return self.layout.ring_sides(self.ring)
+
+    @property
+    def ring_tokens(self) -> int:
+        """Tokens in a block of a ring."""
+        return self.ring.shape[-1] // self.layout.raw_numbers
+
+    @property
+    def fresh(self) -> Fresh:
+        """What `store` returns and keeps in this step. Only layers with an open block return and keep anything."""
+        return self.step.once(Fresh.of, self.block, self.ring_tokens)
+
+    def new_fresh(self) -> tuple[Tensor, Tensor]:
+        """Memory for what `store` returns, with the older tokens in it."""
+        fresh, blocks = self.fresh, self.ring_tokens
+        count = len(fresh.kept) + (0 if fresh.old is None else len(fresh.old[0]))
+        sides = []
+        for ring in self.ring_sides:
+            side = ring.new_empty(count, ring.shape[1], ring.shape[3])
+            if fresh.old is not None and len(fresh.old[0]):
+                rows, places = fresh.old
+                side[rows] = ring[places // blocks, :, places % blocks]
+            sides.append(side)
+        return sides[0], sides[1]
 
     def unpack(self, page: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
         """Decode the slots at page and offset int64[tokens]: keys and values float32[tokens, kv_heads, d]."""
@@ -247,4 +298,4 @@ class LayerPages(Once):
 
 
 _NO_PAGES = torch.empty(0, 0, dtype=torch.int64)
-NO_STEP = Step.of(HostLengths([], []), _NO_PAGES, _NO_PAGES.flatten(), page_size=1)
+NO_STEP = Step.of(HostLengths([], []), _NO_PAGES, _NO_PAGES, page_size=1)

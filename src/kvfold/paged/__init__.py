@@ -1,4 +1,4 @@
-"""The paged cache: page tables, shadow pages for the windows, and the bytes."""
+"""The paged cache: page tables, rings for the open blocks, and the bytes."""
 
 from kvfold.paged.cache import PagedCache
 

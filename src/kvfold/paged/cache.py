@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -9,15 +10,16 @@ from torch import Tensor
 
 from kvfold.format.codec import UNSTORABLE, Codec
 from kvfold.format.layout import PageLayout
-from kvfold.format.windows import Windows
+from kvfold.format.open_block import DRAFTED
 from kvfold.ops.dispatch import New, Ops, choose
 from kvfold.ops.pages import NO_STEP, HostLengths, LayerPages, Logits, Step
-from kvfold.paged.shadows import Shadows
 from kvfold.paged.tables import PageTables
+
+ROLLBACK = 64  # the last tokens of a sequence that can always be removed
 
 
 class PagedCache:
-    """uint8[pages, kv_heads, page_bytes] per layer, one page table for all layers, shadow pages for the windows.
+    """uint8[pages, kv_heads, page_bytes] per layer, one page table for all layers, and a ring per sequence.
 
     A step is `extend(counts)`, then `attend(layer, q, k, v)` per layer: it packs the new tokens and lets the queries
     read. What a query reads depends on its position alone. So it does not matter how tokens are split into steps.
@@ -29,7 +31,7 @@ class PagedCache:
         kv_heads: int,
         sequences: int,
         *,
-        windows: Windows | None = None,
+        block: int = 0,  # tokens of the open block
         page_size: int = 16,
         raw_dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
@@ -40,16 +42,21 @@ class PagedCache:
         self.new: dict[int, New] = {}  # what `store` returned in the step, by shared layer
         self.device = torch.device(device)
         self.layouts = [PageLayout(key.layout, value.layout, page_size) for key, value in self.codecs]
-        self.recipe_windows = windows or Windows()
-        self.windows = [layout.windows(self.recipe_windows) for layout in self.layouts]
+        self.blocks = [layout.block(block) for layout in self.layouts]
+        self.block = max(self.blocks, default=0)
+        self.ring_tokens = self.block and self.block + max(ROLLBACK, DRAFTED)
         self.tables = PageTables(page_size, sequences)
-        self.shadow_map = Shadows(max(self.windows, key=lambda windows: (windows.group, windows.recent, windows.sink)))
+        self.kept_from = [0] * sequences  # the first token that is still in the ring, per sequence
+        self._undo: _Undo | None = None
         self.reserved = 0  # pages per sequence
         self.step = NO_STEP
         self.counts: list[int] = []  # new tokens of the step, per sequence
         self.faults = torch.zeros(0, dtype=torch.uint8, device=self.device)
         self.pools = [layout.allocate(0, kv_heads, self.device) for layout in self.layouts]
-        self.shadows = [layout.allocate_shadows(0, kv_heads, raw_dtype, self.device) for layout in self.layouts]
+        self.rings = [
+            layout.allocate_ring(sequences if own else 0, self.ring_tokens, kv_heads, raw_dtype, self.device)
+            for layout, own in zip(self.layouts, self.blocks, strict=True)
+        ]
         self._layers = self._views()
         # per layer, by query heads per KV head and whether logits are capped
         self._ops: dict[tuple[int, bool], list[Ops]] = {}
@@ -61,49 +68,46 @@ class PagedCache:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of all pages and shadow pages, in use or not."""
-        return sum(tensor.untyped_storage().nbytes() for tensor in (*self.pools, *self.shadows))
+        """Bytes of all pages and rings, in use or not."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in (*self.pools, *self.rings))
 
     def reserve(self, tokens: int) -> None:
         """Make room for sequences of `tokens` tokens. Up to that length, steps of one token each move no memory. A step
         of the same size as the last is written into its tensors, so a CUDA graph of it can be replayed."""
         self.reserved = -(-tokens // self.tables.page_size)
-        pages = max(len(windows.pages(tokens - 1, tokens, self.tables.page_size)) for windows in self.windows)
-        self._grow(len(self.lengths) * self.reserved, len(self.lengths) * (pages + 1))
+        self._grow(len(self.lengths) * self.reserved)
 
     def extend(self, counts: Sequence[int]) -> None:
         """Begin a step: make room for `counts[i]` more tokens in sequence i."""
         starts = list(self.lengths)
         copies = self.tables.extend(counts)
-        shadow_copies = [pair for copy in copies if (pair := self.shadow_map.copy(*copy)) is not None]
-        self.shadow_map.update(self.tables, starts)
-        self._grow(self.tables.capacity, self.shadow_map.capacity)
-        for tensors, pairs in ((self.pools, copies), (self.shadows, shadow_copies)):
-            for tensor in tensors:
-                for source, target in pairs if len(tensor) else ():
-                    tensor[target] = tensor[source]
+        self._undo = None
+        if self.block and max(counts, default=0) > DRAFTED and any(start % self.block for start in starts):
+            self._undo = _Undo(starts, self.kept_from, [ring.clone() for ring in self.rings])
+        self.kept_from = [
+            max(first, length - self.ring_tokens) for first, length in zip(self.kept_from, self.lengths, strict=True)
+        ]
+        self._grow(self.tables.capacity)
+        for pool in self.pools:
+            for source, target in copies:
+                pool[target] = pool[source]
         step = self._describe(starts)
         same = self.reserved and list(counts) == self.counts
         self.step, self.counts = step.placed_in(self.step) if same else step, list(counts)
 
-    def _grow(self, pages: int, shadows: int) -> None:
-        """Make room for `pages` pages and `shadows` shadow pages."""
-        before = [len(tensor) for tensor in (*self.pools, *self.shadows)]
-        self.pools = [_grown(pool, pages) for pool in self.pools]
-        self.shadows = [
-            _grown(pool, shadows) if windows else pool for pool, windows in zip(self.shadows, self.windows, strict=True)
-        ]
-        if [len(tensor) for tensor in (*self.pools, *self.shadows)] == before:
+    def _grow(self, pages: int) -> None:
+        """Make room for `pages` pages."""
+        if pages <= len(self.pools[0]):
             return
-        if more := len(self.pools[0]) * self.tables.page_size - len(self.faults):
-            self.faults = torch.cat((self.faults, self.faults.new_zeros(more)))
+        self.pools = [_grown(pool, pages) for pool in self.pools]
+        self.faults = _grown(self.faults, len(self.pools[0]) * self.tables.page_size, fill=0)
         self._layers = self._views()
 
     def _views(self) -> list[LayerPages]:
-        tensors = zip(self.codecs, self.layouts, self.pools, self.shadows, strict=True)
+        tensors = zip(self.codecs, self.layouts, self.blocks, self.pools, self.rings, strict=True)
         return [
-            LayerPages.of(codecs, layout, self.recipe_windows, pool, shadows, self.faults)
-            for codecs, layout, pool, shadows in tensors
+            LayerPages.of(codecs, layout, block, pool, ring, self.faults)
+            for codecs, layout, block, pool, ring in tensors
         ]
 
     def _describe(self, starts: list[int]) -> Step:
@@ -113,12 +117,9 @@ class PagedCache:
         table = np.zeros((len(rows), max(self.reserved, *map(len, held), 0)), dtype=np.int64)
         for row, pages in zip(table, held, strict=True):
             row[: len(pages)] = array("q", pages)  # many times faster than from a list
-        shadow_of = torch.full((max(self.tables.capacity, len(self.lengths) * self.reserved),), -1)
-        if self.shadow_map.of:
-            page, shadow = torch.tensor(list(self.shadow_map.of.items())).unbind(dim=1)
-            shadow_of[page] = shadow
         host = HostLengths([starts[row] for row in rows], [self.lengths[row] for row in rows])
-        return Step.of(host, torch.from_numpy(table), shadow_of.to(self.device), self.tables.page_size)
+        rings = torch.tensor(rows, dtype=torch.int64, device=self.device).view(-1, 1)
+        return Step.of(host, torch.from_numpy(table), rings, self.tables.page_size)
 
     def pages(self, layer: int) -> LayerPages:
         """A layer and the current step, as ops take them."""
@@ -184,16 +185,52 @@ class PagedCache:
         lengths = [length - count for length, count in zip(self.lengths, counts, strict=True)]
         if min(counts, default=0) < 0 or min(lengths, default=0) < 0:
             raise ValueError(f"cannot remove {list(counts)} tokens from sequences of {self.lengths}")
-        self.shadow_map.check_crop(self.tables, lengths)
+        for row, length in enumerate(lengths):
+            if not self._holds(length, self.kept_from[row]) and not self._undoes(row, length):
+                raise ValueError(
+                    f"cannot roll back to {length} tokens: with block={self.block} at most the last {ROLLBACK} tokens, "
+                    f"the last step, or all back to a multiple of {self.block} can be removed. Feed the prefix again, "
+                    "or use a recipe with block=0"
+                )
+
+    def _holds(self, length: int, kept_from: int) -> bool:
+        """Whether a ring that holds the tokens from `kept_from` on has the open block of a sequence of this length."""
+        return not self.block or length % self.block == 0 or length // self.block * self.block >= kept_from
+
+    def _undoes(self, row: int, length: int) -> bool:
+        """Whether the open block of this length is in the rings as they were before the last step."""
+        undo = self._undo
+        return undo is not None and length <= undo.starts[row] and self._holds(length, undo.kept_from[row])
 
     def crop(self, counts: Sequence[int]) -> None:
         """Forget the last `counts[i]` tokens of sequence i."""
         self.check_crop(counts)
         self.tables.crop(counts)
+        for row, length in enumerate(self.lengths):
+            if self._undo is not None and not self._holds(length, self.kept_from[row]):
+                self.kept_from[row] = self._undo.kept_from[row]
+                for ring, before in zip(self.rings, self._undo.rings, strict=True):
+                    if len(ring):
+                        ring[row] = before[row]
+            if self.block:
+                self.kept_from[row] = min(self.kept_from[row], length // self.block * self.block)
 
     def select(self, rows: Sequence[int]) -> None:
         """Make the batch the sequences `rows` of the old one. A row named twice is forked and shares its pages."""
         self.tables.select(rows)
+        self.kept_from = [self.kept_from[row] for row in rows]
+        self._undo = None
+        index = torch.tensor(rows, dtype=torch.int64, device=self.device)
+        self.rings = [ring[index] if len(ring) else ring for ring in self.rings]
+        self._layers = self._views()
+
+
+class _Undo(NamedTuple):
+    """The rings before a step that may have overwritten open blocks, so that the whole step can be taken back."""
+
+    starts: list[int]
+    kept_from: list[int]
+    rings: list[Tensor]
 
 
 def _index(step: Step, counts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -203,10 +240,10 @@ def _index(step: Step, counts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return row, column
 
 
-def _grown(tensor: Tensor, size: int) -> Tensor:
-    """`tensor` with room for at least `size` pages. It grows by at least a sixteenth, so that copies stay rare."""
-    if size <= len(tensor):
-        return tensor
+def _grown(tensor: Tensor, size: int, fill: int | None = None) -> Tensor:
+    """`tensor` with room for at least `size` rows. It grows by at least a sixteenth, so that copies stay rare."""
     grown = tensor.new_empty((max(size, len(tensor) + len(tensor) // 16), *tensor.shape[1:]))
     grown[: len(tensor)] = tensor
+    if fill is not None:
+        grown[len(tensor) :] = fill
     return grown

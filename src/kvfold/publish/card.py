@@ -67,7 +67,7 @@ def _text(artifact: Artifact, where: str, model: str | None) -> str:
             "",
             *(_table(artifact, recipes, checks) if recipes else [MEANS_ALONE]),
             "",
-            "- Bits are those of each cached number at 2,048 and 131,072 tokens, metadata and windows included.",
+            "- Bits are those of each cached number at 2,048 and 131,072 tokens, metadata and the open block included.",
             *(
                 ["- KL is in nats. One token in a thousand exceeds its tail. Shares are beside those of 16 bits."]
                 * bool(checks)

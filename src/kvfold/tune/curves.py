@@ -4,8 +4,8 @@ Two tests, each a passage of the same length:
 - text: a passage of the user's text;
 - copy: random tokens twice. The second time, the model has to find what followed the first time, as in retrieval.
 
-The windows are those of the recipe, but for the last tokens: a quarter of the passage is read raw. So most of what a
-query reads is packed, though passages are short, and what only reads its neighbours costs nothing, as when served.
+The open block has a quarter of a passage. So most of what a query reads is packed, though passages are short, and what
+only reads its neighbours costs little, as when served.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,25 +22,17 @@ from transformers.masking_utils import sdpa_mask
 from kvfold.calibration.tap import attending
 from kvfold.engines.unpacked_attention import attend_masked, attend_unpacked, logits_of
 from kvfold.format.codec import Codec, sixteen_bit
-from kvfold.format.windows import Windows
 from kvfold.geometry import Geometry
 from kvfold.kept_parts import NOTHING_KEPT, Name, Parts
 from kvfold.ops.dense import divergence
-from kvfold.recipes import TUNED
 from kvfold.text import with_openings
 
 IMPLEMENTATION = "kvfold-tune"
 TESTS = ("text", "copy")
-SINK = TUNED.sink
 
 Packed = Mapping[int, tuple[Codec | None, Codec | None]]  # codecs of keys and values, by layer; None: in 16 bits
 
 _packed: ContextVar[Packed] = ContextVar("kvfold-tune")
-
-
-def recent(length: int) -> int:
-    """The last tokens that are read raw in passages of this length."""
-    return length // 4
 
 
 def passages(text: Tensor, length: int, tokenizer: PreTrainedTokenizerBase) -> Tensor:
@@ -154,8 +146,8 @@ def _attention(
     if codecs is None:
         return attend_unpacked(module, query, key, value, attention_mask, scaling=scaling, **kwargs), None
     causal = torch.ones(len(query), 1, n, n, dtype=torch.bool, device=query.device).tril()
-    logits, windows, raw_dtype = logits_of(query, scaling, kwargs), Windows(SINK, recent(n)), sixteen_bit(query.dtype)
-    return attend_masked(query, key, value, causal, logits, codecs, windows, raw_dtype).to(query.dtype), None
+    logits, block, raw_dtype = logits_of(query, scaling, kwargs), max(1, n // 4), sixteen_bit(query.dtype)
+    return attend_masked(query, key, value, causal, logits, codecs, block, raw_dtype).to(query.dtype), None
 
 
 AttentionInterface.register(IMPLEMENTATION, _attention)

@@ -29,7 +29,7 @@ class Point(NamedTuple):
     """Choices for all layers, what they take and what they cost."""
 
     recipe: str
-    bits: float  # per cached number, windows included
+    bits: float  # per cached number, the open block included
     sequence_bytes: int
     kl: float  # per token of text
     copy_kl: float  # per copied token

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -16,6 +17,7 @@ import torch
 from batch_invariance import BatchInvariant, extend_always
 from sglang.srt.distributed import parallel_state
 from sglang.srt.managers import scheduler
+from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.model_executor.model_runner import ModelRunner
 
@@ -108,14 +110,25 @@ def retract_often() -> None:
     scheduler.TEST_RETRACT, scheduler.TEST_RETRACT_INTERVAL = True, 2
 
 
-def ask(engine: sglang.Engine, prompts: Sequence[list[int]], tokens: int) -> list[Answer]:
+def tell_mixed_steps() -> None:
+    """Let SGLang print a line for each step that reads prompts beside tokens that are decoded."""
+    mix = ScheduleBatch.mix_with_running
+
+    def told(batch: ScheduleBatch, running: ScheduleBatch) -> None:
+        print("mixed step", file=sys.stderr, flush=True)
+        mix(batch, running)
+
+    ScheduleBatch.mix_with_running = told
+
+
+def ask(engine: sglang.Engine, prompts: Sequence[list[int]], tokens: int, logprobs: bool = True) -> list[Answer]:
     """All at once."""
     sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    answers = engine.generate(input_ids=list(prompts), sampling_params=sampling, return_logprob=True)
+    answers = engine.generate(input_ids=list(prompts), sampling_params=sampling, return_logprob=logprobs)
     return [
         Answer(
             answer["output_ids"],
-            [logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]],
+            [logprob for logprob, *_ in answer["meta_info"].get("output_token_logprobs", [])],
             answer["meta_info"]["cached_tokens"],
             answer["meta_info"].get("spec_verify_ct", 0),
         )

@@ -1,7 +1,6 @@
 """Models of which only some layers are packed, through real SGLang. The others stay as SGLang has them."""
 
 import json
-import re
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,8 +54,8 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "NemotronH": ({}, NO_PREFIXES),
 }
 RECIPES = {
-    **dict.fromkeys(("Gemma2", "Gemma3n", "Gemma4", "GptOss", "Qwen3Next", "Lfm2"), "int8:sink=4,recent=20"),
-    "Gemma3": "int8:sink=4,recent=20,skip=5",  # layers of unequal size
+    **dict.fromkeys(("Gemma2", "Gemma3n", "Gemma4", "GptOss", "Qwen3Next", "Lfm2"), "int8:block=16"),
+    "Gemma3": "int8:skip=5,block=16",  # layers of unequal size
 }
 LIKE_TRANSFORMERS = ("Gemma2", "Gemma3", "GptOss", "Qwen3Next", "Lfm2")  # stock SGLang's Gemma 3n and 4 are not
 
@@ -101,9 +100,9 @@ def test_answers_in_16_bits_are_those_of_sglang(name, tmp_path):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_answers_with_a_recipe_are_those_of_its_definition(name, tmp_path, capfd, monkeypatch):
-    """With centring and windows, sinks and soft-caps, layers in 16 bits, and layers that read the pages of others. The
-    definition is that of attention, step by step, and the same recipe in transformers. Prefix hits change no token. The
-    log says which layers are packed, and how many tokens fit."""
+    """With centring and an open block, sinks and soft-caps, layers in 16 bits, and layers that read the pages of
+    others. The definition is that of attention, step by step, and the same recipe in transformers. Prefix hits change
+    no token. The log says which layers are packed, and how many tokens fit."""
     monkeypatch.setattr(PackedLayer, "__abstractmethods__", frozenset())  # SGLang's transformers is older than kvfold's
     (more, options), recipe = MODELS[name], RECIPES[name]
     model = tiny(name, **more)
@@ -122,8 +121,7 @@ def test_answers_with_a_recipe_are_those_of_its_definition(name, tmp_path, capfd
     skipped = parse(recipe).skip
     packed = [str(layer) for layer in HYBRIDS[name][1] if layer not in skipped]
     assert f"{len(packed)} packed ({', '.join(packed)})" in printed
-    (shadows,) = re.findall(r"in (\d+) shadow pages", printed)
-    assert own.fit == room(name, Geometry.from_config(model.config.to_dict()), len(skipped), int(shadows))
+    assert own.fit == room(name, Geometry.from_config(model.config.to_dict()), len(skipped))
     assert f"so that {own.fit:,} tokens fit" in printed
 
 
@@ -138,7 +136,7 @@ def in_transformers(model: PreTrainedModel, recipe: str, artifact: kvfold.Artifa
     return torch.stack(found).numpy()
 
 
-def room(name: str, geometry: Geometry, skipped: int, shadows: int) -> int:
+def room(name: str, geometry: Geometry, skipped: int) -> int:
     """How many tokens fit, in bytes of 2 KV heads of 32 coordinates."""
     raw, packed = 2 * 2 * (2 * 32), 2 * 2 * (32 + 4)
     full, kinds = len(geometry.packed), [layer.kind for layer in geometry.layers]
@@ -147,7 +145,7 @@ def room(name: str, geometry: Geometry, skipped: int, shadows: int) -> int:
         token += 0.8 * raw * (kinds.count("sliding") + (2 if name == "Gemma4" else 0))
     else:
         token += raw * kinds.count("sliding")
-    left = BUDGET - shadows * PAGE * raw * (full - skipped)
+    left = BUDGET - (1 + 4) * (16 + 16) * raw * (full - skipped)  # rings of padding and 4 requests
     return int(left // token) // PAGE * PAGE
 
 
@@ -168,14 +166,14 @@ def test_a_pipeline_of_two_ranks_answers_as_one(tmp_path, monkeypatch):
     tiny("GptOss", **MODELS["GptOss"][0]).save_pretrained(tmp_path)
     options = {**ENGINE, **SLIDING, "model_path": str(tmp_path)}
 
-    def served(ranks: int) -> tuple[Served, int, int]:
+    def served(ranks: int) -> tuple[Served, int]:
         monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "|".join("0" * ranks))
         with defined_attention() as found:
-            answers = serve(twice, "int8:centre=false,sink=4,recent=20,skip=1", pp_size=ranks, **options)
+            answers = serve(twice, "int8:centre=false,skip=1,block=16", pp_size=ranks, **options)
         assert found.error < 1e-5
-        return answers, found.queries, found.restored
+        return answers, found.queries
 
-    (alone, *reads), (shared, *shared_reads) = served(1), served(2)
+    (alone, reads), (shared, shared_reads) = served(1), served(2)
     check_equal(shared, alone)
     assert shared_reads == reads
 

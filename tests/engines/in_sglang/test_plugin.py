@@ -13,6 +13,7 @@ from unittest.mock import MagicMock, call
 
 import pytest
 import torch
+from defined_attention import defined_attention
 from forked import Ended, forked
 from operations_files import metrics_asked_for
 from prometheus_client import REGISTRY
@@ -28,7 +29,6 @@ from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-from sglang.srt.server_args import ServerArgs
 from sglang_engine import Answer, ask, serve, tokens_that_fit
 from tiny_models import random_tokens, tiny
 
@@ -38,10 +38,7 @@ from kvfold.engines.serving import Config, Plan
 from kvfold.engines.sglang import hooks
 from kvfold.engines.sglang.attention import MixedBackend, PackedBackend
 from kvfold.engines.sglang.packed_pool import PackedPool
-from kvfold.engines.shadow_table import ShadowTable
-from kvfold.engines.window_memory import shadows_needed
 from kvfold.models import embedded_folder
-from kvfold.ops.restore import Restore
 from kvfold.recipes import parse
 from kvfold.text import default_text, tokenize
 
@@ -78,9 +75,9 @@ def wide_heads(tmp_path_factory) -> tuple[str, str]:
 
 @pytest.mark.parametrize(("recipe", "times"), [("saw-int4", 3.7), ("oscar-int2:group=128", 6.9)])
 def test_heads_of_128_leave_room_for_more_tokens(recipe, times, wide_heads, capfd):
-    """Than 16 bits, by SGLang's own count, with the copies of windows among what is counted; and the log says it."""
+    """Than 16 bits, by SGLang's own count, with rings among what is counted; and the log says it."""
     model, fits = wide_heads
-    options = {"model_path": model, "context_length": 512, "max_running_requests": 4, "chunked_prefill_size": 64}
+    options = {"model_path": model, "context_length": 512, "max_running_requests": 4, "page_size": 256}
     token_bytes = 2 * 2 * 2 * 128 * 2  # 2 layers and 2 KV heads, K and V, 16 bits
     wide, packed = (
         serve(tokens_that_fit, *each, budget=256 * MIB, dtype="bfloat16", log_level="info", **options)
@@ -90,20 +87,22 @@ def test_heads_of_128_leave_room_for_more_tokens(recipe, times, wide_heads, capf
     assert packed >= times * wide
     printed = capfd.readouterr().err
     assert f"so that {packed:,} tokens fit" in printed
-    if parse(recipe).windows:
-        # of 4 requests: 4 pages of 64 tokens, 17 of 255; and one for each and each 16 tokens of a step
-        shadows = 4 * (4 + 17) + 4 + 64 // PAGE
-        assert f"{shadows} shadow pages, together {shadows * PAGE * token_bytes / MIB:,.0f} MiB" in printed
+    if block := parse(recipe).block:
+        per_request = f"{(block + 16) * token_bytes / MIB:.1f} MiB per request"
+        assert f"open block: up to {block} tokens of a running request in 16 bits, {per_request}" in printed
 
 
-def test_shadow_pages_come_off_the_budget_first(artifact):
-    requests, recipe = 2, "int2:sink=16,recent=32"
-    options = {"max_running_requests": requests, "chunked_prefill_size": 64}
-    tokens = serve(tokens_that_fit, recipe, artifact, budget=16 * MIB, **options)
-    # 30 layers and 3 KV heads of 64: the first page, 3 pages of the last 31 tokens, and up to 3 more that a step begins
-    shadow_bytes = requests * (1 + 3 + 3) * 30 * 3 * 2 * PAGE * 64 * 2
-    token_bytes = 30 * 3 * 2 * (64 * 2 // 8 + 4)
-    assert tokens == (16 * MIB - shadow_bytes) // token_bytes // PAGE * PAGE
+def test_rings_come_off_the_budget_first(artifact):
+    """Those of 2 requests and of padding: 16 tokens of the open block and 16 of a step each."""
+    tokens = serve(tokens_that_fit, "int2:block=16", artifact, budget=16 * MIB, max_running_requests=2)
+    sides = 30 * 3 * 2  # of 30 layers and 3 KV heads, with 64 numbers
+    left = 16 * MIB - 3 * (16 + 16) * sides * 64 * 2
+    assert tokens == left // (sides * (64 * 2 // 8 + 4)) // PAGE * PAGE
+
+
+def test_recipes_without_an_open_block_need_no_number_of_requests(artifact):
+    """SGLang finds one itself, and only later."""
+    serve(tokens_that_fit, "int4", artifact, budget=16 * MIB, max_running_requests=None)
 
 
 # Refusals
@@ -122,6 +121,7 @@ def test_shadow_pages_come_off_the_budget_first(artifact):
         ("int4", {"disaggregation_mode": "prefill"}, "--disaggregation-mode prefill does not go together"),
         ("int4", {"disaggregation_mode": "decode"}, "--disaggregation-mode decode does not go together"),
         ("int4", {"page_size": 8}, "a multiple of 16 tokens, not --page-size 8"),
+        ("int4:block=32", {}, "pages of 16 tokens, which have to be whole open blocks of 32: take pages of a multiple"),
     ],
 )
 def test_what_cannot_be_served_is_refused_before_anything_is_loaded(recipe, arguments, reason, artifact):
@@ -252,6 +252,7 @@ def test_a_hook_that_sglang_does_not_have_ends_it(artifact, monkeypatch):
 @pytest.mark.parametrize(
     ("hook", "stand_in", "reason"),
     [
+        ("rings_of", lambda _: 8, "has 9 rows for requests, and there are rings for 8"),
         ("build_pool", lambda build, *a, **k: build(*a, **k), "made a MHATokenToKVPool instead of packed pages"),
         ("cell_size", lambda size, *_: size, "counts 46080 bytes for a token, and it takes 6480"),
     ],
@@ -259,7 +260,7 @@ def test_a_hook_that_sglang_does_not_have_ends_it(artifact, monkeypatch):
 def test_hooks_that_do_not_take_effect_end_the_start(hook, stand_in, reason, artifact, monkeypatch, capfd):
     monkeypatch.setattr(hooks, hook, stand_in)
     with pytest.raises(BrokenProcessPool):  # SGLang ends its whole process when a scheduler does
-        serve(tokens_that_fit, "int4", artifact, max_total_tokens=512)
+        serve(tokens_that_fit, "int4:block=16", artifact, max_total_tokens=512)
     assert f"ValueError: kvfold: SGLang {reason}" in capfd.readouterr().err
 
 
@@ -321,9 +322,7 @@ def test_nan_of_one_request_changes_nothing_for_others(artifact, embedded, monke
     monkeypatch.setattr(VocabParallelEmbedding, "forward", poisoned)
     monkeypatch.setattr(Scheduler, "process_input_requests", together)
     options = {"max_total_tokens": 512, "disable_radix_cache": True, "log_level": "warning"}
-    before, beside, after = serve(
-        partial(ask_beside_nan, prompts=prompts), "int2:sink=4,recent=20", artifact, **options
-    )
+    before, beside, after = serve(partial(ask_beside_nan, prompts=prompts), "int2:block=16", artifact, **options)
     assert beside[2:] == before[2:]
     assert after == before
     logprobs = beside[0].logprobs + beside[1].logprobs[1:]  # without that of the poisoned token itself
@@ -336,7 +335,7 @@ def test_nan_of_one_request_changes_nothing_for_others(artifact, embedded, monke
 
 def test_the_server_answers_and_shows_its_gauges():
     flags = ("--context-length", "512", "--max-running-requests", "4", "--enable-metrics")
-    with serving("--engine", "sglang", "-r", "saw-int4:sink=4,recent=40,centre=false", *flags) as server:
+    with serving("--engine", "sglang", "-r", "saw-int4:centre=false,block=16", *flags) as server:
         server.complete(tokens := list(range(100, 500)), 1)
         streamed = {"model": "embedded", "max_tokens": 4, "stream": True}  # SGLang times tokens of such answers alone
         server.get("/v1/completions", prompt=[*tokens[:200], *range(600, 650)], **streamed)
@@ -344,12 +343,8 @@ def test_the_server_answers_and_shows_its_gauges():
         gauges = server.metrics("/metrics/")
     assert gauges["kvfold:bytes_per_token"] == (32 + 4) * 2 * 3 * 30
     tokens = int(re.search(r"so that ([\d,]+) tokens fit", server.printed)[1].replace(",", ""))
-    taken = 36 * tokens + 128 * 16 * gauges["kvfold:shadow_pages"]  # pages of 16 tokens
-    assert gauges["kvfold:compression"] == pytest.approx(128 * tokens / taken, rel=0.01)
-    # of 4 requests: one page of the first 4 tokens, 4 of the last 39; and up to 4 that a step begins
-    assert gauges["kvfold:shadow_pages"] == 4 * (1 + 4 + 4)
-    assert gauges["kvfold:shadow_pages_used"] >= 1
-    assert gauges["kvfold:restored_pages"] == 3  # the second prompt begins at token 192 and reads 153 to 191
+    taken = 36 * tokens + 128 * 5 * (16 + 16)  # rings of 4 requests and of padding
+    assert gauges["kvfold:compression"] == pytest.approx(128 * tokens / taken, rel=1e-3)
     assert gauges["kvfold:non_finite_tokens"] == 0
     exported = {name.partition("{")[0] for name in gauges}
     assert metrics_asked_for("sglang") | metrics_asked_for("kvfold") <= exported
@@ -362,22 +357,18 @@ def test_the_server_answers_and_shows_its_gauges():
 def backend(
     recipe: str,
     model: torch.nn.Module | None = None,
-    shadows: int = 40,
-    pages: int = PAGES,
-    requests: int = 3,
-    longest: int = 8 * PAGE,
     config: dict[str, Any] = MODEL,
 ) -> PackedBackend:
+    """Of three requests and one of padding."""
     plan = Plan.make(Config(parse(recipe)), config, PAGE, torch.bfloat16)
     pool = PackedPool(
-        *(plan, shadows, (), MHATokenToKVPool, pages * PAGE),
+        *(plan, 4 if plan.block else 0, (), MHATokenToKVPool, PAGES * PAGE),
         page_size=PAGE,
         layer_num=len(plan.layouts),
         device="cpu",
         enable_memory_saver=False,
     )
-    table = torch.zeros(1 + requests, longest, dtype=torch.int32)
-    requests = SimpleNamespace(req_to_token=table, free_slots=list(range(3, 1 + requests)))
+    requests = SimpleNamespace(req_to_token=torch.zeros(4, 8 * PAGE, dtype=torch.int32))
     model = model or torch.nn.Module()
     return PackedBackend(SimpleNamespace(token_to_kv_pool=pool, req_to_token_pool=requests, model=model, device="cpu"))
 
@@ -453,6 +444,12 @@ class Requests:
         return self.backend.forward_decode(q, k, v, self.layer, self.batch)
 
 
+def bytes_of_rings(backend: PackedBackend) -> torch.Tensor:
+    """uint8[rows, bytes]"""
+    (layer,) = backend.served.layers.values()
+    return layer.pages.ring.view(torch.uint8).flatten(1)
+
+
 def tokens(n: int, generator: torch.Generator) -> list[torch.Tensor]:
     """Queries, keys and values."""
     heads = (KV_HEADS * RATIO, KV_HEADS, KV_HEADS)
@@ -462,11 +459,10 @@ def tokens(n: int, generator: torch.Generator) -> list[torch.Tensor]:
 @pytest.mark.usefixtures("_poisoned_memory")
 def test_a_captured_step_reads_what_the_next_ones_bring(monkeypatch):
     """Against the same requests without kernels, without a graph and without idle steps, over the ends of pages."""
-    recipe = "int4:centre=false,sink=4,recent=20"
+    recipe = "int4:centre=false,block=16"
     generator = torch.Generator().manual_seed(0)
     plain = Requests(backend(recipe), [37, 13])
     monkeypatch.setattr("kvfold.engines.serving.choose", lambda *_, **__: KERNELS)
-    monkeypatch.setattr(Restore, "__call__", Restore.launch)
     own = Requests(backend(recipe), [37, 13])
     assert (own.backend.captured, plain.backend.captured) == (True, False)
     static = tokens(3, generator)
@@ -479,6 +475,7 @@ def test_a_captured_step_reads_what_the_next_ones_bring(monkeypatch):
 
     graph, out = recorder(monkeypatch)(begin, lambda: own.decode(*static))
 
+    padding = bytes_of_rings(own.backend)[0].clone()
     first = tokens(50, generator)
     torch.testing.assert_close(own.extend(*first), plain.extend(*first), atol=2e-2, rtol=0)
     for _ in range(12):
@@ -496,25 +493,26 @@ def test_a_captured_step_reads_what_the_next_ones_bring(monkeypatch):
         if own.lengths[0] % 6 == 0:
             own.sit_out()
             graph.replay()
-    assert torch.equal(own.backend.served.shadow_table.of, plain.backend.served.shadow_table.of)
+    assert torch.equal(bytes_of_rings(own.backend)[1:3], bytes_of_rings(plain.backend)[1:3])
+    assert torch.equal(bytes_of_rings(own.backend)[0], padding)
 
 
 def test_prefill_graphs_are_captured_without_pages():
     """SGLang captures parts of a prompt that is padding alone, and runs attention between them."""
-    prompt = Requests(backend("int4:centre=false,sink=4,recent=20"), [37, 13])
+    prompt = Requests(backend("int4:centre=false,block=16"), [37, 13])
     batch = reading(prompt.backend, [0], [0], [50])
     prompt.backend.init_forward_metadata(batch)
     q, k, v = tokens(50, torch.Generator().manual_seed(0))
-    before = [pages.clone() for pages in prompt.backend.pool.rows]
+    held = [*prompt.backend.pool.rows, bytes_of_rings(prompt.backend)]
+    before = [each.clone() for each in held]
     assert prompt.backend.forward_extend(q, k, v, prompt.layer, batch).shape == (50, KV_HEADS * RATIO * DIMS)
-    assert prompt.backend.served.shadow_table.used == 0
-    assert all(map(torch.equal, prompt.backend.pool.rows, before))
+    assert all(map(torch.equal, held, before))
 
 
 @pytest.mark.usefixtures("_poisoned_memory")
 def test_padding_beside_prompts_of_other_ranks_changes_nothing():
     """Padding behind a prompt, and on an idle rank a prompt of padding alone. It is longer than a prompt can be."""
-    recipe, (q, k, v) = "int4:centre=false,sink=4,recent=20", tokens(200, torch.Generator().manual_seed(0))
+    recipe, (q, k, v) = "int4:centre=false,block=16", tokens(200, torch.Generator().manual_seed(0))
     alone, padded = (Requests(backend(recipe), [37, 13]) for _ in range(2))
     expected = alone.extend(q[:50], k[:50], v[:50])
     batch = reading(padded.backend, [1, 2], [0, 0], padded.lengths)
@@ -528,7 +526,34 @@ def test_padding_beside_prompts_of_other_ranks_changes_nothing():
         assert torch.equal(out[: len(read)], read.bfloat16())
         assert len(out) == n
         assert all(map(torch.equal, padded.backend.pool.rows, alone.backend.pool.rows))
-        assert torch.equal(padded.backend.served.shadow_table.of, alone.backend.served.shadow_table.of)
+        assert torch.equal(bytes_of_rings(padded.backend), bytes_of_rings(alone.backend))
+
+
+@pytest.mark.parametrize("block", [8, 16])
+@pytest.mark.usefixtures("_poisoned_memory")
+def test_chunks_begin_inside_a_block_beside_tokens_that_are_decoded(block):
+    """In a third row, requests begin after a cached prefix of two pages. In its ring is NaN for the first of them, and
+    for the others what the one before has left."""
+    generator = torch.Generator().manual_seed(block)
+    requests = Requests(backend(f"int4:centre=false,block={block}"), [37, 13])
+    own, table = requests.backend, requests.backend.req_to_token
+    free = sorted(set(range(1, 1 + PAGES)) - set((table[1:3] // PAGE).flatten().tolist()))
+    table[3] = table[1]
+    table[3, 2 * PAGE : 5 * PAGE] = (torch.tensor(free[:3]).unsqueeze(1) * PAGE + torch.arange(PAGE)).flatten()
+    with defined_attention() as found:
+        requests.extend(*(x.float() for x in tokens(37 + 13, generator)))
+        for chunks in ((13, 30, 5), (1, 2, 40), (45,)):
+            start = 2 * PAGE
+            for count in chunks:
+                rows = [[3, start, start + count]]
+                rows += [[row, length, length + 1] for row, length in enumerate(requests.lengths, 1)]
+                batch = reading(own, *(list(column) for column in zip(*rows, strict=True)))
+                batch.forward_mode = ForwardMode.MIXED
+                own.init_forward_metadata(batch)
+                own.forward_extend(*(x.float() for x in tokens(count + 2, generator)), requests.layer, batch)
+                start, requests.lengths = start + count, [length + 1 for length in requests.lengths]
+    assert found.queries == 37 + 13 + 48 + 43 + 45 + 7 * 2
+    assert found.error < 1e-5
 
 
 @pytest.mark.parametrize(("kind", "refused"), [("breakable", False), ("disabled", False), ("full", True)])
@@ -637,144 +662,20 @@ def test_a_rank_of_data_parallel_attention_has_heads_of_its_group_and_its_own_re
     """Of 4 ranks in 2 groups, the last has the second of two KV heads."""
     model, fits = wide_heads
     parallel = SimpleNamespace(tp_rank=3, tp_size=4, attn_tp_rank=1, attn_tp_size=2, attn_dp_rank=1, attn_dp_size=2)
-    schedule = SimpleNamespace(max_running_requests=8, chunked_prefill_size=64)
-    monkeypatch.setenv("KVFOLD_RECIPE", "saw-int4:sink=16,recent=32")
+    schedule = SimpleNamespace(max_running_requests=8)
+    monkeypatch.setenv("KVFOLD_RECIPE", "saw-int4:block=16")
     monkeypatch.setenv("KVFOLD_ARTIFACT", fits)
     monkeypatch.setattr(runtime_context, "get_parallel", lambda: parallel)
     monkeypatch.setattr(runtime_context, "get_schedule", lambda: schedule)
-    monkeypatch.setattr(runtime_context, "get_spec", lambda: SimpleNamespace(speculative_num_draft_tokens=None))
-    plan = hooks.plan_of(rank(model, 0, 2))
+    plan = hooks.plan_of(configurator := rank(model, 0, 2))
     assert plan.kv_heads == 1
     mean = Artifact.load(fits).tensors["key_mean"]
     for layer in range(2):
         assert torch.equal(plan.codecs[layer][0].transform.mean, mean[layer, 1:])
-    # of 4 requests: the first page, 3 pages of the last 31 tokens; and one for each and each 16 tokens of a step
-    assert hooks.shadows_of(plan) == 4 * (1 + 3) + 4 + 64 // PAGE
-
-
-class Crowd:
-    """As many requests as can run, each with pages of its own; one that comes takes the place of one that has gone."""
-
-    def __init__(self, requests: int, tokens: int, recent: int = 20) -> None:
-        recipe = f"int4:centre=false,sink=4,recent={recent}"
-        self.windows = parse(recipe).windows
-        shadows = shadows_needed(self.windows, PAGE, requests, tokens)
-        self.backend = backend(recipe, shadows=shadows, pages=1000, requests=requests, longest=16 * PAGE)
-        self.free, self.lengths = iter(range(1, 1000)), {}
-
-    def come(self, row: int, prefix: int = 0) -> None:
-        """With so many tokens in pages that an earlier request has left, whose copies are gone. Further pages of the
-        former request stay in the table."""
-        self.lengths[row] = prefix
-        self.backend.req_to_token_pool.free_slots = sorted(
-            set(range(1, len(self.backend.req_to_token))) - self.lengths.keys()
-        )
-        self.grow(row, 0, prefix)
-
-    def grow(self, row: int, start: int, length: int) -> None:
-        for page in range(-(-start // PAGE), -(-length // PAGE)):
-            first = next(self.free) * PAGE
-            self.backend.req_to_token[row, page * PAGE : (page + 1) * PAGE] = torch.arange(first, first + PAGE)
-
-    def read(self, tokens: dict[int, int]) -> None:
-        """So many tokens of each prompt."""
-        starts = [self.lengths[row] for row in tokens]
-        self.lengths |= {row: self.lengths[row] + count for row, count in tokens.items()}
-        lengths = [self.lengths[row] for row in tokens]
-        for row, start, length in zip(tokens, starts, lengths, strict=True):
-            self.grow(row, start, length)
-        self.backend.init_forward_metadata(reading(self.backend, list(tokens), starts, lengths))
-
-    def decode(self, rows: list[int], other_ranks: bool = False) -> None:
-        """One token of each, and a row of padding, for a CUDA graph or for the steps of other ranks."""
-        for row in rows:
-            self.grow(row, self.lengths[row], self.lengths[row] + 1)
-            self.lengths[row] += 1
-        given, lengths = torch.tensor([*rows, 0]), torch.tensor([*(self.lengths[row] for row in rows), 1])
-        slots = self.backend.req_to_token[given, lengths - 1].long()
-        batch = decoding(given, lengths, slots, padding=1)
-        self.backend.init_forward_metadata(beside_other_ranks(batch, len(rows)) if other_ranks else batch)
-
-    def copies(self, row: int) -> dict[int, int]:
-        """The copy of each page that the next token of a request reads in 16 bits."""
-        length = self.lengths[row]
-        tokens = {*range(min(self.windows.sink, length)), *range(max(0, length + 1 - self.windows.recent), length)}
-        pages = {int(self.backend.req_to_token[row, token]) // PAGE for token in tokens}
-        return {page: int(self.backend.served.shadow_table.of[page]) for page in pages}
-
-
-def test_requests_that_decode_keep_their_copies_while_prompts_are_read():
-    """Of a third request, again and again, which ends with its first token."""
-    crowd = Crowd(3, tokens=4 * PAGE)
-    for row, length in ((1, 37), (2, 13)):
-        crowd.come(row)
-        crowd.read({row: length})
-    kept = [crowd.copies(row) for row in (1, 2)]
-    for _ in range(20):
-        crowd.come(3)
-        crowd.read({3: 4 * PAGE})
-    assert [crowd.copies(row) for row in (1, 2)] == kept
-    assert all(copy >= 0 for copies in kept for copy in copies.values())
-
-
-def test_a_burst_of_prefix_hits_costs_requests_that_decode_no_copy():
-    """Requests come where longer ones have gone: neither their lengths nor the rest of their pages count any more."""
-    crowd = Crowd(12, tokens=4 * PAGE, recent=72)
-    old, new = range(1, 7), range(7, 13)
-    for row in (*old, *new):
-        crowd.come(row)
-        for _ in range(3):
-            crowd.read({row: 4 * PAGE})
-    crowd.decode([*old, *new])
-    kept = [crowd.copies(row) for row in old]
-    for row in new:
-        crowd.come(row, prefix=6 * PAGE)
-    crowd.read(dict.fromkeys(new, 10))
-    assert [crowd.copies(row) for row in old] == kept
-    assert all(copy >= 0 for row in range(1, 13) for copy in crowd.copies(row).values())
-
-
-@pytest.mark.parametrize(("kernels", "other_ranks"), [(False, False), (True, False), (False, True)])
-def test_a_prompt_keeps_its_copies_between_two_chunks_while_others_decode(kernels, other_ranks, monkeypatch):
-    if kernels:  # as a CUDA graph would run it
-        monkeypatch.setattr("kvfold.engines.serving.choose", lambda *_, **__: KERNELS)
-    crowd = Crowd(8, tokens=2 * PAGE)
-    assert crowd.backend.captured is kernels
-    decoding, waiting = list(range(1, 8)), 8
-    for row in (*decoding, waiting):
-        crowd.come(row)
-        crowd.read({row: 2 * PAGE - row % 3})
-    kept = crowd.copies(waiting)
-    for _ in range(5 * PAGE):
-        crowd.decode(decoding, other_ranks)
-    assert crowd.copies(waiting) == kept
-    assert all(copy >= 0 for row in (*decoding, waiting) for copy in crowd.copies(row).values())
-
-
-def test_a_real_scheduler_costs_no_running_request_a_copy(wide_heads, monkeypatch):
-    """Three requests decode between two chunks of a long prompt, long enough to need the copies of others."""
-    if not hasattr(ServerArgs, "prefill_decode_interval"):
-        pytest.skip("SGLang 0.5.19 brought it")
-    update = ShadowTable.update
-
-    def checked(*arguments):
-        *restored, count = update(*arguments)
-        assert not count, "a copy was lost"
-        return *restored, count
-
-    monkeypatch.setattr(ShadowTable, "update", checked)
-    prompts = [random_tokens(n, seed=n).tolist() for n in (12, 13, 14, 90)]
-    answers = serve(
-        partial(ask, prompts=prompts, tokens=130),
-        "int4:centre=false,sink=4,recent=20",
-        model_path=wide_heads[0],
-        context_length=512,
-        max_running_requests=4,
-        chunked_prefill_size=4 * PAGE,
-        max_total_tokens=1024,
-        prefill_decode_interval=120,
-    )
-    assert [len(answer.tokens) for answer in answers] == [130] * 4
+    taken = (1 + 4) * (16 + 16) * 2 * 2 * 128 * 2  # rings of padding and 4 requests; 2 layers, K and V, 16 bits
+    assert hooks.page_budget(taken + 5, configurator) == 5
+    with pytest.raises(ValueError, match=r"take 0 of 0 MiB for the cache: lower --max-running-requests"):
+        hooks.page_budget(taken, configurator)
 
 
 @pytest.mark.usefixtures("_poisoned_memory")

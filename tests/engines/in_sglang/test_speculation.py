@@ -9,13 +9,12 @@ import torch
 from defined_attention import defined_attention
 from recorded_graphs import KERNELS, recorder
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from test_plugin import MODEL, PAGE, PAGES, Requests, backend, reading, tokens
+from test_plugin import MODEL, PAGE, PAGES, Requests, backend, bytes_of_rings, reading, tokens
 
 from kvfold.engines.serving import Config, Plan
 from kvfold.engines.sglang.attention import PackedBackend
 from kvfold.engines.sglang.speculation import chains, refuse_drafts
-from kvfold.engines.window_memory import shadows_needed
-from kvfold.ops.restore import Restore
+from kvfold.format.open_block import DRAFTED
 from kvfold.recipes import parse
 
 N = 4  # tokens of a request in a step: one and its drafts
@@ -35,13 +34,14 @@ EAGLE = {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1, "specula
         (EAGLE | {"speculative_algorithm": "DFLASH"}, "--speculative-algorithm DFLASH is not tested yet: use NGRAM"),
         ({"speculative_ngram_max_bfs_breadth": 10}, "form a tree: add --speculative-ngram-max-bfs-breadth 1"),
         (EAGLE | {"speculative_eagle_topk": None}, "form a tree: add --speculative-eagle-topk 1"),
-        ({"speculative_num_draft_tokens": 17}, "a page of 16 tokens is smaller than a step of 17"),
-        (EAGLE | {"speculative_num_steps": 16}, "a page of 16 tokens is smaller than a step of 17"),
+        ({"speculative_num_draft_tokens": 17}, "17 tokens is more than the 16 that an open block can take back"),
+        (EAGLE | {"speculative_num_steps": 16}, "17 tokens is more than the 16 that an open block can take back"),
+        ({"enable_streaming_session": True}, "with streaming sessions and an open block is not tested yet"),
         ({"pp_size": 2}, "speculative decoding in a pipeline is not tested yet"),
     ],
 )
 def test_drafts_that_are_refused(arguments, reason):
-    plan = Plan.make(Config(parse("int4:centre=false")), MODEL, PAGE, torch.bfloat16)
+    plan = Plan.make(Config(parse("int4:centre=false,block=16")), MODEL, PAGE, torch.bfloat16)
     for allowed in ({"speculative_num_draft_tokens": 16}, EAGLE):
         refuse_drafts(SimpleNamespace(**NGRAM | allowed), plan, 1)
     with pytest.raises(ValueError, match=reason):
@@ -78,13 +78,14 @@ def test_the_longest_path_of_a_tree_becomes_a_chain(n):
 
 
 class Drafting(Requests):
-    """Two requests with drafts, and `padding` rows for a CUDA graph."""
+    """Two requests with `n` tokens each in a step, one and its drafts, and `padding` rows for a CUDA graph."""
 
-    def __init__(self, backend: PackedBackend, lengths: list[int], padding: int = 0) -> None:
+    def __init__(self, backend: PackedBackend, lengths: list[int], n: int = N, padding: int = 0) -> None:
         super().__init__(backend, lengths)
+        self.n = n
         self.rows = torch.tensor([1, 2, *[0] * padding])
         self.before = torch.ones_like(self.rows)
-        self.slots = torch.zeros(N * len(self.rows), dtype=torch.int64)
+        self.slots = torch.zeros(n * len(self.rows), dtype=torch.int64)
         self.batch = SimpleNamespace(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=len(self.rows),
@@ -97,14 +98,15 @@ class Drafting(Requests):
 
     def draft(self) -> None:
         """One token of each request, and drafts."""
+        n = self.n
         for row, length in enumerate(self.lengths):
             self.before[row] = length
-            self.slots[N * row : N * row + N] = self.backend.req_to_token[1 + row, length : length + N]
+            self.slots[n * row : n * row + n] = self.backend.req_to_token[1 + row, length : length + n]
 
     def accept(self, counts: list[int]) -> None:
         for row, count in enumerate(counts):
             before, after = self.lengths[row], self.lengths[row] + count
-            self.taken_back += (before + N - 1) // PAGE > (after - 1) // PAGE
+            self.taken_back += (before + self.n - 1) // PAGE > (after - 1) // PAGE
             self.lengths[row] = after
 
 
@@ -112,48 +114,43 @@ def drawn(generator: torch.Generator) -> list[int]:
     return torch.randint(1, N + 1, (2,), generator=generator).tolist()
 
 
-@pytest.mark.parametrize("recent", [0, 3, 20, 256])
-def test_rejected_drafts_leave_no_trace(recent):
-    """Every query reads what the definition says, over the ends of pages. Between steps with drafts, a third request
-    comes and goes, so that two rest; their windows lose no page."""
-    recipe, generator = f"int4:centre=false,sink=4,recent={recent}", torch.Generator().manual_seed(recent)
-    shadows = shadows_needed(parse(recipe).windows, PAGE, requests=3, tokens=4 * PAGE)
-    requests = Drafting(backend(recipe, shadows=shadows), [37, 13])
-    pool = requests.backend.req_to_token_pool
-    own = set((requests.backend.req_to_token[1:3] // PAGE).flatten().tolist())
-    free = torch.tensor(sorted(set(range(1, 1 + PAGES)) - own))
+@pytest.mark.parametrize(("block", "n"), [(0, N), (8, N), (16, N), (16, DRAFTED)])
+@pytest.mark.usefixtures("_poisoned_memory")
+def test_rejected_drafts_leave_no_trace(block, n):
+    """Every query reads what the definition says, over the borders of blocks and pages. Between steps with drafts, a
+    third request comes and goes. Its second chunk begins inside a block, and its ring holds what another one left."""
+    generator, steps = torch.Generator().manual_seed(block), 18
+    requests = Drafting(backend(f"int4:centre=false,block={block}"), [37, 13], n)
+    table = requests.backend.req_to_token
+    free = torch.tensor(sorted(set(range(1, 1 + PAGES)) - set((table[1:3] // PAGE).flatten().tolist())))
     with defined_attention() as found:
-        requests.extend(*(x.float() for x in tokens(37 + 13, generator)))
-        for step in range(20):
+        requests.extend(*drawn_tokens(37 + 13, generator))
+        for step in range(steps):
             requests.draft()
             requests.backend.init_forward_metadata(requests.batch)
-            requests.backend.forward_extend(
-                *(x.float() for x in tokens(2 * N, generator)), requests.layer, requests.batch
-            )
+            requests.backend.forward_extend(*drawn_tokens(2 * n, generator), requests.layer, requests.batch)
             requests.accept(drawn(generator))
             if step % 3 == 0:
-                pool.free_slots = []
-                pages = free.roll(step)[:4]
-                pool.req_to_token[3, : 4 * PAGE] = (pages.unsqueeze(1) * PAGE + torch.arange(PAGE)).flatten()
-                prompt = reading(requests.backend, [3], [0], [4 * PAGE])
-                requests.backend.init_forward_metadata(prompt)
-                requests.backend.forward_extend(
-                    *(x.float() for x in tokens(4 * PAGE, generator)), requests.layer, prompt
-                )
-                pool.free_slots = [3]
+                table[3, : 4 * PAGE] = (free.roll(step)[:4].unsqueeze(1) * PAGE + torch.arange(PAGE)).flatten()
+                for start, end in ((0, 45), (45, 4 * PAGE)):
+                    prompt = reading(requests.backend, [3], [start], [end])
+                    requests.backend.init_forward_metadata(prompt)
+                    requests.backend.forward_extend(*drawn_tokens(end - start, generator), requests.layer, prompt)
     assert requests.taken_back > 0
-    assert found.queries == 37 + 13 + 20 * 2 * N + 7 * 4 * PAGE
-    assert found.restored == 0
+    assert found.queries == 37 + 13 + steps * 2 * n + steps // 3 * 4 * PAGE
     assert found.error < 1e-5
+
+
+def drawn_tokens(n: int, generator: torch.Generator) -> list[torch.Tensor]:
+    return [x.float() for x in tokens(n, generator)]
 
 
 @pytest.mark.usefixtures("_poisoned_memory")
 def test_a_captured_step_checks_drafts(monkeypatch):
     """Against the same requests without kernels and without a graph, over the ends of pages."""
-    recipe, generator = "int4:centre=false,sink=4,recent=20", torch.Generator().manual_seed(0)
+    recipe, generator = "int4:centre=false,block=16", torch.Generator().manual_seed(0)
     plain = Drafting(backend(recipe), [37, 13])
     monkeypatch.setattr("kvfold.engines.serving.choose", lambda *_, **__: KERNELS)
-    monkeypatch.setattr(Restore, "__call__", Restore.launch)
     own = Drafting(backend(recipe), [37, 13], padding=1)
     static = tokens(3 * N, generator)
     static[0] = static[0].flatten(1)
@@ -182,9 +179,8 @@ def test_a_captured_step_checks_drafts(monkeypatch):
         plain.backend.init_forward_metadata(plain.batch)
         expected = plain.backend.forward_extend(*new, plain.layer, plain.batch)
         torch.testing.assert_close(out[: 2 * N], expected, atol=2e-2, rtol=0)
-        assert torch.equal(own.backend.lengths[:, 1:3], plain.backend.lengths[:, 1:3])
         accepted = drawn(generator)
         for requests in (own, plain):
             requests.accept(accepted)
     assert own.taken_back > 0
-    assert torch.equal(own.backend.served.shadow_table.of, plain.backend.served.shadow_table.of)
+    assert torch.equal(bytes_of_rings(own.backend)[1:3], bytes_of_rings(plain.backend)[1:3])

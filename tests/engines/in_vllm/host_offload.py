@@ -13,11 +13,12 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from defined_attention import Found
+from defined_attention import RAW, Found
 from vllm.v1.kv_offload.cpu import gpu_worker
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 CPU_BYTES = 2**22
+ABSENT = 1e30
 
 
 def transfer_config(**options: Any) -> dict[str, Any]:
@@ -87,7 +88,7 @@ def offloading_on_a_cpu() -> Iterator[None]:
 @contextmanager
 def followed_to_cpu_memory(found: Found, pages: int = 1) -> Iterator[list[int]]:
     """Let the record of what was stored in pages follow them to CPU memory and back. A block has so many pages. Yields
-    the blocks that came back. A page that came back has no 16-bit copy, whatever its block had before."""
+    the blocks that came back. Raw vectors do not come back: whoever reads them reads ABSENT."""
     worker, kept, loaded = gpu_worker.CPUOffloadingWorker, {}, []
     store, load = worker.submit_store, worker.submit_load
 
@@ -104,7 +105,8 @@ def followed_to_cpu_memory(found: Found, pages: int = 1) -> Iterator[list[int]]:
         for chunk, block in zip(source.block_ids.tolist(), target.block_ids.tolist(), strict=True):
             for record, number, states in kept[chunk]:
                 record.states[block * pages + number] = tuple(map(torch.clone, states))
-                record.copied[block * pages + number] = torch.zeros(record.page_size, dtype=torch.bool)
+                for ways in record.states[block * pages + number]:
+                    ways[RAW] = ABSENT
             loaded.append(block)
         return load(self, job, source, target)
 

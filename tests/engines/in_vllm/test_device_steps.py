@@ -13,19 +13,22 @@ from recorded_graphs import KERNELS, Recording
 from tiny_models import tiny
 from vllm import EngineArgs
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
+from kvfold.engines.serving import Steps
 from kvfold.engines.vllm import backend, engine
+from kvfold.engines.vllm.rings import RingBuilder
 from kvfold.ops import naive
 from kvfold.ops.attend import unpacked_prefill
-from kvfold.ops.attend.flash_attention_3 import VLLM, Ends, Library
+from kvfold.ops.attend.flash_attention_3 import VLLM, Ends, Library, Paged
 from kvfold.ops.dispatch import Choice, Ops
 from kvfold.ops.pages import Logits
 
 pytestmark = pytest.mark.usefixtures("_poisoned_memory")
 
-RECENT = 20
-PAGE, PAGES, WIDTH = 16, 24, 8
+OPEN = 16  # tokens of the open block
+PAGE, PAGES, WIDTH = 16, 48, 8  # rings take half of the pages
 KV_HEADS, RATIO, DIMS = 2, 2, 64
 
 
@@ -37,37 +40,45 @@ DEFINITION = Ops(*(Choice("naive", "", run) for run in (naive.store, defined, de
 
 
 class Device:
-    """A builder and a layer of an engine of its own, which run as on a GPU or by the definition."""
+    """Builders and a layer of an engine of its own, which run as on a GPU or by the definition."""
 
     def __init__(self, config, gpu: bool, ratio: int = 1) -> None:
         made = engine.Engine(config)
         spec = FullAttentionSpec(block_size=ratio * PAGE, num_kv_heads=KV_HEADS, head_size=DIMS, dtype=torch.float16)
-        modules = {f"model.layers.{number}.self_attn.attn": made.served.plan.layouts[number] for number in range(2)}
-        config.compilation_config.static_forward_context = {
+        layouts = {f"model.layers.{number}.self_attn.attn": made.served.plan.layouts[number] for number in range(2)}
+        modules = {
             name: SimpleNamespace(
                 impl=SimpleNamespace(engine=made),
                 kv_sharing_target_layer_name=None,
-                kv_cache=torch.empty(PAGES // ratio, KV_HEADS, ratio * PAGE, layout.page_bytes // PAGE).byte(),
+                kv_cache=torch.empty(
+                    *(PAGES // ratio, KV_HEADS, ratio * PAGE, layout.page_bytes // PAGE), dtype=torch.uint8
+                ),
             )
-            for name, layout in modules.items()
+            for name, layout in layouts.items()
         }
+        config.compilation_config.static_forward_context = modules
         engine.Engine.current = made
-        made.open(KVCacheConfig(PAGES // ratio, [], [KVCacheGroupSpec(list(modules), spec)]))
+        packed, *others = kv_cache_utils.get_kv_cache_groups(config, made.sized(dict.fromkeys(layouts, spec)))
+        made.open(KVCacheConfig(PAGES // ratio, [], [packed, *others]))
         made.attach()
-        self.builder = backend.PackedMetadataBuilder(spec, list(modules), config, torch.device("cpu"), WIDTH // ratio)
+        described = config, torch.device("cpu")
+        self.builder = backend.PackedMetadataBuilder(spec, packed.layer_names, *described, WIDTH // ratio)
+        self.rings = [RingBuilder(group.kv_cache_spec, group.layer_names, *described) for group in others]
         self.layer = made.layers["model.layers.0.self_attn.attn"]
         self.layer.ops = KERNELS if gpu else DEFINITION
         if gpu:
             self.builder.device = SimpleNamespace(type="cuda")
 
-    @property
-    def shadow_of(self) -> torch.Tensor:
-        return self.builder.group.served.shadow_table.of
+    def build(self, step: CommonAttentionMetadata, requests: "Requests") -> Steps:
+        for builder in self.rings:
+            rings = requests.rings(builder.kv_cache_spec.blocks, step.num_reqs)
+            builder.build(0, replace(step, block_table_tensor=rings))
+        return self.builder.build(0, step).steps
 
-    def run(self, step: CommonAttentionMetadata, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = torch.full_like(q, torch.nan)
-        self.steps = self.builder.build(0, step).steps
-        self.layer.attend(self.steps, q, k, v, Logits(DIMS**-0.5), out)
+    def run(self, requests: "Requests", step: CommonAttentionMetadata, *tokens: torch.Tensor) -> torch.Tensor:
+        out = torch.full_like(tokens[0], torch.nan)
+        self.steps = self.build(step, requests)
+        self.layer.attend(self.steps, *tokens, Logits(DIMS**-0.5), out)
         return out
 
 
@@ -77,21 +88,21 @@ class Graph:
     def __init__(self, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
         self.device, self.monkeypatch = device, monkeypatch
 
-    def capture(self, step: CommonAttentionMetadata, *tokens: torch.Tensor) -> torch.Tensor:
+    def capture(self, requests: "Requests", step: CommonAttentionMetadata, *tokens: torch.Tensor) -> torch.Tensor:
         self.step, self.tokens, self.out = step, tokens, torch.full_like(tokens[0], torch.nan)
-        steps = self.device.builder.build(0, step).steps
+        steps = self.device.build(step, requests)
         self.recording = Recording(self.monkeypatch)
         with self.recording:
             self.device.layer.attend(steps, *tokens, Logits(DIMS**-0.5), self.out)
         self.recording.live = False
         return self.out.clone()
 
-    def replay(self, step: CommonAttentionMetadata, *tokens: torch.Tensor) -> torch.Tensor:
+    def replay(self, requests: "Requests", step: CommonAttentionMetadata, *tokens: torch.Tensor) -> torch.Tensor:
         for kept, new in zip(self.tokens, tokens, strict=True):
             kept.copy_(new)
         described = {name: new for name, new in vars(step).items() if isinstance(new, torch.Tensor)}
         placed = {name: getattr(self.step, name).copy_(new) for name, new in described.items()}
-        self.device.builder.build(0, replace(step, **placed))
+        self.device.build(replace(step, **placed), requests)
         self.out.fill_(torch.nan)
         self.recording.replay()
         return self.out
@@ -99,12 +110,12 @@ class Graph:
 
 @pytest.fixture
 def config(request, tmp_path, monkeypatch):
-    recent = getattr(request, "param", RECENT)
+    block = getattr(request, "param", OPEN)
     tiny(head_dim=DIMS).save_pretrained(tmp_path)
     monkeypatch.setattr(engine, "get_tensor_model_parallel_rank", lambda: 0)
     monkeypatch.setattr(engine.Engine, "current", None)
     given = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "block_size": PAGE, "max_model_len": WIDTH * PAGE}
-    asked = {"kvfold": {"recipe": f"int4:centre=false,sink=4,recent={recent}"}}
+    asked = {"kvfold": {"recipe": f"int4:centre=false,block={block}"}}
     config = EngineArgs(str(tmp_path), dtype="float16", additional_config=asked, **given).create_engine_config()
     config.cache_config.num_gpu_blocks = PAGES
     return config
@@ -114,9 +125,15 @@ class Requests:
     """Three requests with blocks here and there, as vLLM's scheduler would describe them: those that decode first."""
 
     def __init__(self, ratio: int) -> None:
-        order = torch.randperm(PAGES // ratio, generator=torch.Generator().manual_seed(0))
-        self.table, self.block = order.view(3, WIDTH // ratio).int(), ratio * PAGE
-        self.lengths = [0, 0, 0]
+        order = torch.randperm(PAGES // ratio, generator=torch.Generator().manual_seed(0)).int()
+        self.table, self.others = order[: 3 * WIDTH // ratio].view(3, -1), order[3 * WIDTH // ratio :].view(3, -1)
+        self.block, self.lengths = ratio * PAGE, [0, 0, 0]
+
+    def rings(self, blocks: int, rows: int) -> torch.Tensor:
+        """The blocks of each request's ring. vLLM's table is wider than they are, and has rows of padding."""
+        table = torch.zeros(rows, 2 * blocks, dtype=torch.int32)
+        table[:3, :blocks] = self.others[:, :blocks]
+        return table
 
     def step(self, counts: list[int], padding: int = 0, tokens: int | None = None) -> CommonAttentionMetadata:
         """So many tokens of each request, and rows of padding for a CUDA graph, with `tokens` tokens, by default one
@@ -158,19 +175,18 @@ def test_kernels_read_what_the_definition_says(config, ratio):
         padded = requests.step(counts, padding=1 if decodes else 0)
         requests.lengths = before
         plain, real = requests.step(counts), sum(counts)
-        found = gpu.run(padded, q, k, v)[:real]
-        expected = definition.run(plain, q[:real], k[:real], v[:real])
+        found = gpu.run(requests, padded, q, k, v)[:real]
+        expected = definition.run(requests, plain, q[:real], k[:real], v[:real])
         torch.testing.assert_close(found, expected, atol=5e-3, rtol=1e-2)
-        assert torch.equal(gpu.shadow_of, definition.shadow_of)
         tokens, step = gpu.steps[0]
         if decodes:
             assert (tokens, len(gpu.steps)) == (slice(0, 4), 1)
-            kept.add((step.table.data_ptr(), step.starts.data_ptr()))
+            kept.add((step.table.data_ptr(), step.starts.data_ptr(), step.rings.data_ptr()))
     assert len(kept) == 1, "a CUDA graph reads where the first step lay"
 
 
 @pytest.mark.parametrize(
-    ("config", "queries"), [(0, 8), (3, 1), (20, 1), (256, 8)], indirect=["config"], ids="recent={}".format
+    ("config", "queries"), [(0, 8), (OPEN, 1), (OPEN, 8)], indirect=["config"], ids="block={}".format
 )
 def test_tokens_taken_back_leave_no_trace(config, queries, monkeypatch):
     """Drafts are rejected, some of them behind the end of a page. The kernels read what the definition reads, which
@@ -194,8 +210,8 @@ def test_tokens_taken_back_leave_no_trace(config, queries, monkeypatch):
         tokens = sum(counts) + 4 * padding
         q, k, v = (randn(tokens, heads, DIMS).half() for heads in (KV_HEADS * RATIO, KV_HEADS, KV_HEADS))
         rows = torch.cat([torch.arange(n) < m for n, m in zip(counts, kept, strict=True)]).nonzero().squeeze(1)
-        found = run(drafted.step(counts, padding, 4 * padding), q, k, v)[rows]
-        expected = definition.run(accepted.step(kept), q[rows], k[rows], v[rows])
+        found = run(drafted, drafted.step(counts, padding, 4 * padding), q, k, v)[rows]
+        expected = definition.run(accepted, accepted.step(kept), q[rows], k[rows], v[rows])
         torch.testing.assert_close(found, expected, atol=5e-3, rtol=1e-2)
         drafted.lengths = list(accepted.lengths)
 
@@ -220,9 +236,12 @@ def test_flash_attention_3_has_the_arguments_that_it_is_given():
         given.update(options)
         return q, q[..., 0].T
 
-    module = SimpleNamespace(flash_attn_varlen_func=recorded)
-    ends = Ends(torch.tensor([0, 2]), torch.tensor([0, 3]), 2, 3)
-    Library(VLLM, module).attend(torch.zeros(2, 1, 8), *torch.zeros(2, 3, 1, 8), 1.0, True, ends)
+    numbers = partial(torch.tensor, dtype=torch.int32)
+    ends = Ends(numbers([0, 2]), numbers([0, 3]), 2, 3, causal=True)
+    pages = Paged(numbers([0, 2]), 2, numbers([3]), 3, numbers([[0]]))
+    library = Library(VLLM, SimpleNamespace(flash_attn_varlen_func=recorded))
+    for reach in (ends, pages):
+        library.attend(torch.zeros(2, 1, 8), *torch.zeros(2, 128, 1, 8), 1.0, reach)
     first, *others = (argument.arg for argument in functions["flash_attn_varlen_func"].args.args)
     assert (first, *others[:2]) == ("q", "k", "v")
     assert given.keys() <= set(others[2:])

@@ -16,12 +16,11 @@ from kvfold.evaluate.logits import compare
 
 LENGTHS = (62, 31, 95, 1, 64, 30, 17, 100)  # of prompts; most fill their last block within a few tokens
 POISON = 9  # a token that is in no prompt
-WINDOWS = "oscar-int2:sink=16,recent=40"
-FOLD = "fold2:sink=0,recent=0"
-RECIPES = (None, "saw-int4", FOLD, "gtq-k3v3:sink=0", WINDOWS)  # None: vLLM without kvfold
+PACKED, OPEN = "gtq-k3v3", "oscar-int2:block=32"
+LEAST = {None: 0.45, "saw-int4": 3.5, "fold2:block=16": 6.3, PACKED: 4.7, OPEN: 5.2}  # blocks, against 16 bits
 
 
-@pytest.fixture(scope="module", params=RECIPES, ids=lambda recipe: recipe or "vllm")
+@pytest.fixture(scope="module", params=LEAST, ids=lambda recipe: recipe or "vllm")
 def engine(request, small, small_artifact):
     engine = Engine(small, request.param, small_artifact)
     engine.recipe = request.param
@@ -42,24 +41,21 @@ def prompts(words):
 
 
 def preempting(engine):
-    """(The blocks that the prompts fill and one more, a mock of what preempts a request.)"""
-    blocks = sum(-(-length // BLOCK) for length in LENGTHS) + 1
+    """(The blocks that the prompts fill, with rings, and one more; a mock of what preempts a request.)"""
+    blocks = sum(-(-length // BLOCK) + engine.ring for length in LENGTHS) + 1
     preempt = engine.scheduler._preempt_request
     return engine.only(blocks), patch.object(engine.scheduler, "_preempt_request", wraps=preempt)
 
 
 def test_as_many_more_blocks_fit_as_tokens_are_smaller(engine):
     sixteen_bits = CACHE // (2 * 2 * 3 * 64 * 2 * BLOCK)  # keys and values, layers, KV heads, dims, bytes, tokens
-    least = {None: 0.45, "saw-int4": 3.5, FOLD: 6.3, "gtq-k3v3:sink=0": 4.7, WINDOWS: 0.9}[engine.recipe]
-    assert engine.blocks >= least * sixteen_bits
+    assert engine.blocks >= LEAST[engine.recipe] * sixteen_bits
 
 
-def test_pages_and_16_bit_copies_fill_the_memory_for_both(packed_engine):
-    layers = packed_engine.layers
-    pages = sum(layer.kv_cache.nbytes for layer in layers)
-    copies = sum(shadows.nbytes for shadows in packed_engine.packed.served.shadows.values())
-    assert (copies > 0) == (packed_engine.recipe == WINDOWS)
-    assert CACHE - pages // packed_engine.blocks < pages + copies <= CACHE
+def test_pages_fill_the_memory(packed_engine):
+    """Rings lie in them, and take no memory of their own."""
+    pages = sum(layer.pages.pool.nbytes for layer in packed_engine.packed.layers.values())
+    assert CACHE - pages // packed_engine.blocks < pages <= CACHE
 
 
 @pytest.mark.usefixtures("_batch_invariant")
@@ -113,8 +109,8 @@ def test_nan_of_one_request_changes_nothing_for_others(engine, prompts):
 
     vLLM's own cache on a CPU hands NaN on to who gets such a page next.
     """
-    if engine.recipe not in ("saw-int4", WINDOWS):
-        pytest.skip("one recipe with windows and one without are enough")
+    if engine.recipe not in (PACKED, OPEN):
+        pytest.skip("one recipe with an open block and one without are enough")
     first, last, *others = prompts[:5]
     assert not any(POISON in prompt for prompt in prompts)
     broken = [*first[:20], POISON, *first[21:40], POISON, *first[41:]], [*last[:-1], POISON]
@@ -149,26 +145,6 @@ def test_attention_is_what_its_definition_says(packed_engine, prompts):
             engine.run(prompts)
     assert preempted.called
     assert found.queries > 2 * 3 * sum(LENGTHS)  # layers, and times that all of a prompt was read
-    assert found.error < 1e-5
-
-
-def test_prefixes_whose_16_bit_copies_are_gone_are_read_packed(packed_engine, words):
-    """Other requests take the copies of pages that are cached and that nobody uses."""
-    engine = packed_engine
-    if engine.recipe != WINDOWS:
-        pytest.skip("only recipes with windows have copies")
-    prompts = [words[100 * i : 100 * i + 3 * BLOCK + 1] for i in range(24)]  # all but the last token can be cached
-    engine.forget()
-    with defined_attention() as found:
-        engine.run(prompts[:1])
-        (again,) = engine.generate(prompts[:1])
-        assert (again.num_cached_tokens, found.restored) == (3 * BLOCK, 0)
-        engine.run(prompts)
-        assert found.restored == 0
-        (again,) = engine.generate(prompts[:1])
-    assert again.num_cached_tokens == 3 * BLOCK
-    # of the last token of the prompt and 7 of the answer, in 2 layers: the sink, and what is left of the prefix
-    assert found.restored == 2 * sum(16 + max(0, 39 - i) for i in range(8))
     assert found.error < 1e-5
 
 

@@ -1,7 +1,6 @@
 """vLLM's server as a user starts it: under load, when a part of it dies, and what it shows."""
 
 import os
-import re
 import shutil
 import signal
 import urllib.error
@@ -18,11 +17,11 @@ from served import Server, kvfold, serving
 from kvfold.bench import soak
 from kvfold.bench.serving_times import Server as Endpoint
 
-RECIPE = "int2:sink=8,recent=40,centre=false"
+RECIPE = "int2:block=16,centre=false"
 # a cache for 100 pages, fewer than 16 requests may need, so that some are preempted
 FLAGS = (
     *("--max-model-len", "512", "--max-num-seqs", "16", "--max-num-batched-tokens", "512"),
-    *("--block-size", "16", "--num-gpu-blocks-override", "100"),
+    *("--block-size", "32", "--num-gpu-blocks-override", "100"),
 )
 PROMPT = list(range(700, 780))  # begins as no other prompt
 
@@ -65,11 +64,7 @@ def test_a_server_loses_no_answer_and_ends_with_a_clear_error(small: Path):
         server.complete(PROMPT, 40)  # gauges are updated every 16 steps, and tell what was 16 steps ago
         gauges = server.metrics("/metrics")
     assert gauges["kvfold:bytes_per_token"] == (16 + 4) * 2 * 3 * 2  # 64 numbers of 2 bits, 3 KV heads, 2 layers
-    tokens = int(re.search(r"so that ([\d,]+) tokens fit", server.printed)[1].replace(",", ""))
-    taken = 20 * tokens + 128 * 16 * gauges["kvfold:shadow_pages"]  # pages of 16 tokens
-    assert gauges["kvfold:compression"] == pytest.approx(128 * tokens / taken, rel=0.01)
-    assert gauges["kvfold:shadow_pages_used"] >= 1
-    assert gauges["kvfold:restored_pages"] >= 1  # the third prompt begins behind pages that it reads in 16 bits
+    assert gauges["kvfold:compression"] == pytest.approx(128 / 20)
     assert gauges["kvfold:non_finite_tokens"] == 0
     exported = {name.partition("{")[0] for name in gauges}
     assert metrics_asked_for("vllm") | metrics_asked_for("kvfold") <= exported

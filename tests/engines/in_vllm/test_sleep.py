@@ -77,18 +77,19 @@ def pools() -> Iterator[Pools]:
 
 
 def test_answers_are_the_same_after_sleep(small, small_artifact, pools, words):
-    """With weights kept in CPU memory, and with weights that are loaded again. Pages and shadow pages hold NaN then."""
-    engine = Engine(small, "oscar-int2:sink=16,recent=40", small_artifact, enable_sleep_mode=True)
+    """With weights kept in CPU memory, and with weights that are loaded again. Pages hold NaN then."""
+    engine = Engine(small, "oscar-int2:block=32", small_artifact, enable_sleep_mode=True)
     prompts = [words[100 * i : 100 * i + 90] for i in range(3)]
     before = engine.run(prompts)
-    served = engine.packed.served
-    for number, (key, value) in served.plan.codecs.items():
-        layer = engine.packed.groups[0].served.layers[number]
-        assert {pools.pool(layer.pages.pool), pools.pool(layer.pages.shadows)} == {"kv_cache"}
+    (group,) = engine.packed.groups
+    assert {pools.pool(group.rings), pools.pool(group.served.faults.marks)} == {"runtime"}
+    for number, (key, value) in group.served.plan.codecs.items():
+        layer = group.served.layers[number]
+        assert {pools.pool(layer.pages.pool), pools.pool(layer.pages.ring)} == {"kv_cache"}
         assert {pools.pool(key.transform.mean), pools.pool(value.transform.mean)} == {"runtime"}
     for level in (1, 2):
         engine.llm.sleep(level)
-        assert all((shadows.view(torch.uint8) == 255).all() for shadows in served.shadows.values())
+        assert all((layer.pages.pool == 255).all() for layer in group.served.layers.values())
         engine.llm.wake_up()
         if level == 2:
             engine.llm.collective_rpc("reload_weights")

@@ -19,6 +19,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from kvfold.engines.vllm import engine as in_process
+from kvfold.engines.vllm.rings import RingLayer, RingSpec
 
 CACHE = 4 * 2**20  # bytes
 BLOCK = 32  # tokens
@@ -91,6 +92,12 @@ class Engine:
         return self.llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
 
     @property
+    def ring(self) -> int:
+        """Blocks that a running request holds beside its pages."""
+        groups = self.scheduler.kv_cache_config.kv_cache_groups
+        return sum(group.kv_cache_spec.blocks for group in groups if isinstance(group.kv_cache_spec, RingSpec))
+
+    @property
     def runner(self):
         return self.core.model_executor.driver_worker.worker.model_runner
 
@@ -101,7 +108,9 @@ class Engine:
 
     @property
     def layers(self) -> list:
-        return list(self.llm.llm_engine.vllm_config.compilation_config.static_forward_context.values())
+        """Those that attend."""
+        every = self.llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+        return [layer for layer in every if not isinstance(layer, RingLayer)]
 
     def generate(self, prompts: list[list[int]], tokens: int = 8, chunk: int = CHUNK) -> list[RequestOutput]:
         """The greedy continuation of each prompt."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvfold.engines.serving import Plan, Steps
 from kvfold.engines.sglang import logger
 from kvfold.engines.sglang.packed_pool import packed_pool_of
-from kvfold.ops.pages import HostLengths, Logits, on_device
+from kvfold.ops.pages import HostLengths, Logits
 
 
 class PackedBackend(AttentionBackend):
@@ -33,8 +33,6 @@ class PackedBackend(AttentionBackend):
         if any(scale not in (None, 1) for layer in packed for scale in (layer.k_scale_float, layer.v_scale_float)):
             logger.info("kvfold: packed layers ignore the checkpoint's scales of an FP8 cache")
         self.req_to_token = self.req_to_token_pool.req_to_token
-        # per request: how many tokens it has, at least and at most, since drafts of its last step may be taken back
-        self.lengths = torch.zeros(2, len(self.req_to_token), dtype=torch.int32, device=runner.device)
         # per page of a request: the position of its first token
         self.firsts = torch.arange(0, self.req_to_token.shape[1], self.pool.page_size, device=runner.device)
         # kernels for GPUs read a step from device memory alone, so a CUDA graph can be captured
@@ -62,31 +60,11 @@ class PackedBackend(AttentionBackend):
         replayed, SGLang may already write the next step's locations to `req_to_token`."""
         if not requests_in(forward_batch):
             return
-        self.pool.before_step()
         requests = forward_batch.req_pool_indices
         self.table = self.tables[: len(requests)] if len(requests) <= len(self.tables) else self._table(len(requests))
-        self._read_pages(requests, self.table)
-        self.served.before_step(self._resting(forward_batch) if self.served.plan.windows else None)
-
-    def _read_pages(self, requests: Tensor, table: Tensor) -> None:
         tokens = self.req_to_token[requests.unsqueeze(1), self.firsts]
-        torch.div(tokens, self.pool.page_size, rounding_mode="floor", out=table)
-
-    def _resting(self, forward_batch: ForwardBatch) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Lengths and pages of all running requests, if some of them sit the step out:
-        - requests that decode, during a prefill;
-        - a prompt between two chunks, while others decode.
-        """
-        free = self.req_to_token_pool.free_slots
-        if len(self.req_to_token) - 1 - len(free) <= requests_in(forward_batch):
-            return None
-        running = sorted(set(range(1, len(self.req_to_token))) - set(free))  # row 0 is for padding
-        rows = on_device(running, self.lengths.device, torch.int64)
-        # new requests reuse the rows of finished ones
-        self.lengths[:, forward_batch.req_pool_indices] = starts_of(forward_batch).int()
-        self._read_pages(rows, table := self._table(len(rows)))
-        least, most = self.lengths[:, rows]
-        return least, most, table
+        torch.div(tokens, self.pool.page_size, rounding_mode="floor", out=self.table)
+        self.served.gauges.update([self.served.faults])
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         """Begin the step, on the device."""
@@ -101,17 +79,10 @@ class PackedBackend(AttentionBackend):
         locations = forward_batch.out_cache_loc
         locations = torch.where(locations < self.pool.page_size, -1, locations)  # page 0 is for padding
         starts, lengths = starts_of(forward_batch), forward_batch.seq_lens
-        kept = torch.where(forward_batch.req_pool_indices == 0, 0, lengths)  # row 0 is for padding
         if one_by_one:
             drafted = locations.view(len(lengths), -1)
-            padding = drafted[:, 0] < 0  # reads no page and needs no windows
-            starts = torch.where(padding, 0, starts)
+            starts = torch.where(drafted[:, 0] < 0, 0, starts)  # padding reads no page
             lengths = starts + drafted.shape[1]
-            kept = torch.where(padding, 0, lengths)
-        if self.served.plan.windows:
-            least = starts + 1 if one_by_one else lengths
-            self.lengths[:, forward_batch.req_pool_indices] = torch.stack((least, lengths)).int()
-            self.served.begin(locations, starts, kept, table)
         starts, lengths = starts.int(), lengths.int()
         if one_by_one:
             host = HostLengths(starts.tolist(), lengths.tolist())
@@ -119,19 +90,17 @@ class PackedBackend(AttentionBackend):
             before = forward_batch.extend_prefix_lens_cpu
             after = [start + n for start, n in zip(before, forward_batch.extend_seq_lens_cpu, strict=True)]
             host = HostLengths(before, after)
-        self.steps = self.served.steps(host, locations, starts, lengths, table)
+        self.steps = self.served.steps(host, locations, starts, lengths, table, rings_of(forward_batch))
 
     def _begin_decode(self, forward_batch: ForwardBatch) -> None:
         """Begin a step with one token per request, or with one and its drafts. It takes few launches, since every
         decode step pays for them."""
         from kvfold.engines.sglang.decode_inputs import decode_inputs
 
-        locations, requests = forward_batch.out_cache_loc, forward_batch.req_pool_indices
+        locations, lengths = forward_batch.out_cache_loc, forward_batch.seq_lens
         counted = 1 if forward_batch.forward_mode.is_decode() else 0
-        step = decode_inputs(locations, forward_batch.seq_lens, requests, self.lengths, self.pool.page_size, counted)
-        self.served.begin(step.locations, step.starts, step.kept, self.table)
-        described = (step.locations, step.query_starts, step.starts, step.lengths)
-        self.steps = [self.served.decode(*described, self.table, len(locations) // len(requests))]
+        step = decode_inputs(locations, lengths, self.pool.page_size, counted)
+        self.steps = [self.served.decode(*step, self.table, rings_of(forward_batch), len(locations) // len(lengths))]
 
     def forward_extend(
         self,
@@ -152,8 +121,7 @@ class PackedBackend(AttentionBackend):
             return out.zero_().flatten(1)
         logits = Logits(layer.scaling, layer.logit_cap or None, None if sinks is None else sinks.float())
         target = self.served.layers[layer.layer_id]
-        if not self.served.plan.windows:  # otherwise the step began when all layers were there
-            self.pool.wait_for(layer.layer_id - self.pool.start_layer)
+        self.pool.wait_for(layer.layer_id - self.pool.start_layer)
         if k is None or v is None:  # a layer without a cache of its own has the number of the one whose pages it reads
             target.read(self.steps, queries, logits, out)
         else:
@@ -170,6 +138,11 @@ def requests_in(forward_batch: ForwardBatch) -> int:
         return int(forward_batch.batch_size - forward_batch.num_padding)
     unpadded = forward_batch._original_batch_size
     return forward_batch.batch_size if unpadded is None else unpadded
+
+
+def rings_of(forward_batch: ForwardBatch) -> Tensor:
+    """A request's ring has the number of its row in SGLang's table of requests. Row 0 is for padding."""
+    return forward_batch.req_pool_indices.long().unsqueeze(1)
 
 
 def starts_of(forward_batch: ForwardBatch) -> Tensor:

@@ -16,39 +16,32 @@ class DecodeInputs(NamedTuple):
 
     locations: Tensor  # int64[rows · queries], -1: padding
     query_starts: Tensor  # int32[rows + 1]
-    starts: Tensor  # int32[rows], as are all below; 0 for padding
-    lengths: Tensor
-    kept: Tensor  # lengths for windows: 0 for padding, which needs none
+    starts: Tensor  # int32[rows]; 0 for padding
+    lengths: Tensor  # int32[rows]
 
 
-def decode_inputs(
-    locations: Tensor, lengths: Tensor, requests: Tensor, known: Tensor, page_size: int, counted: int = 1
-) -> DecodeInputs:
+def decode_inputs(locations: Tensor, lengths: Tensor, page_size: int, counted: int = 1) -> DecodeInputs:
     """The new tokens go to `locations`, as many per request; those in page 0 are padding. `lengths` include `counted`
-    of them. How many tokens requests then have, at least and at most, is written to `known` [2, all], at the columns
-    `requests`: all new tokens but the first may be taken back."""
+    of them."""
     rows = len(lengths)
     queries = len(locations) // rows
     places = torch.empty(rows * queries, dtype=torch.int64, device=lengths.device)
     stride = rows // 4 * 4 + 4  # a multiple of 16 bytes, since Triton compiles kernels anew for another alignment
-    numbers = torch.empty(4, stride, dtype=torch.int32, device=lengths.device)
+    numbers = torch.empty(3, stride, dtype=torch.int32, device=lengths.device)
     width = power_of_two(rows + 1)
     kernel = launcher(_decode_inputs, lengths.device, PAGE=page_size, WIDTH=width, QUERIES=queries, COUNTED=counted)
-    kernel((1, 1, 1), locations, lengths, requests, known, places, numbers, rows, stride, known.shape[1])
+    kernel((1, 1, 1), locations, lengths, places, numbers, rows, stride)
     return DecodeInputs(places, numbers[0, : rows + 1], *numbers[1:, :rows])
 
 
-@triton.jit(do_not_specialize=["rows", "stride", "known_stride"])
+@triton.jit(do_not_specialize=["rows", "stride"])
 def _decode_inputs(
     locations,
     lengths,
-    requests,
-    known,
     places,
     numbers,
     rows,
     stride,
-    known_stride,
     PAGE: tl.constexpr,
     WIDTH: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -58,11 +51,8 @@ def _decode_inputs(
     live = row < rows
     real = tl.load(locations + row * QUERIES, mask=live, other=0) >= PAGE
     start = tl.load(lengths + row, mask=live, other=1).to(tl.int32) - COUNTED
-    start = tl.where(real, start, 0)  # padding reads no page, not even in windows
+    start = tl.where(real, start, 0)  # padding reads no page
     length = start + QUERIES
-    column = tl.load(requests + row, mask=live, other=0)
-    tl.store(known + column, start + 1, mask=live)
-    tl.store(known + known_stride + column, length, mask=live)
     for query in tl.static_range(QUERIES):
         place = row * QUERIES + query
         location = tl.load(locations + place, mask=live, other=0).to(tl.int64)
@@ -70,4 +60,3 @@ def _decode_inputs(
     tl.store(numbers + row, row * QUERIES, mask=row <= rows)
     tl.store(numbers + stride + row, start, mask=live)
     tl.store(numbers + 2 * stride + row, length, mask=live)
-    tl.store(numbers + 3 * stride + row, tl.where(real, length, 0), mask=live)

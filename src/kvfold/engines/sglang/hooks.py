@@ -74,7 +74,7 @@ VARIABLES = (  # of the environment, which may not be set
     "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING",  # the size of a pool would change
     "SGLANG_ENABLE_OVERLAP_PLAN_STREAM",  # steps with drafts would begin on another stream
 )
-RUNNING = 128  # requests of an attention group by default, for recipes with windows: each takes shadow pages
+RUNNING = 128  # requests of an attention group by default, for recipes with an open block: each row takes a ring
 
 
 def install() -> None:
@@ -150,9 +150,10 @@ def prepare(config: Config, arguments: "ServerArgs") -> Geometry:
     """Refuse what cannot be served, before anything is loaded, and set the arguments that kvfold needs."""
     refuse(arguments)
     device = arguments.device or default_device()
-    arguments.page_size = arguments.page_size or (GPU_PAGE_SIZE if device == "cuda" else ALIGNMENT)
+    smallest = GPU_PAGE_SIZE if device == "cuda" else ALIGNMENT
+    arguments.page_size = arguments.page_size or math.lcm(smallest, config.recipe.block or 1)
     groups = attention_groups(arguments)
-    if config.recipe.windows and arguments.max_running_requests is None:
+    if config.recipe.block and arguments.max_running_requests is None:
         arguments.max_running_requests = RUNNING * groups
     if arguments.page_size % ALIGNMENT:
         raise ValueError(f"pages need a multiple of {ALIGNMENT} tokens, not --page-size {arguments.page_size}")
@@ -219,12 +220,12 @@ def refuse(arguments: "ServerArgs") -> None:
 
 
 def page_budget(available: int, configurator: "KVCacheConfigurator", *_: Any) -> int:
-    """Bytes left for pages, after shadow pages."""
+    """Bytes left for pages, after rings."""
     plan = plan_of(configurator)
-    taken = plan.shadow_bytes(shadows_of(plan))
+    taken = rings_of(plan) * plan.ring_bytes
     if taken >= available:
         raise ValueError(
-            f"kvfold: shadow pages for windows take {taken / 2**20:,.0f} of {available / 2**20:,.0f} MiB for the "
+            f"kvfold: the open blocks of requests take {taken / 2**20:,.0f} of {available / 2**20:,.0f} MiB for the "
             "cache: lower --max-running-requests"
         )
     return available - taken
@@ -271,7 +272,7 @@ def build_pool(build: Callable[..., "KVCache"], configurator: "KVCacheConfigurat
     if configurator.is_draft_worker:  # its cache stays in 16 bits
         return build(configurator, **options)
     plan, stock = plan_of(configurator), options["mha_pool_class"]
-    packed = partial(PackedPool, plan, shadows_of(plan), local_layers_in_pool(configurator), stock)
+    packed = partial(PackedPool, plan, rings_of(plan), local_layers_in_pool(configurator), stock)
 
     def choose(*size: int, **given: Any) -> "KVCache":
         return (stock if given.get("allocation_label") == "SWA" else packed)(*size, **given)
@@ -289,6 +290,9 @@ def verify(result: Any, configurator: "KVCacheConfigurator", **_: Any) -> None:
     if configurator.is_draft_worker:
         return
     packed = packed_pool_of(result.token_to_kv_pool)
+    rows, rings = len(result.req_to_token_pool.req_to_token), rings_of(packed.served.plan)
+    if 0 < rings < rows:
+        raise ValueError(f"kvfold: SGLang has {rows} rows for requests, and there are rings for {rings}")
     takes = packed.token_bytes + draft_bytes(configurator)
     sizes = create_memory_pool_configurator(configurator)
     full = configurator.is_hybrid_swa
@@ -372,13 +376,10 @@ def configuration(path: str, trusted: bool, revision: str | None, overrides: str
     return config.to_dict()
 
 
-def shadows_of(plan: Plan) -> int:
-    from sglang.srt.runtime_context import get_parallel, get_schedule, get_spec
+def rings_of(plan: Plan) -> int:
+    """Rings of this rank: one for each row of SGLang's table of requests, of which row 0 is for padding."""
+    from sglang.srt.runtime_context import get_parallel, get_schedule
 
-    schedule = get_schedule()
-    if not plan.windows:
+    if not plan.block:
         return 0
-    requests = max(1, schedule.max_running_requests // get_parallel().attn_dp_size)  # of a group
-    chunk = schedule.chunked_prefill_size  # SGLang has divided it already
-    prompts = chunk if chunk > 0 else schedule.max_prefill_tokens
-    return plan.shadows(requests, max(prompts, requests * (get_spec().speculative_num_draft_tokens or 1)))
+    return 1 + max(1, get_schedule().max_running_requests // get_parallel().attn_dp_size)

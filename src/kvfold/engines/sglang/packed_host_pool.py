@@ -14,7 +14,8 @@ from kvfold.engines.sglang.page_copies import copy_pages
 
 
 class PackedHostPool(HostKVCache):
-    """The bytes of packed pages, layer by layer: uint8[pages, bytes] per layer. Shadow pages are not kept here.
+    """The bytes of packed pages, layer by layer: uint8[pages, bytes] per layer. Rings are not kept here: prefixes
+    end where an open block begins.
 
     SGLang decides which page goes where. It names pages by their tokens, on the device and here.
     """
@@ -86,20 +87,15 @@ class PackedHostPool(HostKVCache):
         io_backend: str,
         **_: Any,
     ) -> None:
-        """SGLang calls it for layer after layer of one load. With windows, a step waits for all layers
-        (`PackedPool.before_step`). So they are copied together."""
+        """SGLang calls it for layer after layer of one load."""
         if layer_id == 0:
-            device_pool.loaded.append(device_indices)
             self.loading = self._pages(host_indices), self._pages(device_indices)
-        if not self.pin_memory:
-            host, device = self.loading
-            device_pool.rows[layer_id][device] = self.rows[layer_id][host]
-        elif not device_pool.served.plan.windows:
+        if self.pin_memory:
             sources, targets = self.addresses[:, layer_id : layer_id + 1]
             copy_pages(sources, targets, self.row_bytes[layer_id], *self.loading)
-        elif layer_id == 0:
-            for first, (sources, targets) in self.alike.items():
-                copy_pages(sources, targets, self.row_bytes[first], *self.loading)
+        else:
+            host, device = self.loading
+            device_pool.rows[layer_id][device] = self.rows[layer_id][host]
 
     def backup_from_device_all_layer(
         self, device_pool: PackedPool, host_indices: Tensor, device_indices: Tensor, io_backend: str

@@ -15,8 +15,8 @@ from kvfold.engines.sglang import logger
 
 
 class PackedPool(KVCache):
-    """Pages uint8[pages, kv_heads, page_bytes] per packed layer, and shadow pages for the windows. SGLang decides which
-    token lies where. It reads no bytes.
+    """Pages uint8[pages, kv_heads, page_bytes] per packed layer, and a ring per row of SGLang's table of requests.
+    SGLang decides which token lies where. It reads no bytes.
 
     Some models have local layers, with sliding windows or chunks, that SGLang keeps in one pool with the full layers.
     Then `local_layers` are their numbers, and `stock` makes SGLang's own pool for them. Both have the same locations.
@@ -27,7 +27,7 @@ class PackedPool(KVCache):
     def __init__(
         self,
         plan: Plan,
-        shadow_pages: int,
+        rings: int,
         local_layers: Sequence[int],
         stock: Callable[..., KVCache],
         size: int,
@@ -43,15 +43,15 @@ class PackedPool(KVCache):
         # uint8, because SGLang's RoPE kernels write keys into a pool that has the dtype of K and V
         super().__init__(size, page_size, torch.uint8, layer_num, device, enable_memory_saver, start_layer, end_layer)
         pages = size // page_size + 1  # page 0 is SGLang's, for padding
-        # Pages and shadow pages are what a memory saver takes away and gives back, without their contents.
-        with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
-            self.served = Served(plan, shadow_pages, logger)
-            pools = {n: layout.allocate(pages, plan.kv_heads, plan.device) for n, layout in plan.layouts.items()}
+        self.served = Served(plan, logger, rings)
         self.served.open(pages)
-        for number, pool in pools.items():
-            self.served.attach(number, pool)
-        self.rows = [pools[number].flatten(1) for number in sorted(pools)]  # per packed layer: uint8[pages, bytes]
-        self.loaded: list[Tensor] = []  # tokens of pages that came from host memory since the last step
+        # Pages and rings are what a memory saver takes away and gives back, without their contents.
+        with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
+            for number, layout in plan.layouts.items():
+                pool = layout.allocate(pages, plan.kv_heads, plan.device)
+                self.served.attach(number, pool, plan.allocate_rings(number, rings))
+        layers = self.served.layers
+        self.rows = [layers[number].pages.pool.flatten(1) for number in sorted(layers)]  # each uint8[pages, bytes]
         self.places = {number: place for place, number in enumerate(local_layers)}
         self.local_pool = None
         if local_layers:
@@ -63,17 +63,6 @@ class PackedPool(KVCache):
     def get_device_pool_infos(self) -> tuple[SimpleNamespace]:
         """What SGLang makes a host pool from: see `hierarchical_cache.host_pool`."""
         return (SimpleNamespace(buffer_info=self),)
-
-    def before_step(self) -> None:
-        """Pages that came from host memory lose the shadow pages of their former contents. New ones are restored from
-        pages as a whole, so with windows the step begins when all layers of these pages are there."""
-        if self.served.plan.windows:
-            self.wait_for(self.layer_num - 1)
-        while self.loaded:
-            tokens = self.loaded.pop()
-            if tokens.is_cuda:  # SGLang made it on another stream
-                tokens.record_stream(torch.cuda.current_stream())
-            self.served.forget(tokens[:: self.page_size].to(self.device) // self.page_size)
 
     def wait_for(self, layer: int) -> None:
         """Wait until the pages that the step reads are loaded, in this layer and all before it."""
@@ -93,7 +82,7 @@ class PackedPool(KVCache):
     def get_kv_size_bytes(self) -> tuple[int, int]:
         """SGLang adds the two numbers, which are keys and values in its own pools."""
         layers = self.served.layers.values()
-        packed = sum(layer.pages.pool.nbytes + layer.pages.shadows.nbytes for layer in layers)
+        packed = sum(layer.pages.pool.nbytes + layer.pages.ring.nbytes for layer in layers)
         return packed, self.local_bytes
 
     def _local(self, layer: int) -> tuple[KVCache, int]:

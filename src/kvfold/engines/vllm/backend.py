@@ -104,17 +104,17 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         locations, starts = step.slot_mapping[: step.num_actual_tokens], step.compute_num_computed_tokens()
         blocks = step.block_table_tensor
         table = self.group.pages(blocks, self.table[: len(blocks), : blocks.shape[1] * self.group.ratio])
-        self.engine.before_step(self.group)
-        served.begin(locations, starts, step.seq_lens, table)
+        if self.group is self.engine.groups[0]:
+            self.engine.show()
         if self.device.type == "cpu":
             host = HostLengths(starts.tolist(), step.seq_lens.tolist())
-            return served.steps(host, locations, starts, step.seq_lens, table)
+            return served.steps(host, locations, starts, step.seq_lens, table, self.group.rings[: len(blocks)])
         return self._device_steps(step, starts, table)
 
     def _device_steps(self, step: CommonAttentionMetadata, starts: Tensor, table: Tensor) -> Steps:
         """Requests that decode are one step, with the drafts that some of them may have. The others follow. If all
         requests decode, their step is in tensors that stay in place for CUDA graphs."""
-        served = self.group.served
+        served, rings = self.group.served, self.group.rings
         self.starts[: step.num_reqs].copy_(starts)
         counts = step.query_start_loc_cpu.diff().tolist()
         decodes = next((row for row, count in enumerate(counts) if count > self.queries), len(counts))
@@ -123,7 +123,7 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
         if decodes:
             rows, query_starts = slice(decodes), step.query_start_loc[: decodes + 1]
             lengths = self.starts[rows], step.seq_lens[rows]
-            described = step.slot_mapping[:first], query_starts, *lengths, self.table[rows]
+            described = step.slot_mapping[:first], query_starts, *lengths, self.table[rows], rings[rows]
             steps.append(served.decode(*described, queries=self.queries if max(counts[rows]) > 1 else 1))
         if decodes < step.num_reqs:
             others = slice(decodes, step.num_reqs)
@@ -131,8 +131,8 @@ class PackedMetadataBuilder(AttentionMetadataBuilder[PackedMetadata]):
             lengths = self.starts[others], step.seq_lens[others]
             after = step.seq_lens_cpu_upper_bound.tolist()  # exact: with drafts, none is scheduled ahead
             before = [length - count for length, count in zip(after, counts, strict=True)]
-            rest = served.steps(HostLengths(before[others], after[others]), locations, *lengths, table[others])
-            for tokens, part in rest:
+            host, tables = HostLengths(before[others], after[others]), (table[others], rings[others])
+            for tokens, part in served.steps(host, locations, *lengths, *tables):
                 steps.append((slice(first + tokens.start, first + tokens.stop), part))
         return steps
 

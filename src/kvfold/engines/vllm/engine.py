@@ -1,6 +1,6 @@
 """kvfold in one vLLM process: what the layers of a model share, and how it follows vLLM's runner."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
@@ -13,20 +13,17 @@ from vllm import device_allocator
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec, iter_layer_specs
 
 from kvfold.engines.serving import Layer, Served, Steps
 from kvfold.engines.vllm.blocks import fit_blocks
-from kvfold.engines.vllm.offload import loaded_blocks
 from kvfold.engines.vllm.plan import DRAFT_MODELS, geometry_of, layers_of, logger, make_plan
-from kvfold.engines.vllm.requests import Requests
-from kvfold.engines.window_memory import check_left
+from kvfold.engines.vllm.rings import NAME, RingLayer, RingSpec, of_layers
 from kvfold.geometry import listed
-from kvfold.ops.pages import on_device
 
-# vLLM's pools of memory: what it keeps while it sleeps; what it frees, and takes back with any contents, as for pages
-KEPT, FREED = "runtime", "kv_cache"
+KEPT = "runtime"  # vLLM's pool of memory that it keeps while it sleeps
 RUNNERS = ("vllm.v1.worker.gpu_model_runner:GPUModelRunner", "vllm.v1.worker.gpu.model_runner:GPUModelRunner")  # V1, V2
 
 
@@ -35,8 +32,8 @@ class Group:
     """Packed layers that share a block table of vLLM. A block holds one page or several."""
 
     served: Served
-    number: int  # among vLLM's groups
     ratio: int  # pages per block
+    rings: Tensor  # int64[requests, blocks]: the blocks of each request's ring, without an open block none
     led: bool = False  # by a builder, which makes the steps
     steps: Steps = ()  # the current ones
 
@@ -51,8 +48,7 @@ class Group:
 
 
 class Engine:
-    """What all layers in this process share. It is made with the first layer, and allocates the shadow pages. Only
-    then does vLLM measure the memory that is left for pages."""
+    """What all layers in this process share. It is made with the first layer."""
 
     current: ClassVar["Engine | None"] = None
     followed: ClassVar[set[type]] = set()  # runners that `follow` has wrapped
@@ -61,17 +57,9 @@ class Engine:
         self.config = config
         with memory_pool(config, KEPT):
             plan = make_plan(config, get_tensor_model_parallel_rank(), config.device_config.device)
-        scheduler, cache = config.scheduler_config, config.cache_config
-        shadow_pages = plan.shadows(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-        if cache.kv_cache_memory_bytes is not None:  # for pages and shadow pages: vLLM measures nothing then
-            given = vars(cache).setdefault("kvfold_given", cache.kv_cache_memory_bytes)  # an engine may be made again
-            check_left(given, plan.shadow_bytes(shadow_pages), scheduler.max_num_seqs)
-            cache.kv_cache_memory_bytes = given - plan.shadow_bytes(shadow_pages)
-        with memory_pool(config, FREED):
-            self.served = Served(plan, shadow_pages, logger)
+        self.served = Served(plan, logger)
         self.groups: list[Group] = []
         self.layers: dict[str, Layer] = {}  # by vLLM's names
-        self.requests = Requests()
         follow(resolve_name(RUNNERS[config.use_v2_model_runner]))
         if self.drafted:
             from kvfold.engines.vllm.draft_models import keep_raw
@@ -116,23 +104,51 @@ class Engine:
         return next(group for group in self.groups if number in group.served.plan.codecs)
 
     def sized(self, specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
-        """What vLLM knows of each layer's cache, with bytes and tokens per block as they have to be."""
+        """What vLLM knows of each layer's cache, with bytes and tokens per block as they have to be, and of rings."""
+        specs = {name: spec for name, spec in specs.items() if not isinstance(spec, RingSpec)}  # of an earlier call
         attention = {name: spec for name, spec in specs.items() if isinstance(spec, AttentionSpec)}
         packed = {
             name: replace(attention[name], state_content_bytes=self.token_bytes[extract_layer_index(name)])
             for name in attention.keys() & self.modules.keys()
         }
-        if self.drafted:  # blocks of layers with full attention may differ in size
-            return {**specs, **packed}
         others = {name: spec for name, spec in attention.items() if name not in packed}
         every = self.config.compilation_config.static_forward_context
-        return {**specs, **fit_blocks(packed, others, {name: every[name].get_attn_backend() for name in others})}
+        if not self.drafted:  # else all have full attention, and blocks of such layers may differ in size
+            backends = {name: every[name].get_attn_backend() for name in others}
+            specs |= fit_blocks(packed, others, backends)
+        else:
+            specs |= packed
+        rings = self._rings({name: spec for name, spec in specs.items() if name in packed})
+        every.update({name: RingLayer(spec) for name, spec in rings.items()})
+        return {**specs, **rings}
+
+    def _rings(self, packed: Mapping[str, AttentionSpec]) -> dict[str, RingSpec]:
+        """A ring for each packed layer with an open block. Layers differ in how many tokens a block holds. A ring has
+        as many blocks as all of them need."""
+        plan = self.served.plan
+        layouts = {name: plan.layouts[extract_layer_index(name)] for name in packed}
+        open_ones = [name for name, layout in layouts.items() if layout.block(plan.block)]
+        if not open_ones:
+            return {}
+        held = [packed[name].page_size_bytes // (2 * plan.kv_heads * layouts[name].raw_numbers) for name in open_ones]
+        spec = min((packed[name] for name in open_ones), key=lambda spec: spec.page_size_bytes)
+        ring = RingSpec(
+            block_size=spec.block_size,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size,
+            dtype=spec.dtype,
+            state_content_bytes=spec.state_content_bytes,
+            dcp_sharded=False,
+            blocks=cdiv(plan.ring_tokens, min(held)),
+            open_block=plan.block,
+        )
+        return dict.fromkeys((name + NAME for name in open_ones), ring)
 
     def open(self, caches: KVCacheConfig) -> None:
         """Serve from blocks that vLLM is about to allocate."""
         plan, modules = self.served.plan, self.modules
         self.groups, self.layers = [], {}
-        for index, group in enumerate(caches.kv_cache_groups):
+        for group in caches.kv_cache_groups:
             numbers = [extract_layer_index(name) for name in group.layer_names if name in modules]
             if not numbers:
                 continue
@@ -145,15 +161,25 @@ class Engine:
                     f"kvfold: vLLM's blocks of {tokens} tokens for layers {listed(numbers)} are not whole packed pages "
                     f"of {plan.page_size} tokens: serve this model without a recipe"
                 )
-            if plan.windows and (caches.cache_hit_alignment_tokens or 0) % tokens:
+            if plan.block and (caches.cache_hit_alignment_tokens or 0) % plan.block:
                 raise ValueError(
-                    "kvfold: prefix hits would end inside of packed blocks, and shadow pages not follow: add "
+                    f"kvfold: prefix hits would end inside of open blocks of {plan.block} tokens: add "
                     "--no-enable-prefix-caching"
                 )
-            self.groups.append(Group(self.served.only(numbers), index, tokens // plan.page_size))
-        self.requests = Requests()
-        for group in self.groups:
-            group.served.open(caches.num_blocks * group.ratio)
+            with memory_pool(self.config, KEPT):
+                rings = self._ring_table(group.layer_names)
+                self.groups.append(Group(self.served.only(numbers), tokens // plan.page_size, rings))
+                self.groups[-1].served.open(caches.num_blocks * self.groups[-1].ratio)
+
+    def _ring_table(self, names: Sequence[str]) -> Tensor:
+        """Where the builder of a group's rings puts their blocks, and the group's steps read them."""
+        layers = of_layers(self.config.compilation_config.static_forward_context, names)
+        blocks = layers[0].spec.blocks if layers else 0
+        requests, device = self.config.scheduler_config.max_num_seqs, self.served.plan.device
+        rings = torch.zeros(requests, blocks, dtype=torch.int64, device=device)
+        for layer in layers:
+            layer.rings = rings
+        return rings
 
     def attach(self) -> None:
         """Serve from the blocks that vLLM has allocated."""
@@ -162,35 +188,26 @@ class Engine:
                 self.layers[name] = self.layers[target]
                 self.layers[name].shared = True  # vLLM may choose another target than the configuration names
                 continue
-            served = self.group(name).served
-            pool = module.kv_cache.view(served.pages, served.plan.kv_heads, -1)
-            self.layers[name] = served.attach(extract_layer_index(name), pool)
+            served, cache = self.group(name).served, module.kv_cache
+            pages = cache.view(served.pages, served.plan.kv_heads, -1)
+            blocks = cache.view(len(cache), served.plan.kv_heads, -1).view(served.plan.raw_dtype)
+            self.layers[name] = served.attach(extract_layer_index(name), pages, blocks)
 
     def announce(self, caches: KVCacheConfig) -> None:
         """Say at start what is served. Tokens are counted as vLLM does."""
         tokens, _ = get_kv_cache_capacity(self.config, caches)
-        served, plan = self.groups[0].served, self.served.plan
-        logger.info(plan.report(served.pages, served.shadow_pages, tokens))
-        self.served.gauges.compressed(plan.compression(served.shadow_pages, tokens))
-        self.served.gauges.update([group.served.shown for group in self.groups])
+        block_bytes = caches.kv_cache_tensors[0].size // caches.num_blocks
+        rings = sum(group.rings.shape[1] for group in self.groups)
+        plan = self.served.plan
+        logger.info(plan.report(self.groups[0].served.pages, tokens, rings * block_bytes))
+        self.served.gauges.compressed(plan.compression(self.served.rings, tokens))
+        self.show()
         for group in self.groups:
             group.served.warm_up(in_pool=self.config.model_config.enable_cumem_allocator)
 
-    def forget(self, blocks: Iterable[int]) -> None:
-        """Blocks get other contents from elsewhere, before a request reads them."""
-        if not (numbers := list(blocks)):
-            return
-        for group in self.groups:
-            device = group.served.plan.device
-            group.served.forget(group.pages(on_device([numbers], device, torch.int64)).flatten())
-
-    def before_step(self, group: Group) -> None:
-        """Before each step of a group, outside of CUDA graphs."""
-        if group is self.groups[0]:
-            self.served.gauges.update([group.served.shown for group in self.groups])
-        if self.requests.resting:
-            least, most, blocks = self.requests.described(group.number, group.served.plan.device)
-            group.served.rest(least, most, group.pages(blocks))
+    def show(self) -> None:
+        """Before each step, outside of CUDA graphs: update the gauges."""
+        self.served.gauges.update([group.served.faults for group in self.groups])
 
 
 def _engine(module: Any) -> Any:
@@ -216,11 +233,11 @@ def memory_pool(config: VllmConfig, name: str) -> AbstractContextManager[None]:
 
 
 def follow(runner: Any) -> None:
-    """Wrap vLLM's runner class, so that the engine sizes blocks, knows its groups and sees each step."""
+    """Wrap vLLM's runner class, so that the engine sizes blocks and knows its groups."""
     if runner in Engine.followed:
         return
     Engine.followed.add(runner)
-    specs, initialize, execute = runner.get_kv_cache_spec, runner.initialize_kv_cache, runner.execute_model
+    specs, initialize = runner.get_kv_cache_spec, runner.initialize_kv_cache
 
     @wraps(specs)
     def sized(self: Any) -> dict[str, KVCacheSpec]:
@@ -238,12 +255,4 @@ def follow(runner: Any) -> None:
             if not is_profiling:
                 engine.announce(kv_cache_config)
 
-    @wraps(execute)
-    def executed(self: Any, scheduler_output: Any, *others: Any, **options: Any) -> Any:
-        engine = Engine.serving(self.vllm_config)
-        if engine is not None and engine.served.plan.windows:  # without windows, no request has shadows to keep
-            engine.requests.follow(scheduler_output)
-            engine.forget(loaded_blocks(scheduler_output))
-        return execute(self, scheduler_output, *others, **options)
-
-    runner.get_kv_cache_spec, runner.initialize_kv_cache, runner.execute_model = sized, initialized, executed
+    runner.get_kv_cache_spec, runner.initialize_kv_cache = sized, initialized

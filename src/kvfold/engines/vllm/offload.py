@@ -1,18 +1,13 @@
 """Pages that vLLM's OffloadingConnector keeps in CPU memory and in files."""
 
-from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.config import KVTransferConfig, VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 
 from kvfold.artifact import digest_model
 from kvfold.engines.stored_pages import name_of_pages
 from kvfold.engines.vllm.configuration import asked_for
-
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
 
 SPECS = ("CPUOffloadingSpec", "TieringOffloadingSpec")  # values of spec_name; the first is vLLM's default
 FILES = {"type": "CheckedFileTier", "module_path": "kvfold.engines.vllm.file_tier"}
@@ -62,11 +57,3 @@ def check_files(config: VllmConfig) -> None:
             tier.update(FILES, root_dir=f"{tier['root_dir']}/{name}")
         elif Path(tier["root_dir"]).name != name:  # vLLM makes its configuration twice, of the same dictionary
             raise ValueError("this kv_transfer_config was used with another recipe or model: give each engine its own")
-
-
-def loaded_blocks(step: "SchedulerOutput") -> Iterable[int]:
-    """The blocks that are loaded from elsewhere in a step or after it, before a request reads them."""
-    metadata = step.kv_connector_metadata
-    if isinstance(metadata, OffloadingConnectorMetadata):
-        for job in metadata.load_jobs.values():
-            yield from job.dst_spec.block_ids.tolist()

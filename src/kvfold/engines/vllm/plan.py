@@ -1,6 +1,8 @@
 """What a vLLM configuration means for kvfold: what is refused, which layers a rank packs, and its plan."""
 
+import math
 from collections.abc import Set
+from typing import Any
 
 import torch
 import vllm
@@ -8,6 +10,9 @@ from vllm.config import VllmConfig
 from vllm.distributed.utils import get_pp_indices
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import CircularBufferManager
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from kvfold.artifact import digest_model
@@ -15,12 +20,13 @@ from kvfold.engines.serving import Plan
 from kvfold.engines.vllm.configuration import SIXTEEN_BITS, asked_for
 from kvfold.engines.vllm.offload import refusals, tiers
 from kvfold.format.layout import ALIGNMENT
+from kvfold.format.open_block import DRAFTED
 from kvfold.geometry import Geometry
 
 TESTED = "0.32"  # the version of vLLM that kvfold is tested with
 # methods of speculative decoding: drafts are looked up in earlier tokens, or made by layers that have a cache too
 LOOKUPS, DRAFT_MODELS = ("ngram", "suffix"), ("eagle", "eagle3", "mtp", "draft_model")
-HOOKS = {  # names of vLLM that kvfold overrides or reads
+HOOKS: dict[Any, tuple[str, ...]] = {  # names of vLLM that kvfold overrides or reads
     AttentionBackend: (
         *("get_impl_cls", "get_builder_cls", "get_supported_kernel_block_sizes", "supported_kv_cache_layouts"),
         "customize_spec",
@@ -28,6 +34,9 @@ HOOKS = {  # names of vLLM that kvfold overrides or reads
     AttentionMetadataBuilder: ("_cudagraph_support", "reorder_batch_threshold", "requires_block_table_width", "build"),
     AttentionSpec: ("state_content_bytes", "page_size_padded"),
     CommonAttentionMetadata: ("compute_num_computed_tokens", "seq_lens_cpu_upper_bound"),
+    CircularBufferManager: ("_claim_ring_block", "get_num_blocks_to_allocate"),
+    Scheduler: ("_update_waiting_for_remote_kv",),
+    kv_cache_utils: ("get_kv_cache_groups", "validate_kv_cache_layout"),
 }
 
 logger = init_logger("vllm.kvfold")  # a child of vLLM's logger, so that it is shown
@@ -50,7 +59,8 @@ def refuse(config: VllmConfig) -> None:
     """Refuse what would give wrong answers, before anything is loaded."""
     require()
     parallel, cache, model = config.parallel_config, config.cache_config, config.model_config
-    geometry = geometry_of(config)
+    geometry, block = geometry_of(config), open_block(config)
+    tokens = page_tokens(block)
     kinds = {layer.kind for layer in geometry.layers}
     reasons = {
         f"--kv-cache-dtype {cache.cache_dtype} packs the cache in another way: leave it at auto": (
@@ -68,12 +78,10 @@ def refuse(config: VllmConfig) -> None:
         "--disable-hybrid-kv-cache-manager would give layers with sliding windows packed pages: leave it out": (
             "sliding" in kinds and bool(config.scheduler_config.disable_hybrid_kv_cache_manager)
         ),
-        "--prefix-match-unit would copy parts of pages without their shadow pages: leave it out": (
-            cache.prefix_match_unit is not None
-        ),
+        "--prefix-match-unit is not tested yet: leave it out": cache.prefix_match_unit is not None,
         "--kv-sharing-fast-prefill is not supported": cache.kv_sharing_fast_prefill,
         **refusals(config.kv_transfer_config),
-        **_drafts(config, kinds),
+        **_drafts(config, kinds, block),
         "each rank of a pipeline needs layers of every kind that the model has: use fewer ranks": any(
             {geometry.layers[number].kind for number in layers} != kinds for layers in _pipeline(config, geometry)
         ),
@@ -86,18 +94,39 @@ def refuse(config: VllmConfig) -> None:
         "VLLM_ENABLE_STARTUP_PLAN takes memory as measured with other recipes: unset it": (
             vllm.envs.VLLM_ENABLE_STARTUP_PLAN
         ),
-        f"pages need a multiple of {ALIGNMENT} tokens, not --block-size {cache.block_size}": (
-            cache.block_size % ALIGNMENT != 0
-        ),
+        f"pages need a multiple of {tokens} tokens, not --block-size {cache.block_size}": cache.block_size % tokens
+        != 0,
     }
     for reason, applies in reasons.items():
         if applies:
             raise ValueError(f"kvfold: {reason}")
 
 
-def _drafts(config: VllmConfig, kinds: Set[str]) -> dict[str, bool]:
+def open_block(config: VllmConfig) -> int:
+    """Tokens of the recipe's open block."""
+    choice = asked_for(config)
+    return choice.recipe.block if choice else 0
+
+
+def page_tokens(block: int) -> int:
+    """Pages have a multiple of so many tokens. Prefix hits end at the ends of pages, and thus of open blocks."""
+    return math.lcm(ALIGNMENT, block or 1)
+
+
+def choose_block_size(config: VllmConfig) -> None:
+    """Take vLLM's block size, or else the next that is made of whole open blocks, unless the user has chosen one."""
+    cache, block = config.cache_config, open_block(config)
+    tokens = page_tokens(block)
+    if cache.user_specified_block_size or cache.block_size % tokens == 0:
+        return
+    chosen = math.lcm(cache.block_size, tokens)
+    logger.info("kvfold: --block-size %d, made of whole open blocks of %d tokens", chosen, block)
+    cache.block_size, cache.user_specified_block_size = chosen, True  # else vLLM would choose again
+
+
+def _drafts(config: VllmConfig, kinds: Set[str], block: int) -> dict[str, bool]:
     """Reasons to refuse speculative decoding."""
-    speculation, block = config.speculative_config, config.cache_config.block_size
+    speculation = config.speculative_config
     if speculation is None:
         return {}
     drafted = speculation.method in DRAFT_MODELS
@@ -105,8 +134,10 @@ def _drafts(config: VllmConfig, kinds: Set[str]) -> dict[str, bool]:
         f"speculative decoding by {speculation.method} is not tested yet: use {', '.join(LOOKUPS + DRAFT_MODELS)}": (
             speculation.method not in LOOKUPS + DRAFT_MODELS
         ),
-        f"num_speculative_tokens has to be below --block-size {block}, so that a step taken back loses no "
-        "shadow page": config.num_speculative_tokens >= block,
+        f"num_speculative_tokens has to be at most {DRAFTED - 1} with an open block, and is "
+        f"{config.num_speculative_tokens}: lower it, or add block=0 to the recipe": (
+            block > 0 and config.num_speculative_tokens >= DRAFTED
+        ),
         f"speculative decoding by {speculation.method} beside {' and '.join(sorted(kinds - {'full'}))} layers is not "
         "tested yet: use ngram": drafted and kinds != {"full"},
         f"speculative decoding by {speculation.method} beside offloading is not tested yet: use ngram": (

@@ -147,9 +147,10 @@ def check(config: "VllmConfig") -> None:
     if not _serves(config):
         return
     from kvfold.engines.vllm.offload import check_files
-    from kvfold.engines.vllm.plan import refuse
+    from kvfold.engines.vllm.plan import choose_block_size, refuse
 
     register_backend()
+    choose_block_size(config)
     refuse(config)
     check_files(config)
 

@@ -1,1 +1,1 @@
-"""Attention of a step's queries over packed pages and windows."""
+"""Attention of a step's queries over packed pages and open blocks."""

@@ -1,7 +1,7 @@
 """`attend` on any GPU: one kernel for decode, chunked prefill and the verification of drafted tokens.
 
 A CTA takes a tile of queries (`QueryTiles`) and one part of the packed tokens that they read. Another kernel reads
-windows. All parts are merged by log-sum-exp. Grids depend on sizes alone; lengths are read on the device.
+the open block. All parts are merged by log-sum-exp. Grids depend on sizes alone; lengths are read on the device.
 """
 
 import math
@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvfold.ops.attend import window_kernel
+from kvfold.format import open_block
+from kvfold.ops.attend import open_block_kernel
 from kvfold.ops.attend.parts import (
     LOG2_E,
     MAX_ROWS,
@@ -60,21 +61,21 @@ def attend(
         return torch.empty(*q.shape[:2], dims, device=q.device)
     rotated = dual(pages.key.transform, q)
     last = pages.step.table.shape[1] * pages.layout.page_size - 1  # the last position in the page table
-    tokens = pages.windows.raw_from(last) - pages.windows.sink  # the most that a query reads packed
+    tokens = open_block.raw_from(last, pages.block)  # the most that a query reads packed
     packed = QueryTiles(pages, rotated).splits(tokens, q.device) if tokens > 0 else 0
-    outs, weights = empty(packed + (0 if new is None else window_kernel.splits(pages, rotated)), rotated, dims)
+    outs, weights = empty(packed + (0 if new is None else open_block_kernel.splits(pages, rotated)), rotated, dims)
     cap = soft_cap(pages, q, logits)
     if packed:
         _attend_packed(pages, rotated, logits, cap, outs[:packed], weights[:packed])
     if new is not None:
-        window_kernel.attend(pages, rotated, new, logits, outs[packed:], weights[packed:], cap)
+        open_block_kernel.attend(pages, rotated, new, logits, outs[packed:], weights[packed:], cap)
     return merge(outs, weights, pages.value.transform, out, sinks=learned_sinks(pages, q, logits))
 
 
 def _attend_packed(
     pages: LayerPages, q: Tensor, logits: Logits, cap: Cap | None, outs: Tensor, weights: Tensor
 ) -> None:
-    """Let transformed queries [tokens, q_heads, d] read the packed tokens between their windows, in parts."""
+    """Let transformed queries [tokens, q_heads, d] read the packed tokens, in parts."""
     step, layout = pages.step, pages.layout
     centroids = [None if x is None else x.contiguous() for x in (pages.key.centroids, pages.value.centroids)]
     has_centroids = any(x is not None for x in centroids)
@@ -94,6 +95,7 @@ def _attend_packed(
             KEY_CENTROIDS=0 if centroids[0] is None else centroids[0].shape[1],
             VALUE_CENTROIDS=0 if centroids[1] is None else centroids[1].shape[1],
             HEAD=i * heads,
+            BLOCK=pages.block,
             PAGE=layout.page_size,
             PAGE_BYTES=layout.page_bytes,
             KV_HEADS=tiles.kv_heads,
@@ -114,7 +116,7 @@ def _attend_packed(
             weights,
             pages.pool,
             pages.pool.view(torch.float16),
-            pages.pool.view(pages.shadows.dtype),
+            pages.pool.view(pages.ring.dtype),
             lloyd_max.level_table(q.device),
             *centroids,
             pages.key.unit,
@@ -124,9 +126,6 @@ def _attend_packed(
             step.table,
             logits.scale * LOG2_E.value,
             cap,
-            pages.windows.sink,
-            pages.windows.recent,
-            pages.windows.group,
             tiles.per_sequence,
             q.shape[0],
             step.table.stride(0),
@@ -135,7 +134,7 @@ def _attend_packed(
 
 
 @triton.jit(
-    do_not_specialize=["sink", "recent", "group", "query_tiles", "tokens", "table_stride"],
+    do_not_specialize=["query_tiles", "tokens", "table_stride"],
     do_not_specialize_on_alignment=["query_starts", "lengths", "table"],
 )
 def _attend(
@@ -155,9 +154,6 @@ def _attend(
     table,
     scale,  # of the logits, times log2(e)
     cap,
-    sink,
-    recent,
-    group,
     query_tiles,  # per sequence
     tokens,
     table_stride,
@@ -168,6 +164,7 @@ def _attend(
     KEY_CENTROIDS: tl.constexpr,  # per KV head
     VALUE_CENTROIDS: tl.constexpr,
     HEAD: tl.constexpr,  # the first KV head
+    BLOCK: tl.constexpr,  # tokens of the open block, 0: none
     PAGE: tl.constexpr,
     PAGE_BYTES: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -186,7 +183,7 @@ def _attend(
     query, q_head, live, position, _, last = tile_rows(
         query_starts, lengths, sequence, first, head, Q_HEADS, KV_HEADS, RATIO, QUERIES, ROWS
     )
-    packed_to = raw_from(position, recent, group)
+    packed_to = raw_from(position, BLOCK)
     if cap is not None:
         lacked = lacking(cap, query.to(tl.int64) * Q_HEADS + q_head, live)
     qs, sums, means = (), (), ()
@@ -198,13 +195,13 @@ def _attend(
     highest = tl.full([ROWS], UNSEEN, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
 
-    packed_from, packed_end = sink // STRIDE * STRIDE, raw_from(last, recent, group)
-    tiles = tl.cdiv(tl.maximum(packed_end - packed_from, 0), STRIDE)
+    packed_end = raw_from(last, BLOCK)
+    tiles = tl.cdiv(packed_end, STRIDE)
     share = tl.cdiv(tiles, tl.num_programs(2))
     for tile in range(split * share, tl.minimum((split + 1) * share, tiles)):
-        tile_from = packed_from + tile * STRIDE
+        tile_from = tile * STRIDE
         token = tile_from + tl.arange(0, TOKENS)
-        exists = (token >= sink) & (token < tl.minimum(packed_end, tile_from + STRIDE))
+        exists = token < tl.minimum(packed_end, tile_from + STRIDE)
         if PAGE % STRIDE == 0:  # the tile lies in one page
             page = tl.load(table + tile_from // PAGE)
         else:

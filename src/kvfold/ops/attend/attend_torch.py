@@ -1,16 +1,15 @@
 """`attend` in vectorised PyTorch. Chunks of pages are unpacked one after the other. Flash attention runs on each, and
 the parts are merged by their log-sum-exp. The context is never unpacked as a whole."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kvfold.format.windows import Windows
+from kvfold.format.open_block import packed_from, raw_from
 from kvfold.ops.attend.learned_sinks import sink_part
-from kvfold.ops.pages import LayerPages, Logits, Step, require_shadows
+from kvfold.ops.pages import LayerPages, Logits, Step
 
 CHUNK_TOKENS = 4096  # per chunk, at most
 CPU_LOGITS, DEVICE_LOGITS = 2**23, 2**27  # query-token pairs per chunk, at most
@@ -26,11 +25,12 @@ def attend(
     `new` is what `store` returned for the same step. Neighbouring sequences with equal numbers of queries form a batch.
     """
     out = torch.empty(*q.shape[:2], pages.layout.value.dims, device=q.device) if out is None else out
-    if new is not None:
-        pages.step.once(require_shadows, pages.windows)
+    first_rows = None if new is None else pages.fresh.starts[:-1] - pages.fresh.first  # of token 0, in `new`
+    sequence = 0
     for n, tokens, step in pages.step.once(_batches):
-        states = [x[tokens].unflatten(0, (-1, n)) for x in (q, *(new or ()))]
-        attended = _attend(pages.during(step), states[0], states[1:], logits)
+        rows = slice(sequence, sequence := sequence + len(step.lengths))
+        raw = None if new is None or first_rows is None else (*new, first_rows[rows], pages.fresh.first[rows])
+        attended = _attend(pages.during(step), q[tokens].unflatten(0, (-1, n)), raw, logits)
         out[tokens] = attended.flatten(0, 1)
     return out
 
@@ -40,8 +40,13 @@ def _batches(step: Step) -> list[tuple[int, slice, Step]]:
     return step.split(step.known.counts)
 
 
-def _attend(pages: LayerPages, q: Tensor, new: Sequence[Tensor], logits: Logits) -> Tensor:
-    """`attend` for queries [sequences, n, q_heads, d], and new keys and values in the same shape."""
+Raw = tuple[
+    Tensor, Tensor, Tensor, Tensor
+]  # what `store` returned; per sequence, the row of token 0 and the first token
+
+
+def _attend(pages: LayerPages, q: Tensor, raw: Raw | None, logits: Logits) -> Tensor:
+    """`attend` for queries [sequences, n, q_heads, d]."""
     sequences, n, q_heads, _ = q.shape
     parts = _Parts(pages.key.transform.dual(q).transpose(1, 2), logits)
     if logits.cap is not None and (of_mean := logits.of_mean(pages.key.transform, q)) is not None:
@@ -51,12 +56,11 @@ def _attend(pages: LayerPages, q: Tensor, new: Sequence[Tensor], logits: Logits)
         parts.out, parts.weight = out.transpose(1, 2).contiguous(), weight.transpose(1, 2).unsqueeze(-1).contiguous()
     room = CPU_LOGITS if q.device.type == "cpu" else DEVICE_LOGITS
     tokens = min(CHUNK_TOKENS, max(1, room // (sequences * q_heads * n)))
-    for chunk in pages.step.once(_packed_chunks, pages.windows, tokens):
+    for chunk in pages.step.once(_packed_chunks, pages.block, _group(pages), tokens):
         parts.add(chunk.columns, chunk.mask, *_unpack(pages, chunk))
-    if new:
-        shadow_sides = pages.shadow_sides
-        for window in pages.step.once(_window_chunks, pages.windows, tokens):
-            parts.add(window.columns, window.mask, *window.gather(shadow_sides, new))
+    if raw is not None:
+        for near in pages.step.once(_raw_chunks, pages.block, tokens):
+            parts.add(near.columns, near.mask, *_gathered(pages, near, raw))
     return pages.value.transform.inverse(parts.out.transpose(1, 2))
 
 
@@ -158,23 +162,27 @@ class _PackedChunk:
     unwritten: Tensor | None  # bool[sequences, last pages, page_size, 1]: no packed token of the sequence
 
 
-def _packed_chunks(step: Step, windows: Windows, chunk_tokens: int) -> list[_PackedChunk]:
+def _group(pages: LayerPages) -> int:
+    """Tokens that are quantized together."""
+    return pages.layout.page_size if pages.layout.per_page else 1
+
+
+def _packed_chunks(step: Step, block: int, group: int, chunk_tokens: int) -> list[_PackedChunk]:
     """The tokens that some query of the step reads packed, in chunks of whole pages."""
     device, n, lengths = step.table.device, step.max_queries, step.known.lengths
     longest, shortest = max(lengths), min(lengths)
-    end = max(0, windows.raw_from(longest - 1))
+    end = raw_from(longest - 1, block)
     chunk_pages = max(1, chunk_tokens // step.page_size)
     chunks = []
-    for page in range(windows.sink // step.page_size, -(-end // step.page_size), chunk_pages):
+    for page in range(0, -(-end // step.page_size), chunk_pages):
         table = step.table[:, page : page + chunk_pages]
         start, stop = page * step.page_size, min((page + chunk_pages) * step.page_size, end)
-        columns = slice(max(0, windows.packed_from(start) - (longest - n)), n)
+        columns = slice(max(0, packed_from(start, block) - (longest - n)), n)
         mask = unwritten = None
-        if start < windows.sink or stop > windows.raw_from(shortest - n + columns.start):
-            tokens = torch.arange(start, stop)
+        if stop > raw_from(shortest - n + columns.start, block):
             position = _positions(step)[:, columns].unsqueeze(-1)
-            mask = _additive((tokens >= windows.sink) & (tokens < windows.raw_from(position))).to(device)
-        written = torch.tensor(lengths) // windows.group * windows.group  # packed tokens per sequence
+            mask = _additive(torch.arange(start, stop) < raw_from(position, block)).to(device)
+        written = torch.tensor(lengths) // group * group  # packed tokens per sequence
         if stop > written.min():
             first = max(page, int(written.min()) // step.page_size)
             tokens = torch.arange(first * step.page_size, (page + table.shape[1]) * step.page_size)
@@ -184,61 +192,41 @@ def _packed_chunks(step: Step, windows: Windows, chunk_tokens: int) -> list[_Pac
 
 
 @dataclass(frozen=True)
-class _WindowChunk:
-    columns: slice  # the queries that read any of these tokens
-    mask: Tensor  # float[sequences, 1, columns, tokens]: 0 or UNSEEN
-    column: Tensor  # int64[sequences, tokens]: the token's column in the step, 0 for older tokens
-    old: tuple[Tensor, Tensor]  # row and index of tokens older than the step
-    shadow: tuple[Tensor, Tensor]  # their shadow page and offset
-
-    def gather(self, shadow_sides: Sequence[Tensor], new: Sequence[Tensor]) -> list[Tensor]:
-        """The keys and values [sequences, kv_heads, tokens, d], float32."""
-        row = torch.arange(len(self.column), device=self.column.device).unsqueeze(1)
-        sides = [side[row, self.column] for side in new]  # [sequences, tokens, kv_heads, d]
-        for side, shadows in zip(sides, shadow_sides, strict=True):
-            side[self.old] = shadows[self.shadow[0], :, self.shadow[1]]
-        return [side.transpose(1, 2).float() for side in sides]
+class _RawChunk:
+    tokens: Tensor  # int64[sequences, width]: positions, -1: none
+    columns: slice  # the queries that read any of them
+    mask: Tensor  # float[sequences, 1, columns, width]: 0 or UNSEEN
 
 
-def _window_chunks(step: Step, windows: Windows, chunk_tokens: int) -> list[_WindowChunk]:
-    """The tokens that some query of the step reads raw: tokens of the sink, and tokens of recent windows."""
-    recent = [
-        range(max(windows.sink, windows.raw_from(start)), length if windows.has_recent else 0)
-        for start, length in zip(*step.known, strict=True)
-    ]
-    sink = [range(min(windows.sink, length)) for length in step.known.lengths]
-    chunks = []
-    for rows, ends in ((sink, None), (recent, windows)):
-        tokens = pad_sequence(
-            [torch.tensor(row, dtype=torch.int64) for row in rows], batch_first=True, padding_value=-1
-        )
-        for chunk in tokens.split(chunk_tokens, dim=1):
-            if (chunk >= 0).any():
-                chunks.append(_window_chunk(step, chunk, ends))
-    return chunks
+def _raw_chunks(step: Step, block: int, chunk_tokens: int) -> list[_RawChunk]:
+    """The tokens that some query of the step reads raw."""
+    rows = [torch.arange(raw_from(start, block), length) for start, length in zip(*step.known, strict=True)]
+    near = pad_sequence(rows, batch_first=True, padding_value=-1)
+    return [_raw_chunk(step, block, tokens) for tokens in near.split(chunk_tokens, dim=1)]
 
 
-def _window_chunk(step: Step, tokens: Tensor, windows: Windows | None) -> _WindowChunk:
-    """The chunk of tokens at these positions [sequences, width] (-1: none). Queries read a token raw from its position
-    on. With `windows`, they do so until they read it packed; without, always."""
-    device, n, (starts, lengths) = step.table.device, step.max_queries, step.known
+def _raw_chunk(step: Step, block: int, tokens: Tensor) -> _RawChunk:
+    n, lengths, device = step.max_queries, step.known.lengths, step.table.device
     first = int(tokens[tokens >= 0].min()) - (max(lengths) - n)
-    last = n if windows is None else windows.packed_from(int(tokens.max())) - (min(lengths) - n)
+    last = packed_from(int(tokens.max()), block) - (min(lengths) - n)
     columns = slice(max(0, first), max(0, min(n, last)))
     position, token = _positions(step)[:, columns].unsqueeze(-1), tokens.unsqueeze(1)
-    mask = (token >= 0) & (token <= position)
-    if windows is not None:
-        mask &= token >= windows.raw_from(position)
-    old = (tokens >= 0) & (tokens < torch.tensor(starts).unsqueeze(1))
-    row, place = (index.to(device) for index in torch.nonzero(old, as_tuple=True))
-    old_tokens = tokens[old].to(device)
-    return _WindowChunk(
-        columns,
-        _additive(mask).to(device),
-        (tokens - torch.tensor(lengths).unsqueeze(1) + n).clamp_min(0).to(device),
-        (row, place),
-        (step.shadow_of[step.table[row, old_tokens // step.page_size]], old_tokens % step.page_size),
-    )
+    seen = (token >= raw_from(position, block)) & (token <= position)
+    return _RawChunk(tokens.to(device), columns, _additive(seen).to(device))
+
+
+def _gathered(pages: LayerPages, chunk: _RawChunk, raw: Raw) -> list[Tensor]:
+    """The raw keys and values [sequences, kv_heads, width, d] of a chunk, float32."""
+    *fresh, first_rows, first = raw
+    token, row = chunk.tokens.clamp_min(0), torch.arange(len(first), device=first.device).unsqueeze(1)
+    own = (first_rows.unsqueeze(1) + token).clamp_min(0)
+    places = pages.step.in_rings(row, token, pages.ring_tokens)
+    older = ((chunk.tokens >= 0) & (token < first.unsqueeze(1)))[..., None, None]
+    sides = []
+    for x, ring in zip(fresh, pages.ring_sides, strict=True):
+        side = torch.where(older, ring[places // pages.ring_tokens, :, places % pages.ring_tokens], x[own])
+        sides.append(side.transpose(1, 2).float())  # from [sequences, width, kv_heads, d]
+    return sides
 
 
 def _positions(step: Step) -> Tensor:

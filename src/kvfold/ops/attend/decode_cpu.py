@@ -32,7 +32,7 @@ from kvfold.ops.cpu import (
     take,
     widen,
 )
-from kvfold.ops.pages import LayerPages, Logits, Step, require_shadows
+from kvfold.ops.pages import LayerPages, Logits, Step
 from kvfold.quantizers import lloyd_max
 
 CHUNK = 512  # tokens per task
@@ -44,11 +44,11 @@ LOG2_E = math.log2(math.e)
 Arguments = arguments(
     *PAGES, "levels",
     "q", "queries", "parts", "weights", "out", "scratch", "workers", "width",
-    "shadows", "shadow_pages", "new_keys", "new_values",
-    "table", "table_stride", "starts", "lengths", "shadow_of",
+    "ring", "ring_blocks", "ring_tokens", "ring_numbers", "rings", "rings_each", "new_keys", "new_values",
+    "table", "table_stride", "starts", "lengths",
     "key_rotation", "key_rotations", "key_factors", "value_rotation", "value_rotations", "value_mean",
     "sinks", "sink_values", "of_mean",
-    "sequences", "chunks", "kv_heads", "ratio", "key_dims", "value_dims", "page_size", "windows", "sink", "recent",
+    "sequences", "chunks", "kv_heads", "ratio", "key_dims", "value_dims", "page_size", "block",
     floats=("scale", "cap"),
 )  # fmt: skip
 
@@ -62,10 +62,8 @@ def attend(
     `new` is what `store` returned for the same step.
     """
     (sequences, q_heads, key_dims), value_dims = q.shape, pages.layout.value.dims
-    step, windows, kv_heads = pages.step, pages.windows, pages.pool.shape[1]
+    step, kv_heads = pages.step, pages.pool.shape[1]
     starts, lengths, chunks = pages.step.once(_lengths)
-    if new is not None:
-        pages.step.once(require_shadows, windows)
     sinks = [] if logits.sinks is None else [sink_part(pages, q, logits)[1] * LOG2_E, sink_values(pages)]
     of_mean = None if logits.cap is None else logits.of_mean(pages.key.transform, q)
     of_mean = None if of_mean is None else of_mean * LOG2_E
@@ -81,18 +79,20 @@ def attend(
     scratch = torch.zeros(torch.get_num_threads(), TILE + q_heads // kv_heads, width)  # finite in rows without a token
     key, value = dense(pages.key.transform, key_dims), dense(pages.value.transform, value_dims)
     raw = [] if new is None else [side.contiguous() for side in new]
+    rings = step.rings.contiguous()
     told = Arguments(
         0, 0, 0, *described(pages), lloyd_max.level_table(q.device).data_ptr(),
         q.data_ptr(), queries.data_ptr(), parts.data_ptr(), weights.data_ptr(), result.data_ptr(),
         scratch.data_ptr(), scratch.shape[0], width,
-        pages.shadows.data_ptr(), pages.shadows.shape[0], *([side.data_ptr() for side in raw] or (0, 0)),
+        pages.ring.data_ptr(), pages.ring.shape[0], pages.ring_tokens, pages.ring.shape[2],
+        rings.data_ptr(), rings.shape[1], *([side.data_ptr() for side in raw] or (0, 0)),
         step.table.data_ptr(), step.table.stride(0),
-        starts.data_ptr(), lengths.data_ptr(), step.shadow_of.data_ptr(),
+        starts.data_ptr(), lengths.data_ptr(),
         key.dual.data_ptr(), key.dual.shape[0], key.factors.data_ptr(),
         value.inverse.data_ptr(), value.inverse.shape[0],
         value.mean.data_ptr(), *([x.data_ptr() for x in sinks] or (0, 0)), 0 if of_mean is None else of_mean.data_ptr(),
         sequences, chunks, kv_heads, q_heads // kv_heads, key_dims, value_dims, pages.layout.page_size,
-        new is not None, windows.sink, windows.recent,
+        0 if new is None else pages.block,
         logits.scale * LOG2_E, (logits.cap or 0) * LOG2_E,
     )  # fmt: skip
     _rotate_queries(told, sequences * q_heads)
@@ -193,10 +193,9 @@ def _attend_chunks(p):
     levels = array(a.levels, 512, np.float32)
     sides, segments = array(a.sides, 2, SIDE), array(a.segments, (2, a.most), SEGMENT)
     table = array(a.table, (a.sequences, a.table_stride), np.int64)
-    shadow_of = array(a.shadow_of, a.pool_bytes // a.page_stride, np.int64)
+    rings = array(a.rings, (a.sequences, a.rings_each), np.int64)
     starts, lengths = array(a.starts, a.sequences, np.int32), array(a.lengths, a.sequences, np.int32)
-    of_keys = a.page_size * a.key_dims
-    shadows = array(a.shadows, (a.shadow_pages, a.kv_heads, of_keys + a.page_size * a.value_dims), np.uint16)
+    ring = array(a.ring, (a.ring_blocks, a.kv_heads, a.ring_numbers), np.uint16)
     new_keys = array(a.new_keys, (a.sequences, a.kv_heads, a.key_dims), np.uint16)
     new_values = array(a.new_values, (a.sequences, a.kv_heads, a.value_dims), np.uint16)
     of_mean = array(a.of_mean, (a.sequences, a.kv_heads, a.ratio), np.float32)
@@ -207,7 +206,7 @@ def _attend_chunks(p):
         chunk, sequence, head = task % a.chunks, task // a.chunks // a.kv_heads, task // a.chunks % a.kv_heads
         part, weight = parts[chunk, sequence, head], weights[chunk, sequence, head]
         start, length = starts[sequence], lengths[sequence]
-        sink, recent = (a.sink, length - a.recent) if a.windows else (0, length)
+        opened = (length - 1) // a.block * a.block if a.block else length
         part[:], weight[:, 0], weight[:, 1] = f4(0), f4(UNSEEN), f4(0)
         end = min(length, (chunk + 1) * CHUNK)
         for first in range(chunk * CHUNK, end, TILE):
@@ -217,16 +216,16 @@ def _attend_chunks(p):
                 while i < count:
                     token = first + i
                     page, place = table[sequence, token // a.page_size], token % a.page_size
-                    in_window = token < sink or token >= recent
-                    end_of_run = min(start, sink if token < sink else length) if in_window else recent
-                    run = min(count - i, a.page_size - place, end_of_run - token)
-                    if in_window and token >= start:
+                    run = min(count - i, a.page_size - place, opened - token)
+                    if token >= opened and token >= start:
                         widen((new_keys if side == 0 else new_values)[sequence, head], half, tile[i])
                         run = 1  # the query's own token
-                    elif in_window:
-                        raw = shadows[shadow_of[page], head, side * of_keys :]
-                        for j in range(run):
-                            widen(raw[(place + j) * dims : (place + j + 1) * dims], half, tile[i + j])
+                    elif token >= opened:
+                        at = token % (a.rings_each * a.ring_tokens)
+                        raw = ring[rings[sequence, at // a.ring_tokens], head]
+                        first_number = side * a.ring_tokens * a.key_dims + at % a.ring_tokens * dims
+                        widen(raw[first_number : first_number + dims], half, tile[i])
+                        run = 1
                     else:
                         at = page * a.page_stride + head * a.head_stride
                         read(pool, words, at, place, sides[side], segments[side], levels, half, tile[i : i + run])

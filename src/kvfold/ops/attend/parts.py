@@ -146,7 +146,7 @@ def merge(
 def warm_up(pages: LayerPages, q: Tensor, logits: Logits, out: Tensor) -> None:
     """Compile `merge` for queries [tokens, q_heads, d] and every number of parts.
 
-    There are up to MAX_SPLITS parts of pages, and as many of windows.
+    There are up to MAX_SPLITS parts of pages, and as many of raw tokens.
     """
     splits = FEWEST_PARTS
     while splits <= 2 * MAX_SPLITS:
@@ -226,9 +226,12 @@ def tile_rows(
 
 
 @triton.jit
-def raw_from(position, recent, group):
-    """`Windows.raw_from`: the first of the recent tokens that a query at `position` reads raw."""
-    return tl.minimum((position + 1) // group * group, position + 1 - recent)
+def raw_from(position, BLOCK: tl.constexpr):
+    """`open_block.raw_from`: the first token that a query at `position` reads raw."""
+    if BLOCK == 0:
+        return position + 1
+    else:
+        return position // BLOCK * BLOCK
 
 
 @triton.jit

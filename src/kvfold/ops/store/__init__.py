@@ -1,1 +1,1 @@
-"""Transform new tokens, pack them into their pages, and write them raw to shadow pages."""
+"""Transform new tokens, pack them into their pages, and write them raw to rings."""

@@ -16,6 +16,7 @@ from kvfold.quantizers.affine import SMALLEST_SCALE
 SMALLEST_INTERVAL = tl.constexpr(SMALLEST_SCALE)
 UNSTORABLE = tl.constexpr(even.UNSTORABLE)
 FINE = tl.constexpr(even.FINE)
+BY_LARGEST = tl.constexpr(even.BY_LARGEST)
 BELOW_HALF = tl.constexpr((1 << even.DROPPED - 1) - 1)  # of the lowest bit of a scale
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 ROUNDER = tl.constexpr(1.5 * 2**23)  # added to numbers below 2^22, it rounds them, half to even, into its low bits
@@ -216,36 +217,69 @@ def _even(ys, per_unit, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
     may be any."""
     BITS: tl.constexpr = PACKING.side.bits[SEGMENT]
     TOP: tl.constexpr = (1 << BITS) - 1.0
-    PER_NORM: tl.constexpr = PACKING.side.dims[SEGMENT] ** 0.5 / step(BITS)
+    DIMS: tl.constexpr = PACKING.side.dims[SEGMENT]
+    GAPS: tl.constexpr = PACKING.side.parts[SEGMENT] * PACKING.width[SEGMENT] - DIMS
     square = _square(ys)
-    codes, products = _nearest_codes(ys, tl.rsqrt(tl.maximum(square, TINY)) * PER_NORM, TOP)
-    scale = tl.where(square > 0, square / tl.sum(products, axis=1), square) * per_unit
+    size = _largest(ys) if BITS >= BY_LARGEST else tl.sqrt(square * (1 / DIMS))
+    per_step = 1 / tl.maximum(size * multiple(BITS, 0), TINY)
+    product, of_levels = _products(ys, per_step, TOP)
+    best = product * (product / (of_levels - GAPS / 4))  # levels without a coordinate are 1/2 or -1/2
+    for i in tl.static_range(1, steps(BITS)):
+        tried = 1 / tl.maximum(size * multiple(BITS, i), TINY)
+        with_tried, of_levels = _products(ys, tried, TOP)
+        cosine = with_tried * (with_tried / (of_levels - GAPS / 4))
+        per_step = tl.where(cosine > best, tried, per_step)
+        product = tl.where(cosine > best, with_tried, product)
+        best = tl.maximum(cosine, best)
+    scale = tl.where(square > 0, square / product, square) * per_unit
     # the nearest 8-bit scale, ties to even
     bits = scale.to(tl.int32, bitcast=True)
     nearest = ((bits + BELOW_HALF + ((bits >> DROPPED) & 1)) >> DROPPED) - LEAST
     stored = tl.where(nearest < SMALLEST, 0, nearest)
     if BITS >= FINE:
-        codes, _ = _nearest_codes(ys, per_unit / ((stored + LEAST) << DROPPED).to(tl.float32, bitcast=True), TOP)
+        per_step = per_unit / ((stored + LEAST) << DROPPED).to(tl.float32, bitcast=True)
+    codes = ()
+    for part in tl.static_range(len(ys)):
+        codes += (_rounded(ys[part], per_step, TOP).to(tl.int32, bitcast=True),)
     return _packed(codes, PACKING, SEGMENT), (scale < float("inf")) & (stored < UNSTORABLE), stored
 
 
 @triton.jit
-def _nearest_codes(ys, per_step, TOP: tl.constexpr):
-    """The codes up to TOP of the nearest levels, and the products of y with these levels, summed over parts. `per_step`
-    is 1/step."""
-    per_top = (per_step * (1 / TOP))[:, None]
-    codes = ()
-    products = tl.zeros_like(ys[0])
+def _largest(ys):
+    """The largest magnitude."""
+    largest = tl.abs(ys[0])
+    for part in tl.static_range(1, len(ys)):
+        largest = tl.maximum(largest, tl.abs(ys[part]))
+    return tl.max(largest, axis=1)
+
+
+@triton.jit
+def _products(ys, per_step, TOP: tl.constexpr):
+    """Products of y with the nearest levels, and of these levels with themselves. `per_step` is 1/step."""
+    with_y = tl.zeros_like(ys[0])
+    squares = tl.zeros_like(ys[0])
     for part in tl.static_range(len(ys)):
-        rounded = _unit(ys[part] * per_top + 0.5) * TOP + ROUNDER
-        products += ys[part] * (rounded - ROUNDER - TOP / 2)
-        codes += (rounded.to(tl.int32, bitcast=True),)
-    return codes, products
+        level = _rounded(ys[part], per_step, TOP) - ROUNDER - TOP / 2
+        with_y = tl.fma(ys[part], level, with_y)
+        squares = tl.fma(level, level, squares)
+    return tl.split(tl.sum(tl.join(with_y, squares), axis=1))  # both at once
+
+
+@triton.jit
+def _rounded(y, per_step, TOP: tl.constexpr):
+    """ROUNDER plus the codes up to TOP of the nearest levels."""
+    return _unit(y * (per_step * (1 / TOP))[:, None] + 0.5) * TOP + ROUNDER
 
 
 @triton.constexpr_function
-def step(bits):
-    return even.STEPS[bits]
+def steps(bits):
+    """How many steps are tried."""
+    return len(even.STEPS[bits])
+
+
+@triton.constexpr_function
+def multiple(bits, i):
+    return even.STEPS[bits][i]
 
 
 @triton.jit

@@ -33,7 +33,7 @@ from kvfold.ops.pages import LayerPages
 from kvfold.quantizers import even, lloyd_max
 from kvfold.quantizers.affine import SMALLEST_SCALE
 
-STEPS = np.array([even.STEPS.get(bits, 0) for bits in range(9)], np.float32)
+STEPS = tuple(np.array(even.STEPS.get(bits, ()), np.float32) for bits in range(9))
 TINY = np.finfo(np.float32).tiny
 INTEGERS = f4(2**23)  # float32 numbers from 2^23 to 2^24 are integers: adding this rounds, half to even
 
@@ -41,8 +41,8 @@ Arguments = arguments(
     *PAGES, "levels", "boundaries",
     "key", "value", "key_mean", "value_mean",
     "key_rotation", "key_rotations", "key_factors", "value_rotation", "value_rotations", "value_factors",
-    "raw_keys", "raw_values", "locations", "shadow_of", "shadows", "shadow_pages", "faults",
-    "tokens", "kv_heads", "key_dims", "value_dims", "page_size", "windows",
+    "raw_keys", "raw_values", "rows", "locations", "kept", "ring", "ring_blocks", "ring_tokens", "ring_numbers",
+    "faults", "tokens", "raw_tokens", "kv_heads", "key_dims", "value_dims", "page_size",
 )  # fmt: skip
 
 
@@ -51,7 +51,9 @@ def store(pages: LayerPages, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | No
     step, layout = pages.step, pages.layout
     locations, (tokens, kv_heads, key_dims), value_dims = step.locations.long().contiguous(), k.shape, v.shape[-1]
     key, value = k.float().contiguous(), v.float().contiguous()
-    raw = [torch.empty(x.shape, dtype=pages.shadows.dtype) for x in (k, v)] if pages.windows else []
+    raw = pages.new_fresh() if pages.block else None
+    rows = torch.arange(tokens) if raw is None or pages.fresh.rows is None else pages.fresh.rows
+    kept = torch.full((tokens,), -1) if raw is None else pages.fresh.kept
     by_key, by_value = dense(pages.key.transform, key_dims), dense(pages.value.transform, value_dims)
     told = Arguments(
         0, 0, 0, *described(pages),
@@ -59,12 +61,12 @@ def store(pages: LayerPages, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | No
         key.data_ptr(), value.data_ptr(), by_key.mean.data_ptr(), by_value.mean.data_ptr(),
         by_key.matrix.data_ptr(), by_key.matrix.shape[0], by_key.factors.data_ptr(),
         by_value.matrix.data_ptr(), by_value.matrix.shape[0], by_value.factors.data_ptr(),
-        *([side.data_ptr() for side in raw] or (0, 0)), locations.data_ptr(), step.shadow_of.data_ptr(),
-        pages.shadows.data_ptr(), pages.shadows.shape[0], pages.faults.data_ptr(),
-        tokens, kv_heads, key_dims, value_dims, layout.page_size, bool(raw),
+        *([side.data_ptr() for side in raw] if raw else (0, 0)), rows.data_ptr(), locations.data_ptr(), kept.data_ptr(),
+        pages.ring.data_ptr(), pages.ring.shape[0], pages.ring_tokens, pages.ring.shape[2], pages.faults.data_ptr(),
+        tokens, len(raw[0]) if raw else 0, kv_heads, key_dims, value_dims, layout.page_size,
     )  # fmt: skip
     _store(told, tokens * kv_heads)
-    return (raw[0], raw[1]) if raw else None
+    return raw
 
 
 @njit(**EXACT)
@@ -124,15 +126,40 @@ def _codebook(x, levels, boundaries, codes, meta):
 
 
 @njit(**EXACT)
-def _even(x, bits, unit, codes):
-    """See quantizers/even.py. Returns the byte of the scale."""
+def _largest(x):
+    """The largest magnitude."""
+    largest = f4(0)
+    for j in range(len(x)):
+        largest = max(largest, abs(x[j]))
+    return largest
+
+
+@njit(**EXACT)
+def _nearest(x, step, bits, codes):
+    """The codes of the levels nearest to x. Returns the product of x with these levels, and their square."""
     levels = f4((1 << bits) - 1)
-    middle, square, product = levels / f4(2), _square(x), 0.0
-    step = max(f4(np.sqrt(square / len(x))) * STEPS[bits], TINY)
+    middle, step, product, square = levels / f4(2), max(step, TINY), 0.0, 0.0
     for j in range(len(x)):
         code = min(max(x[j] / step + middle, f4(0)), levels) + INTEGERS - INTEGERS
-        product += np.float64(x[j]) * np.float64(code - middle)
         codes[j] = u1(i4(code))
+        product += np.float64(x[j]) * np.float64(code - middle)
+        square += np.float64(code - middle) * np.float64(code - middle)
+    return product, square
+
+
+@njit(**EXACT)
+def _even(x, bits, unit, codes):
+    """See quantizers/even.py. Returns the byte of the scale."""
+    square = _square(x)
+    size = _largest(x) if bits >= even.BY_LARGEST else f4(np.sqrt(square / len(x)))
+    best, product, step = -1.0, 0.0, f4(0)
+    for multiple in STEPS[bits]:
+        tried = size * multiple
+        with_levels, of_levels = _nearest(x, tried, bits, codes)
+        if with_levels * with_levels / of_levels > best:
+            best, product, step = with_levels * with_levels / of_levels, with_levels, tried
+    if step != tried:
+        _nearest(x, step, bits, codes)
     scale = f4(f4(square / product if square > 0 else square) / f4(unit))
     if not scale < np.inf:
         return even.UNSTORABLE
@@ -141,9 +168,7 @@ def _even(x, bits, unit, codes):
     stored = 0 if nearest < 1 << even.MANTISSA else min(nearest, even.UNSTORABLE)
     if bits >= even.FINE:
         rounded = i4((stored + even.LEAST) << drop).view(np.float32) if stored else f4(0)
-        step = max(rounded * f4(unit), TINY)
-        for j in range(len(x)):
-            codes[j] = u1(i4(min(max(x[j] / step + middle, f4(0)), levels) + INTEGERS - INTEGERS))
+        _nearest(x, rounded * f4(unit), bits, codes)
     return stored
 
 
@@ -205,28 +230,30 @@ def _slot(x, segments, clip, unit, levels, boundaries, half, unpacked, pool, wor
 @kernel(Arguments)
 def _store(p):
     """A task transforms the key and the value of one token and KV head. It packs them into their slots, and writes them
-    raw to `raw` and to the shadow."""
+    raw to `raw` and to the ring."""
     a = carray(p, 1)[0]
     sides, segments = array(a.sides, 2, SIDE), array(a.segments, (2, a.most), SEGMENT)
     levels, boundaries = array(a.levels, 512, np.float32), array(a.boundaries, 512, np.float32)
     locations, half = array(a.locations, a.tokens, np.int64), a.half != 0
     pool, words = array(a.pool, a.pool_bytes, np.uint8), array(a.pool, a.pool_bytes // 2, np.uint16)
     pages = a.pool_bytes // a.page_stride
-    shadow_of, faults = array(a.shadow_of, pages, np.int64), array(a.faults, pages * a.page_size, np.uint8)
-    of_keys = a.page_size * a.key_dims
-    shadows = array(a.shadows, (a.shadow_pages, a.kv_heads, of_keys + a.page_size * a.value_dims), np.uint16)
+    faults = array(a.faults, pages * a.page_size, np.uint8)
+    rows, kept = array(a.rows, a.tokens, np.int64), array(a.kept, a.tokens, np.int64)
+    ring = array(a.ring, (a.ring_blocks, a.kv_heads, a.ring_numbers), np.uint16)
     most = max(a.key_dims, a.value_dims)
     unpacked, given, turned = np.empty(most + 7, np.uint8), np.empty(most, np.float32), np.empty(most, np.float32)
     task = take(p, TASK)
     while task < a.tasks:
-        head, location = task % a.kv_heads, locations[task // a.kv_heads]
+        head, token = task % a.kv_heads, task // a.kv_heads
+        location, at_ring = locations[token], kept[token]
         page, place = location // a.page_size, location % a.page_size
         for side in range(2):
             dims, at, mean = (a.value_dims, a.value, a.value_mean) if side else (a.key_dims, a.key, a.key_mean)
-            raw = array(a.raw_values if side else a.raw_keys, (a.tokens * a.kv_heads, dims), np.uint16)
+            raw = array(a.raw_values if side else a.raw_keys, (a.raw_tokens * a.kv_heads, dims), np.uint16)
+            row = rows[token] * a.kv_heads + head
             if location < 0:  # padding
-                if a.windows:
-                    raw[task] = 0
+                if a.raw_tokens:
+                    raw[row] = 0
                 continue
             x, y = given[:dims], turned[:dims]
             x[:] = array(at, (a.tokens * a.kv_heads, dims), np.float32)[task]
@@ -236,16 +263,16 @@ def _store(p):
             rotations = array(at, (count, dims, dims), np.float64)
             factors = array(a.value_factors if side else a.key_factors, dims, np.float64)
             rotate(x, rotations, head, factors, y)
-            held = _narrow(y, half, raw[task]) if a.windows else True
+            held = _narrow(y, half, raw[row]) if a.raw_tokens else True
             s, of_head = sides[side], page * a.page_stride + head * a.head_stride
             own = segments[side, : s.segments]
             held &= _slot(y, own, s.clip, s.unit, levels, boundaries, half, unpacked, pool, words, of_head, place)
             if not held:
                 y[:], faults[location] = f4(0), 1
                 _slot(y, own, s.clip, s.unit, levels, boundaries, half, unpacked, pool, words, of_head, place)
-                if a.windows:
-                    raw[task] = 0
-            if a.windows and shadow_of[page] >= 0:
-                first = side * of_keys + place * dims
-                shadows[shadow_of[page], head, first : first + dims] = raw[task]
+                if a.raw_tokens:
+                    raw[row] = 0
+            if at_ring >= 0:
+                first = side * a.ring_tokens * a.key_dims + at_ring % a.ring_tokens * dims
+                ring[at_ring // a.ring_tokens, head, first : first + dims] = raw[row]
         task = take(p, TASK)

@@ -17,7 +17,7 @@ from kvfold.ops.attend.parts import sms
 from kvfold.ops.cards import Card
 from kvfold.ops.launch import Launcher
 from kvfold.ops.pages import LayerPages
-from kvfold.ops.pdl import AFTER, ALONE, BESIDE, Overlap, release, wait
+from kvfold.ops.pdl import AFTER, ALONE, release, wait
 from kvfold.ops.rotate import head_stride, terms_and_shift
 from kvfold.ops.sizes import ceil_div, power_of_two
 from kvfold.ops.store.quantize_tiles import (
@@ -50,8 +50,8 @@ class _Tile(NamedTuple):
 class _Tiles(NamedTuple):
     """For many vectors: larger tiles read matrices less often."""
 
-    plain: _Tile  # up to 128 coordinates, no windows
-    windows: _Tile  # up to 128 coordinates
+    plain: _Tile  # up to 128 coordinates, no open block
+    block: _Tile  # up to 128 coordinates, which are also written raw
     long: _Tile
 
 
@@ -66,7 +66,6 @@ MANY = {  # by `Card.products`
     # Two warps multiply with `mma`, not through tensor memory: sums in registers are packed where they are.
     "tcgen05": _Tiles(_Tile(32, 32, 2, 2, 255), _Tile(32, 32, 2, 2, 255), _Tile(32, 32, 4, 2, 255)),
 }
-IDENTITY = Transform()
 
 
 class _Source(NamedTuple):
@@ -76,6 +75,8 @@ class _Source(NamedTuple):
     token: int  # strides
     head: int
     new: Tensor | None  # raw, as `store` returns it
+    rows: Tensor | None  # see `Fresh`
+    kept: Tensor | None
 
 
 class _Operands(NamedTuple):
@@ -102,7 +103,7 @@ class _Packing(NamedTuple):
 class _Memory(NamedTuple):
     pool: Tensor
     words: Tensor  # the pool as 16-bit words
-    shadows: Tensor
+    ring: Tensor
     faults: Tensor
     levels: Tensor  # see lloyd_max.py
     boundaries: Tensor
@@ -115,26 +116,21 @@ def store(card: Card, pages: LayerPages, k: Tensor, v: Tensor) -> tuple[Tensor, 
 
     A vector that cannot be stored gets zeros as metadata. Then any codes decode to zeros.
     """
-    check(pages, k, v)
-    overlap = AFTER if card.overlaps else ALONE
-    if not pages.windows:
-        _launch(card, pages, True, (k, v), (None, None), overlap)
-        return None
-    new_k, new_v = (torch.empty(x.shape, dtype=pages.shadows.dtype, device=x.device) for x in (k, v))
-    _launch(card, pages, True, (k, v), (new_k, new_v), overlap)
-    return new_k, new_v
+    _check(pages, k, v)
+    new = pages.new_fresh() if pages.block else None
+    tokens, kv_heads, _ = k.shape
+    tile, kernel = pages.once(_launcher, card, k.dtype, tokens * kv_heads >= MANY_VECTORS)
+    programs, sides = ceil_div(tokens, tile.tokens), 2
+    at_once = tile.resident * sms(k.device) // kv_heads  # CTAs of a KV head
+    if 0 < at_once < sides * programs:  # keys, then values; fewer CTAs if none of them gets more tiles for it
+        programs, sides = ceil_div(programs, ceil_div(programs, at_once)), 1
+    raw = (None, None) if new is None else new
+    sources = (_source(pages, x, side) for x, side in zip((k, v), raw, strict=True))
+    kernel((programs, kv_heads, sides), *sources, pages.step.locations, tokens)
+    return new
 
 
-def pack(card: Card, pages: LayerPages, kv: Tensor) -> None:
-    """Pack keys and values that are transformed and in shadows already: `kv` of decode_prologue.py.
-
-    On cards that overlap, the kernel runs beside the previous one. That one must wait before it releases this one:
-    then the prologue has ended, and `kv` is written.
-    """
-    _launch(card, pages, False, (kv[0], kv[1]), (None, None), BESIDE if card.overlaps else ALONE)
-
-
-def check(pages: LayerPages, k: Tensor, v: Tensor) -> None:
+def _check(pages: LayerPages, k: Tensor, v: Tensor) -> None:
     if k.dtype != v.dtype:
         raise ValueError(f"the kernel stores keys and values of one dtype, not {k.dtype} and {v.dtype}")
     if k.dtype not in (torch.bfloat16, torch.float16):
@@ -146,49 +142,25 @@ def check(pages: LayerPages, k: Tensor, v: Tensor) -> None:
             raise ValueError(f"{tuple(x.shape)} are not the {expected} [tokens, kv_heads, d] of the step")
 
 
-def _launch(
-    card: Card,
-    pages: LayerPages,
-    transforms: bool,
-    states: tuple[Tensor, Tensor],
-    new: tuple[Tensor | None, Tensor | None],
-    overlap: Overlap,
-) -> None:
-    """Store keys and values, transformed if the kernel `transforms` them. `new` gets them raw."""
-    (k, v), step = states, pages.step
-    tokens, kv_heads, _ = k.shape
-    tile, kernel = pages.once(_launcher, card, k.dtype, transforms, tokens * kv_heads >= MANY_VECTORS, overlap)
-    programs, sides = ceil_div(tokens, tile.tokens), 2
-    at_once = tile.resident * sms(k.device) // kv_heads  # CTAs of a KV head
-    if 0 < at_once < sides * programs:  # keys, then values; fewer CTAs if none of them gets more tiles for it
-        programs, sides = ceil_div(programs, ceil_div(programs, at_once)), 1
-    sources = _source(k, new[0]), _source(v, new[1])
-    kernel((programs, kv_heads, sides), *sources, step.locations, step.shadow_of, tokens)
-
-
-def _launcher(
-    pages: LayerPages, card: Card, dtype: torch.dtype, transforms: bool, many: bool, overlap: Overlap
-) -> tuple[_Tile, Launcher]:
+def _launcher(pages: LayerPages, card: Card, dtype: torch.dtype, many: bool) -> tuple[_Tile, Launcher]:
     """For keys and values in this dtype, and what a CTA takes of them."""
-    device, layout = pages.pool.device, pages.layout
+    device, layout, overlap = pages.pool.device, pages.layout, AFTER if card.overlaps else ALONE
     # `wgmma` gives a row to one warp. `mma` gives it to two if there are 128 columns, and few columns to one.
     together = card.products == "wgmma"
     key, value = (
-        (codec.transform if transforms else IDENTITY).once(
-            _prepare, side, codec.raw_dtype == torch.bfloat16, together, dtype, device
-        )
+        codec.transform.once(_prepare, side, codec.raw_dtype == torch.bfloat16, together, dtype, device)
         for codec, side in ((pages.key, tiles.key_side(layout)), (pages.value, tiles.value_side(layout)))
     )
     long = max(layout.key.dims, layout.value.dims) > 128
     if many:
         large = MANY[card.products]
-        tile = large.long if long else large.windows if pages.windows else large.plain
+        tile = large.long if long else large.block if pages.block else large.plain
     else:
         tile = FEW_LONG if long else FEW
     memory = _Memory(
         pages.pool,
         pages.pool.view(torch.int16),
-        pages.shadows.view(torch.int16),
+        pages.ring.view(torch.int16),
         pages.faults,
         lloyd_max.level_table(device),
         lloyd_max.boundary_table(device),
@@ -204,9 +176,11 @@ def _launcher(
         key_per_unit=1 / pages.key.unit,
         value_per_unit=1 / pages.value.unit,
         memory=memory,
-        BFLOAT=pages.shadows.dtype == torch.bfloat16,
+        BFLOAT=pages.ring.dtype == torch.bfloat16,
         PAGE_SIZE=layout.page_size,
         PAGE_BYTES=layout.page_bytes,
+        RING_TOKENS=pages.ring_tokens,
+        RING_NUMBERS=pages.ring.shape[2],
         TOKENS=tile.tokens,
         ROWS=tile.rows,
         OVERLAP=overlap,
@@ -217,12 +191,14 @@ def _launcher(
     )
 
 
-def _source(x: Tensor, new: Tensor | None) -> _Source:
+def _source(pages: LayerPages, x: Tensor, new: Tensor | None) -> _Source:
     token, head, number = x.stride()
     if number != 1:
         x = x.clone(memory_format=torch.contiguous_format)
         token, head, _ = x.stride()
-    return _Source(x, token, head, None if new is None else new.view(torch.int16))
+    if new is None:
+        return _Source(x, token, head, None, None, None)
+    return _Source(x, token, head, new.view(torch.int16), pages.fresh.rows, pages.fresh.kept)
 
 
 def _prepare(
@@ -272,32 +248,32 @@ def _one_or_all(factors: Tensor) -> float | Tensor:
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["locations"])
 def _store(
-    k, v, locations, shadow_of, tokens, key, KEY: tl.constexpr, value, VALUE: tl.constexpr, key_clip, value_clip,
+    k, v, locations, tokens, key, KEY: tl.constexpr, value, VALUE: tl.constexpr, key_clip, value_clip,
     key_per_unit, value_per_unit, memory, BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
+    RING_TOKENS: tl.constexpr, RING_NUMBERS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    OF_KEYS: tl.constexpr = PAGE_SIZE * KEY.side.head_dim  # numbers of a shadow page
-    SHADOW: tl.constexpr = OF_KEYS + PAGE_SIZE * VALUE.side.head_dim
+    """A block of a ring has RING_NUMBERS numbers per KV head: the keys of RING_TOKENS tokens, then their values."""
     if tl.program_id(2) == 0:
         _store_side(
-            k, key, key_clip, key_per_unit, locations, shadow_of, memory, tokens, KEY, 0, SHADOW, BFLOAT, PAGE_SIZE,
-            PAGE_BYTES, TOKENS, ROWS, OVERLAP,
+            k, key, key_clip, key_per_unit, locations, memory, tokens, KEY, 0, RING_TOKENS, RING_NUMBERS, BFLOAT,
+            PAGE_SIZE, PAGE_BYTES, TOKENS, ROWS, OVERLAP,
         )  # fmt: skip
     if tl.program_id(2) == tl.num_programs(2) - 1:
         _store_side(
-            v, value, value_clip, value_per_unit, locations, shadow_of, memory, tokens, VALUE, OF_KEYS, SHADOW,
-            BFLOAT, PAGE_SIZE, PAGE_BYTES, TOKENS, ROWS, OVERLAP,
+            v, value, value_clip, value_per_unit, locations, memory, tokens, VALUE, RING_TOKENS * KEY.side.head_dim,
+            RING_TOKENS, RING_NUMBERS, BFLOAT, PAGE_SIZE, PAGE_BYTES, TOKENS, ROWS, OVERLAP,
         )  # fmt: skip
     wait(OVERLAP, "end")
 
 
 @triton.jit
 def _store_side(
-    source, operands, clip, per_unit, locations, shadow_of, memory, tokens, PACKING: tl.constexpr,
-    FIRST: tl.constexpr, SHADOW: tl.constexpr, BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    source, operands, clip, per_unit, locations, memory, tokens, PACKING: tl.constexpr, FIRST: tl.constexpr,
+    RING_TOKENS: tl.constexpr, RING_NUMBERS: tl.constexpr, BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr,
     PAGE_BYTES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Store a side. It begins at number FIRST of a shadow page, which has SHADOW numbers."""
+    """Store a side. It begins at number FIRST of a block of a ring."""
     matrix = None
     if PACKING.rotated and PACKING.side.head_dim <= ROWS:  # it stays from tile to tile
         matrix = load_matrix(operands, 0, PACKING, ROWS)
@@ -311,17 +287,18 @@ def _store_side(
         # Always true. With two stages, Triton begins to load the next tile before an `if`, but after anything else.
         if tile * TOKENS < tokens:
             _store_tile(
-                ys, token, location, source, clip, per_unit, shadow_of, memory, tokens, PACKING, FIRST, SHADOW, BFLOAT,
-                PAGE_SIZE, PAGE_BYTES,
+                ys, token, location, source, clip, per_unit, memory, tokens, PACKING, FIRST, RING_TOKENS, RING_NUMBERS,
+                BFLOAT, PAGE_SIZE, PAGE_BYTES,
             )  # fmt: skip
 
 
 @triton.jit
 def _store_tile(
-    ys, token, location, source, clip, per_unit, shadow_of, memory, tokens, PACKING: tl.constexpr,
-    FIRST: tl.constexpr, SHADOW: tl.constexpr, BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr,
+    ys, token, location, source, clip, per_unit, memory, tokens, PACKING: tl.constexpr, FIRST: tl.constexpr,
+    RING_TOKENS: tl.constexpr, RING_NUMBERS: tl.constexpr, BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    PAGE_BYTES: tl.constexpr,
 ):  # fmt: skip
-    """Pack transformed vectors to their locations. With windows, also write them raw."""
+    """Pack transformed vectors to their locations. With an open block, also write them raw."""
     SEGMENTS: tl.constexpr = len(PACKING.side.parts)
     head = tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(1)
@@ -356,10 +333,15 @@ def _store_tile(
                 tl.store(at, tl.where(sound[:, None], packed[i][2].to(tl.int16, bitcast=True), 0), mask=stored[:, None])
 
     if source.new is not None:
-        shadow = tl.load(shadow_of + page, mask=stored, other=-1)
-        in_shadow = memory.shadows + (shadow * heads + head) * SHADOW + FIRST + place * PACKING.side.head_dim
-        in_new = source.new + (token.to(tl.int64) * heads + head) * PACKING.side.head_dim
+        exists = token < tokens
+        row = token.to(tl.int64)
+        if source.rows is not None:
+            row = tl.load(source.rows + token, mask=exists, other=0)
+        kept = tl.load(source.kept + token, mask=exists, other=-1)
+        in_new = source.new + (row * heads + head) * PACKING.side.head_dim
+        in_ring = memory.ring + (kept // RING_TOKENS * heads + head) * RING_NUMBERS
+        in_ring += FIRST + kept % RING_TOKENS * PACKING.side.head_dim
         for i in tl.static_range(SEGMENTS):
             raw = sixteen_bits(ys[i], sound, BFLOAT)
-            store_parts(raw, in_new + PACKING.side.start[i], token < tokens, PACKING, i)
-            store_parts(raw, in_shadow + PACKING.side.start[i], shadow >= 0, PACKING, i)
+            store_parts(raw, in_new + PACKING.side.start[i], exists, PACKING, i)
+            store_parts(raw, in_ring + PACKING.side.start[i], kept >= 0, PACKING, i)

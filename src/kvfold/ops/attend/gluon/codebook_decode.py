@@ -24,6 +24,7 @@ from kvfold.ops.attend.gluon.decode_tiles import (
     logits_layout,
     own_queries,
     own_tiles,
+    packed_to,
     release_by,
     row_of,
     seen_by_each,
@@ -75,7 +76,7 @@ def _words(slot: SlotLayout, codes: int, meta: int, lanes: int) -> CodebookWords
 
 
 @gluon.jit(
-    do_not_specialize=["sink", "recent", "q_stride", "table_stride", "table_pages", "tokens", "groups"],
+    do_not_specialize=["q_stride", "table_stride", "table_pages", "tokens", "groups"],
     do_not_specialize_on_alignment=["table", "lengths", "query_starts"],
 )
 def decode(
@@ -86,8 +87,6 @@ def decode(
     table,
     lengths,
     scale,  # of logits, times log2(e)
-    sink,
-    recent,
     q_stride,
     table_stride,
     table_pages,
@@ -104,6 +103,7 @@ def decode(
     HEADS: gl.constexpr,  # QUERIES · RATIO, up to 4, 8 or 16
     COLUMNS: gl.constexpr,  # one or two per head
     ORDER: gl.constexpr,  # 1: queries come rotated
+    BLOCK: gl.constexpr,  # tokens of the open block, 0: none
     SHARED: gl.constexpr,  # not used: what is loaded goes to registers
     OVERLAP: gl.constexpr,
 ):
@@ -115,8 +115,8 @@ def decode(
     split, splits, token, tokens, live, shortest, length, latest = own_queries(
         query_starts, lengths, tokens, groups, RATIO, QUERIES
     )
-    begin, end, first, last, newest = own_tiles(split, splits, sink, recent, length, latest)
-    whole = shortest - recent  # up to where all queries of the CTA read
+    end, first, last, newest = own_tiles(split, splits, length, latest, BLOCK)
+    whole = packed_to(shortest, BLOCK)  # up to where all queries of the CTA read
     final = gl.maximum(first, last)  # the last tile to prefetch, which exists even if there is nothing to read
     pool += head.to(gl.int64) * PAGE_WORDS
     final_page = table_pages - 1
@@ -158,9 +158,10 @@ def decode(
         k = _load_keys(pool, k_page, following, KEY, PAGE, PAGE_WORDS)
         next_k_page, next_v_page = find_pages(table, gl.minimum(tile + 2, final), final_page, kv_heads, PAGE)
 
-        if (tile * 64 < begin) | (tile * 64 + 64 > whole):
-            seen = seen_tokens(tile, begin, end, LOGITS)
-            logits = gl.where(seen_by_each(seen, tile, whole, LOGITS, RATIO, QUERIES, HEADS), logits, UNSEEN)
+        if tile * 64 + 64 > whole:
+            seen = seen_tokens(tile, end, LOGITS)
+            by_each = seen_by_each(seen, tile, shortest, BLOCK, LOGITS, RATIO, QUERIES, HEADS)
+            logits = gl.where(by_each, logits, UNSEEN)
             norm = gl.where(seen, norm, 0.0)
         weight, fade, highest, total = softmax(logits, highest, total)
         scaled = weights_operand(weight * norm, weight, VALUE, HEADS, COLUMNS, MMA)

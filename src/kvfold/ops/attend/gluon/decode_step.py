@@ -12,22 +12,20 @@ import torch
 from torch import Tensor
 
 from kvfold.format.layout import PageLayout, SlotLayout
-from kvfold.ops.attend import window_kernel
+from kvfold.ops.attend import open_block_kernel
 from kvfold.ops.attend.gluon import codebook_decode as codebooks
 from kvfold.ops.attend.gluon import even_decode as even
 from kvfold.ops.attend.gluon import integer_decode as integers
 from kvfold.ops.attend.gluon import level_lookup as levels
 from kvfold.ops.attend.gluon.decode_tiles import TILE
 from kvfold.ops.attend.gluon.even_pages import even_sides
-from kvfold.ops.attend.parts import LOG2_E, Sinks, empty, learned_sinks, merge, sms
+from kvfold.ops.attend.parts import LOG2_E, empty, learned_sinks, merge, sms
 from kvfold.ops.cards import Card
-from kvfold.ops.decode_prologue import prologue
 from kvfold.ops.launch import launcher
 from kvfold.ops.pages import LayerPages, Logits
 from kvfold.ops.pdl import ALONE, Overlap, Place
 from kvfold.ops.rotate import dual
 from kvfold.ops.sizes import ceil_div, power_of_two
-from kvfold.ops.store.store_gpu import pack, store
 from kvfold.transforms import Hadamard
 
 MAX_CTAS = 256  # that share the tokens of a sequence, per KV head
@@ -100,23 +98,6 @@ def _no_codebooks(slot: SlotLayout, side: str) -> str | None:
     return None
 
 
-def store_and_attend(
-    card: Card, pages: LayerPages, q: Tensor, k: Tensor, v: Tensor, logits: Logits, out: Tensor | None = None
-) -> Tensor:
-    """`store` k and v [tokens, kv_heads, d], then `attend`.
-
-    Of this step's tokens, a sequence may read its own and as many before them (see `own_tiles`). With a recent window
-    of all these, it reads them raw. So a prologue transforms them, and packing overlaps with decoding. If keys are not
-    rotated, queries need no prologue.
-    """
-    latest = 2 * pages.step.max_queries
-    if pages.key.transform.rotation is None or pages.windows.recent < latest or q.dtype != k.dtype:
-        return attend(card, pages, q, store(card, pages, k, v), logits, out)
-    sinks = learned_sinks(pages, q, logits)
-    begun = prologue(pages, q, k, v, overlaps=card.overlaps)
-    return _attend(card, pages, begun.q, 1, "start", begun.new, begun.kv, logits, sinks, out)
-
-
 def attend(
     card: Card,
     pages: LayerPages,
@@ -131,37 +112,21 @@ def attend(
     `new` is what `store` returned for the same step. `stored`: `store` is the previous kernel. Another one may write
     the queries, so nothing overlaps with it.
     """
-    rotation, rotated, sinks = pages.key.transform.rotation, q, learned_sinks(pages, q, logits)
+    rotation, sinks = pages.key.transform.rotation, learned_sinks(pages, q, logits)
     in_kernel = _kernel(pages.layout, card).rotates and new is None
     order = rotation.order if in_kernel and isinstance(rotation, Hadamard) else 1
     # `dual` may overlap with `store`, which does not write queries, but not with a kernel that copies them
-    if copied := rotated.stride()[1:] != (q.shape[-1], 1):
-        rotated = rotated.contiguous()
+    if copied := q.stride()[1:] != (q.shape[-1], 1):
+        q = q.contiguous()
     if order == 1:
-        rotated = dual(pages.key.transform, rotated, overlaps=card.overlaps and stored and not copied)
+        q = dual(pages.key.transform, q, overlaps=card.overlaps and stored and not copied)
+    # With an open block, the next kernel reads raw tokens beside this one. So this one waits for what both read before
+    # it releases that kernel. Else the next kernel merges. A kernel that wrote the queries has to end first, too.
+    beside = new is not None
     fresh = copied or (order == 1 and rotation is not None)
-    wait: Place = ("start" if fresh else "end") if stored else "never"
-    return _attend(card, pages, rotated, order, wait, new, None, logits, sinks, out)
+    wait: Place = ("start" if fresh or beside else "end") if stored else "never"
+    overlap = Overlap(wait, "start" if beside else "end") if card.overlaps else ALONE
 
-
-def _attend(
-    card: Card,
-    pages: LayerPages,
-    q: Tensor,
-    order: int,
-    wait: Place,
-    new: tuple[Tensor, Tensor] | None,
-    kv: Tensor | None,
-    logits: Logits,
-    sinks: Sinks | None,
-    out: Tensor | None,
-) -> Tensor:
-    """`attend` for queries [tokens, q_heads, d], and the `sinks` of queries before they were rotated.
-
-    - `order`: the kernel rotates queries by Hadamard matrices of this order; 1: they are rotated already.
-    - `wait`: where the kernel waits, "start" if the previous kernel writes the queries.
-    - `kv`: keys and values that the prologue transformed; they are packed beside decoding.
-    """
     step, layout = pages.step, pages.layout
     tokens, q_heads, dims = q.shape
     kv_heads, sequences = pages.pool.shape[1], len(step.lengths)
@@ -173,12 +138,7 @@ def _attend(
     splits = _splits(sequences * kv_heads * groups, tiles, kernel.warps, q.device)
     if several and tiles <= FEW_TILES * splits:
         splits = _splits(sequences * kv_heads * groups, tiles, max(4, kernel.warps // 2), q.device)
-    outs, weights = empty(splits + (0 if new is None else window_kernel.splits(pages, q)), q, dims)
-    # With windows, the next kernels pack tokens and read windows beside this one. So this one waits for their inputs
-    # before it releases them. Without windows, the next kernel merges.
-    beside = new is not None
-    overlap = Overlap("start" if beside and wait == "end" else wait, "start" if beside else "end")
-    overlap = overlap if card.overlaps else ALONE
+    outs, weights = empty(splits + (0 if new is None else open_block_kernel.splits(pages, q)), q, dims)
     decode = launcher(
         kernel.decode,
         q.device,
@@ -190,6 +150,7 @@ def _attend(
         RATIO=ratio,
         **shape,
         ORDER=order,
+        BLOCK=pages.block,
         SHARED=card.shared,
         OVERLAP=overlap,
         num_warps=1,
@@ -205,8 +166,6 @@ def _attend(
         step.table,
         step.lengths,
         logits.scale * LOG2_E.value * pages.key.unit,
-        pages.windows.sink,
-        pages.windows.recent,
         q.stride(0),
         step.table.stride(0),
         step.table.shape[1],
@@ -215,10 +174,8 @@ def _attend(
         groups if several else None,
         *([pages.value.unit] if layout.value.even else []),
     )
-    if kv is not None:
-        pack(card, pages, kv)
     if new is not None:  # beside decoding, where it leaves room on SMs
-        window_kernel.attend(pages, q, new, logits, outs[splits:], weights[splits:], overlaps=card.overlaps)
+        open_block_kernel.attend(pages, q, new, logits, outs[splits:], weights[splits:], overlaps=card.overlaps)
     return merge(outs, weights, pages.value.transform, out, overlaps=card.overlaps, sinks=sinks)
 
 

@@ -49,23 +49,31 @@ def row_of(head, stride, RATIO: gl.constexpr, QUERIES: gl.constexpr, EACH: gl.co
 
 
 @gluon.jit
-def own_tiles(split, splits, sink, recent, length, latest):
+def packed_to(length, BLOCK: gl.constexpr):
+    """How many tokens the last query of a sequence of `length` tokens reads packed: `open_block.raw_from`."""
+    if BLOCK == 0:
+        return length
+    else:
+        return (length - 1) // BLOCK * BLOCK
+
+
+@gluon.jit
+def own_tiles(split, splits, length, latest, BLOCK: gl.constexpr):
     """What a CTA reads. Returns
 
-    - `begin` and `end` of the tokens that the sequence reads packed; the first and the last tile may hold others, too;
+    - `end` of the tokens that the sequence reads packed; the last tile may hold others, too;
     - the first and the last tile of this CTA;
     - `newest`, the first tile that may hold a token of this step.
 
     Of this step's tokens, a sequence may read its own and as many before them: the `latest`. Another sequence may store
     those before them in this step, as the last tokens of a page that both share.
     """
-    begin, end = sink, length - recent
-    first = sink // 64
-    tiles = gl.maximum((end + 63) // 64 - first, 0)
+    end = packed_to(length, BLOCK)
+    tiles = gl.maximum((end + 63) // 64, 0)
     share = (tiles + splits - 1) // splits
-    first += split * share
-    last = gl.minimum(first + share, (end + 63) // 64) - 1
-    return begin, end, first, last, gl.maximum(length - latest, 0) // 64
+    first = split * share
+    last = gl.minimum(first + share, tiles) - 1
+    return end, first, last, gl.maximum(length - latest, 0) // 64
 
 
 @gluon.jit
@@ -90,25 +98,25 @@ def release_by(OVERLAP: gl.constexpr, PLACE: gl.constexpr):
 
 
 @gluon.jit
-def seen_tokens(tile, begin, end, LOGITS: gl.constexpr):
+def seen_tokens(tile, end, LOGITS: gl.constexpr):
     """bool[place, run, 1]: which tokens of a tile are read packed."""
     run = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, LOGITS)))
     place = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, LOGITS)))
     token = tile * 64 + run[None, :] * 8 + place[:, None]
-    return ((token >= begin) & (token < end))[:, :, None]
+    return (token < end)[:, :, None]
 
 
 @gluon.jit
-def seen_by_each(seen, tile, end, LOGITS: gl.constexpr, RATIO: gl.constexpr, QUERIES: gl.constexpr,
-                 HEADS: gl.constexpr):  # fmt: skip
-    """bool[place, run, head]: which tokens of a tile each query reads packed, of those that any query does. `end`: of
-    the first query."""
+def seen_by_each(seen, tile, length, BLOCK: gl.constexpr, LOGITS: gl.constexpr, RATIO: gl.constexpr,
+                 QUERIES: gl.constexpr, HEADS: gl.constexpr):  # fmt: skip
+    """bool[place, run, head]: which tokens of a tile each query reads packed, of those that any query does. `length`
+    is that of the sequence up to the first query."""
     if QUERIES > 1:
         run = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, LOGITS)))
         place = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, LOGITS)))
         query = gl.arange(0, HEADS, gl.SliceLayout(0, gl.SliceLayout(0, LOGITS))) // RATIO
-        token = tile * 64 + run[None, :] * 8 + place[:, None] - end
-        seen = seen & (token[:, :, None] < query[None, :][None, :, :])
+        token = tile * 64 + run[None, :] * 8 + place[:, None]
+        seen = seen & (token[:, :, None] < packed_to(length + query, BLOCK)[None, :][None, :, :])
     return seen
 
 

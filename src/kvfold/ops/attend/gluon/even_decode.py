@@ -23,6 +23,7 @@ from kvfold.ops.attend.gluon.decode_tiles import (
     logits_layout,
     own_queries,
     own_tiles,
+    packed_to,
     release_by,
     row_of,
     seen_by_each,
@@ -72,7 +73,7 @@ def room(key: EvenSide, value: EvenSide, shared: int) -> int:
 
 
 @gluon.jit(
-    do_not_specialize=["sink", "recent", "q_stride", "table_stride", "table_pages", "tokens", "groups"],
+    do_not_specialize=["q_stride", "table_stride", "table_pages", "tokens", "groups"],
     do_not_specialize_on_alignment=["table", "lengths", "query_starts"],
 )
 def decode(
@@ -83,8 +84,6 @@ def decode(
     table,
     lengths,
     scale,  # of logits, times log2(e) and the unit of keys
-    sink,
-    recent,
     q_stride,
     table_stride,
     table_pages,
@@ -102,6 +101,7 @@ def decode(
     HEADS: gl.constexpr,  # QUERIES · RATIO, up to 4, 8 or 16
     COLUMNS: gl.constexpr,  # of a segment's outputs: HEADS, or 8 if that is more
     ORDER: gl.constexpr,  # 1: queries come rotated
+    BLOCK: gl.constexpr,  # tokens of the open block, 0: none
     SHARED: gl.constexpr,  # bytes of an SM's shared memory
     OVERLAP: gl.constexpr,
 ):
@@ -114,9 +114,9 @@ def decode(
     split, splits, token, tokens, live, shortest, length, latest = own_queries(
         query_starts, lengths, tokens, groups, RATIO, QUERIES
     )
-    begin, end, first, last, newest = own_tiles(split, splits, sink, recent, length, latest)
+    end, first, last, newest = own_tiles(split, splits, length, latest, BLOCK)
     end = gl.minimum(end, last * 64 + 64)  # the loop may go past the last tile
-    whole = gl.minimum(shortest - recent, end)  # up to where all queries of the CTA read
+    whole = gl.minimum(packed_to(shortest, BLOCK), end)  # up to where all queries of the CTA read
     pool += head.to(gl.int64) * PAGE_WORDS
 
     WORDS: gl.constexpr = KEY.words + VALUE.words + ROWS // 4
@@ -167,8 +167,8 @@ def decode(
         pages = tile_pages(table, tile + 2 * TILES, table_pages, kv_heads, KEY, VALUE, TILES, PAGE)
         factors = _scales(scales, stage, TILES, ROWS, LOGITS)
         logits = _logits(keys, stage, factors, queries, KEY, HEADS, MMA)
-        if (tile * 64 < begin) | (tile * 64 + 64 * TILES > whole):
-            logits = _masked(logits, tile, begin, end, whole, LOGITS, RATIO, QUERIES, HEADS)
+        if tile * 64 + 64 * TILES > whole:
+            logits = _masked(logits, tile, end, shortest, BLOCK, LOGITS, RATIO, QUERIES, HEADS)
         weight, fade, highest, total = _softmax(logits, highest, total)
         shifts, out = _faded(shifts, out, fade, HEADS, MMA)
         for j in gl.static_range(TILES):
@@ -204,12 +204,12 @@ def _scales(scales, stage, TILES: gl.constexpr, ROWS: gl.constexpr, LOGITS: gl.c
 
 
 @gluon.jit
-def _masked(logits, tile, begin, end, whole, LOGITS: gl.constexpr, RATIO: gl.constexpr, QUERIES: gl.constexpr,
-            HEADS: gl.constexpr):  # fmt: skip
+def _masked(logits, tile, end, shortest, BLOCK: gl.constexpr, LOGITS: gl.constexpr, RATIO: gl.constexpr,
+            QUERIES: gl.constexpr, HEADS: gl.constexpr):  # fmt: skip
     masked = ()
     for j in gl.static_range(len(logits)):
-        seen = seen_tokens(tile + j, begin, end, LOGITS)
-        seen = seen_by_each(seen, tile + j, whole, LOGITS, RATIO, QUERIES, HEADS)
+        seen = seen_tokens(tile + j, end, LOGITS)
+        seen = seen_by_each(seen, tile + j, shortest, BLOCK, LOGITS, RATIO, QUERIES, HEADS)
         masked += (gl.where(seen, logits[j], UNSEEN),)
     return masked
 

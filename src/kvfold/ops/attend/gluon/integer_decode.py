@@ -44,6 +44,7 @@ from kvfold.ops.attend.gluon.decode_tiles import (
     logits_layout,
     own_queries,
     own_tiles,
+    packed_to,
     release_by,
     row_of,
     seen_by_each,
@@ -99,7 +100,7 @@ def room(key: IntegerWords, value: IntegerWords, shared: int) -> int:
 
 
 @gluon.jit(
-    do_not_specialize=["sink", "recent", "q_stride", "table_stride", "table_pages", "tokens", "groups"],
+    do_not_specialize=["q_stride", "table_stride", "table_pages", "tokens", "groups"],
     do_not_specialize_on_alignment=["table", "lengths", "query_starts"],
 )
 def decode(
@@ -110,8 +111,6 @@ def decode(
     table,
     lengths,
     scale,  # of logits, times log2(e)
-    sink,
-    recent,
     q_stride,
     table_stride,
     table_pages,
@@ -128,6 +127,7 @@ def decode(
     HEADS: gl.constexpr,  # QUERIES · RATIO, up to 4, 8 or 16
     COLUMNS: gl.constexpr,  # of outputs: one or two per head
     ORDER: gl.constexpr,  # of the Hadamard matrices that rotate queries here; 1: none
+    BLOCK: gl.constexpr,  # tokens of the open block, 0: none
     SHARED: gl.constexpr,  # bytes of an SM's shared memory
     OVERLAP: gl.constexpr,
 ):
@@ -139,8 +139,8 @@ def decode(
     split, splits, token, tokens, live, shortest, length, latest = own_queries(
         query_starts, lengths, tokens, groups, RATIO, QUERIES
     )
-    begin, end, first, last, newest = own_tiles(split, splits, sink, recent, length, latest)
-    whole = shortest - recent  # up to where all queries of the CTA read
+    end, first, last, newest = own_tiles(split, splits, length, latest, BLOCK)
+    whole = packed_to(shortest, BLOCK)  # up to where all queries of the CTA read
     pool += head.to(gl.int64) * PAGE_WORDS
 
     KEYS: gl.constexpr = gl.SwizzledSharedLayout(KEY.per_token, 1, 8, [1, 0])
@@ -188,9 +188,10 @@ def decode(
         k, k_meta = _read_keys(keys.index(stage), KEY), _read_meta(key_meta.index(stage), KEY)
         logits = _logits(k, k_meta, query0, unit0, sum0, query1, unit1, sum1, KEY, DIMS, HEADS, MMA)
         scale0, offset0, scale1, offset1 = _scales(_read_meta(value_meta.index(stage), VALUE), VALUE, LOGITS)
-        if (tile * 64 < begin) | (tile * 64 + 64 > whole):
-            seen = seen_tokens(tile, begin, end, LOGITS)
-            logits = gl.where(seen_by_each(seen, tile, whole, LOGITS, RATIO, QUERIES, HEADS), logits, UNSEEN)
+        if tile * 64 + 64 > whole:
+            seen = seen_tokens(tile, end, LOGITS)
+            by_each = seen_by_each(seen, tile, shortest, BLOCK, LOGITS, RATIO, QUERIES, HEADS)
+            logits = gl.where(by_each, logits, UNSEEN)
             scale0, offset0 = gl.where(seen, scale0, 0.0), gl.where(seen, offset0, 0.0)
             scale1, offset1 = gl.where(seen, scale1, 0.0), gl.where(seen, offset1, 0.0)
         weight, fade, highest, total = softmax(logits, highest, total)
