@@ -12,7 +12,7 @@ from tiny_models import random_tokens, tiny
 import kvfold
 from kvfold.artifact import Artifact
 from kvfold.calibration import calibrate
-from kvfold.calibration.capture import collect
+from kvfold.calibration.capture import capture
 from kvfold.calibration.describe import describe, draw
 from kvfold.engines.transformers import cache
 from kvfold.recipes import parse
@@ -65,17 +65,13 @@ def same(one: Artifact, other: Artifact) -> bool:
     )
 
 
-def test_means_are_those_of_all_but_the_first_tokens_of_each_passage(model, tokens, artifact):
-    passages = [collect(model, passage) for passage in tokens.split(CONTEXT)]
-    for layer in range(LAYERS):
-        for name, side in (("key_mean", 1), ("value_mean", 2)):
-            states = torch.cat([passage[layer][side][:, 4:] for passage in passages], dim=1).double()
-            assert states.shape[1] == TOKENS - 4 * 4
-            mean = artifact.tensors[name][layer]
-            assert mean.shape == (KV_HEADS, D)
-            assert torch.allclose(mean.double(), states.mean(dim=1), atol=1e-5)
-            everything = torch.cat([passage[layer][side] for passage in passages], dim=1).double().mean(dim=1)
-            assert (mean - everything).abs().max() > 1e-4, "the first tokens make a difference"
+def test_means_are_those_of_what_is_read(model, tokens, artifact):
+    layers = capture(model, tokens, CONTEXT).layers
+    for name, of_read, plain in (("key_mean", "read_k", "k"), ("value_mean", "read_v", "v")):
+        assert artifact.tensors[name].shape == (LAYERS, KV_HEADS, D)
+        for layer, mean in zip(layers, artifact.tensors[name], strict=True):
+            assert torch.equal(mean, getattr(layer, of_read).mean.float())
+            assert (mean - getattr(layer, plain).mean).abs().max() > 1e-4, "what is read makes a difference"
 
 
 def test_names_and_shapes_of_the_tensors(artifact):

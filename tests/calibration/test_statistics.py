@@ -9,6 +9,7 @@ import torch
 from kvfold.calibration.statistics import FIRST_TOKENS, PROMPT, QUERIES, LayerStatistics, Moments, Statistics
 from kvfold.calibration.tap import Seen
 from kvfold.ops.pages import Logits
+from kvfold.quantizers import even
 from kvfold.rope import Rope
 
 
@@ -55,8 +56,8 @@ def test_first_tokens_stay_out_of_moments_but_not_of_the_prompt():
     layer.add(first, torch.tensor([4, 300]), 0)
     layer.add(second, torch.tensor([5, 6, 9]), 2)
     kept = torch.cat([first.k[FIRST_TOKENS:], second.k[FIRST_TOKENS:]]).double()
-    assert layer.k.count == len(kept)
-    assert layer.q.count == layer.out.count == 2 * len(kept)
+    assert layer.k.count.tolist() == [len(kept)] * 2
+    assert layer.q.count.tolist() == layer.out.count.tolist() == [2 * len(kept)] * 2
     assert torch.allclose(layer.k.mean, kept.mean(0))
     q, k, v = layer.prompt
     assert torch.equal(q, first.q[PROMPT // 2 : PROMPT : PROMPT // 2 // QUERIES].transpose(0, 1))
@@ -76,10 +77,68 @@ def test_file_and_back(tmp_path):
     for one, other in zip(before.layers, after.layers, strict=True):
         assert one.logits[:2] == other.logits[:2]
         assert (one.logits.sinks is None) == (other.logits.sinks is None)
-        assert one.q.count == other.q.count == 32
+        assert one.q.count.tolist() == other.q.count.tolist() == [32, 32]
         assert one.far.tolist() == other.far.tolist()
         assert one.tensors().keys() == other.tensors().keys()
         assert all(torch.equal(tensor, other.tensors()[name]) for name, tensor in one.tensors().items())
+
+
+def test_what_is_read_counts_as_much_as_its_errors_cost():
+    """By the derivatives of outputs, one query at a time: after logits, a token costs their squared length; after its
+    value, the square of the weight. Of 20 tokens, the last 5 before a query are not packed."""
+    for layer, seed in zip(statistics().layers, (0, 5), strict=True):
+        q, k, v = (states.double() for states in (seen(20, seed).q, seen(20, seed).k, seen(20, seed).v))
+        scale, cap, sinks = layer.logits
+        of_keys, of_values = torch.zeros(2, 2, 20, dtype=torch.float64)
+        by_query = torch.zeros(4, 20, dtype=torch.float64)
+        for head in range(4):
+            for t in range(10, 20):
+                x = scale * (k[: t + 1, head // 2] @ q[t, head])
+                x = cap * torch.tanh(x / cap) if cap else x
+                x = x if sinks is None else torch.cat((x, sinks[head : head + 1].double()))
+
+                def output(x, values, t=t):
+                    return torch.softmax(x, dim=0)[: t + 1] @ values
+
+                after_logits, after_values = torch.autograd.functional.jacobian(output, (x, v[: t + 1, head // 2]))
+                for j in range(t - 4):
+                    cost = after_logits[:, j].square().sum()
+                    by_query[head, t] += cost
+                    of_keys[head // 2, j] += cost
+                    of_values[head // 2, j] += after_values[0, j, 0].square()
+        for head in range(2):
+            asked = q[:, 2 * head : 2 * head + 2].transpose(0, 1).flatten(0, 1)
+            sides = (
+                (layer.read_q, by_query[2 * head : 2 * head + 2].flatten(), asked),
+                (layer.read_k, of_keys[head], k[:, head]),
+                (layer.read_v, of_values[head], v[:, head]),
+            )
+            for moments, weights, states in sides:
+                assert torch.allclose(moments.count[head], weights.sum(), rtol=1e-4)
+                assert torch.allclose(moments.mean[head], weights @ states / weights.sum(), rtol=1e-3, atol=1e-5)
+                second = states.T @ (weights[:, None] * states) / weights.sum()
+                assert torch.allclose(moments.second()[head], second, rtol=1e-3, atol=1e-5)
+
+
+def test_centres_lose_less_than_plain_means():
+    """A first token that takes most of the attention, as in real models: its value is unlike all others."""
+    first = seen(200)
+    q, k, v = first.q, first.k.clone(), first.v.clone()
+    k[0] += 2.5
+    v[0] *= 0.1
+    logits = 0.35 * q.transpose(0, 1) @ k.repeat_interleave(2, 1).permute(1, 2, 0)
+    weights = torch.softmax(logits.masked_fill(~torch.ones(200, 200).tril().bool(), -math.inf), -1)
+    assert 0.5 < weights[:, 100:, 0].mean() < 0.95
+    state = Seen(0, q, k, v, first.out, Logits(0.35))
+    layer = LayerStatistics.begin(state, 0)
+    layer.add(state, torch.tensor([], dtype=torch.int64), 0)
+
+    def lost(centre):
+        codes, scale = even.quantize(v - centre.float(), 2)
+        error = even.dequantize(codes, 2, scale) + centre.float() - v
+        return (weights @ error.repeat_interleave(2, 1).transpose(0, 1))[:, 100:].square().sum()
+
+    assert lost(layer.read_v.mean) < 0.5 * lost(layer.v.mean)
 
 
 @pytest.mark.parametrize("is_decoded", [False, True])

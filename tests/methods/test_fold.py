@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from random_layers import FIRST, half_rope, random_layer
+from random_layers import FIRST, causal_weights, half_rope, random_layer
 from scipy.linalg import block_diag, hadamard
 
 from kvfold.fitted import Fitted
@@ -55,17 +55,27 @@ def test_bytes_and_bits(name):
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_coordinates_are_sorted_by_importance(seed):
-    """Keys by E‖q_i‖²·E‖k_i‖² of their RoPE block, values by variance, per KV head."""
+    """Keys by E‖q_i‖²·E‖k_i‖² of their RoPE block, values by variance, per KV head. Each counts as much as its errors
+    cost the second half of 60 queries, which read all but the last 15 tokens packed."""
     d = 32
     layer, fit = fit_of("fold2", d, seed)
     blocks = [(i, i + d // 2) for i in range(d // 2)]
-    q, k = layer.grouped(layer.q), layer.k[FIRST:].transpose(1, 0, 2) - layer.means[0].numpy()[:, None]
-    scores = np.prod([np.square(x[..., blocks]).sum(-1).mean(1) for x in (q, k)], axis=0)
-    variance = layer.v[FIRST:].var(axis=0)
+    tokens = np.arange(60)
+    packed = (tokens[:, None] >= 30) & (tokens <= tokens[:, None] - 15)
+    squares = np.square(causal_weights(layer.q, layer.k, layer.scale) * packed)  # [q_heads, query, token]
     for head in range(2):
-        expected = [coordinate for i in np.argsort(-scores[head], kind="stable") for coordinate in blocks[i]]
+        of_q, of_k, of_v = 0, 0, 0
+        k, v = (x[:, head] - mean[head].numpy() for x, mean in zip((layer.k, layer.v), layer.means, strict=True))
+        for query_head in range(3 * head, 3 * head + 3):
+            distance = np.square(layer.v[:, head] - layer.out[:, query_head, None]).sum(-1)
+            costs = squares[query_head] * distance
+            of_q += costs.sum(1) @ np.square(layer.q[:, query_head])
+            of_k += costs.sum(0) @ np.square(k)
+            of_v += squares[query_head].sum(0) @ np.square(v)
+        scores = of_q[blocks].sum(-1) * of_k[blocks].sum(-1)
+        expected = [coordinate for i in np.argsort(-scores, kind="stable") for coordinate in blocks[i]]
         assert fit["key_order"][head].tolist() == expected
-        assert fit["value_order"][head].tolist() == np.argsort(-variance[head], kind="stable").tolist()
+        assert fit["value_order"][head].tolist() == np.argsort(-of_v, kind="stable").tolist()
 
 
 @pytest.mark.parametrize("name", WIDTHS)

@@ -2,6 +2,7 @@
 
 import shlex
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -13,42 +14,48 @@ from torch import Tensor
 
 from kvfold.calibration.tap import Seen
 from kvfold.files import write_whole
-from kvfold.ops.dense import by_head, log_softmax
+from kvfold.ops.dense import by_head, log_softmax, log_weights
 from kvfold.ops.pages import Logits
 from kvfold.rope import Rope
 
 FIRST_TOKENS = 4  # attention sinks: their keys are unlike all others, so they are left out
 PROMPT = 1024  # tokens of the first passage whose keys and values are kept
-QUERIES = 128  # of the second half of these tokens, evenly spread, whose queries are kept
+QUERIES = 128  # of the second half of a passage, evenly spread: what they read is weighed; those of the first are kept
+NEAR = 64  # tokens before a query that it is likely to read raw
 
 
 @dataclass
 class Moments:
     """Sums over vectors, per KV head. The vectors of all query heads of a KV head go into its sums."""
 
-    count: int  # vectors per KV head
+    count: Tensor  # float64[kv_heads], of vectors; or the sum of their weights
     total: Tensor  # float64[kv_heads, d]
     outer: Tensor  # float64[kv_heads, d, d], sum of x xᵀ
 
     @classmethod
     def zeros(cls, kv_heads: int, d: int) -> Self:
-        return cls(0, torch.zeros(kv_heads, d, dtype=torch.float64), torch.zeros(kv_heads, d, d, dtype=torch.float64))
+        return cls(*(torch.zeros(kv_heads, *dims, dtype=torch.float64) for dims in ((), (d,), (d, d))))
 
-    def add(self, x: Tensor) -> None:
-        """Add vectors [tokens, heads, d]. Heads are a multiple of kv_heads. The sums move to the device of x."""
-        x = x.double().unflatten(1, (len(self.total), -1)).transpose(0, 1).flatten(1, 2)  # [kv_heads, vectors, d]
-        self.count += x.shape[1]
-        self.total = self.total.to(x.device) + x.sum(1)
-        self.outer = self.outer.to(x.device) + x.mT @ x
+    def add(self, x: Tensor, weights: Tensor | None = None) -> None:
+        """Add vectors [tokens, heads, d], with `weights` [tokens, heads] or 1. Heads are a multiple of kv_heads. The
+        sums move to the device of x."""
+        weights = torch.ones_like(x[..., 0]) if weights is None else weights
+        x, w = (
+            states.double().unflatten(1, (len(self.total), -1)).transpose(0, 1).flatten(1, 2)
+            for states in (x, weights.unsqueeze(-1))
+        )  # [kv_heads, vectors, d or 1]
+        self.count = self.count.to(x.device) + w.sum((1, 2))
+        self.total = self.total.to(x.device) + (w * x).sum(1)
+        self.outer = self.outer.to(x.device) + (w * x).mT @ x
 
     @property
     def mean(self) -> Tensor:
         """float64[kv_heads, d]"""
-        return self.total / self.count
+        return self.total / self.count[:, None]
 
     def second(self, centre: Tensor | None = None) -> Tensor:
         """E[(x − c)(x − c)ᵀ], float64[kv_heads, d, d]. c is `centre` [kv_heads, d], or 0."""
-        uncentred = self.outer / self.count
+        uncentred = self.outer / self.count[:, None, None]
         if centre is None:
             return uncentred
         c = centre.to(uncentred)
@@ -58,15 +65,22 @@ class Moments:
 
 @dataclass
 class LayerStatistics:
-    """What is kept of one attention layer. Moments and samples leave out the first tokens of each passage.
+    """What is kept of one attention layer. Plain moments and samples leave out the first tokens of each passage.
 
     The second moment of `out` is (SV)ᵀ(SV) / N with S the causal softmax. S itself is never held.
+
+    Moments of what is read are weighted by what errors cost, first tokens included (see `_costs`). Their means are the
+    centres: a token loses in proportion to its distance from the centre. So centres lie near attention sinks, above all
+    near the first token, where plain means would cost most.
     """
 
     q: Moments
     k: Moments
     v: Moments
     out: Moments
+    read_q: Moments
+    read_k: Moments
+    read_v: Moments
     prompt: tuple[Tensor, Tensor, Tensor]  # float32: q [q_heads, m, d], k and v [kv_heads, n, d] of the first passage
     samples: tuple[Tensor, Tensor]  # float32: k and v [m, kv_heads, d] of tokens spread evenly over the text
     logits: Logits
@@ -78,11 +92,15 @@ class LayerStatistics:
         q = first.q[_asking(len(k)).to(first.q.device)]
         prompt = [states.transpose(0, 1).float().cpu().contiguous() for states in (q, k, v)]
         room = [torch.zeros(samples, *states.shape[1:]) for states in (first.k, first.v)]
+        of_keys, of_values = (partial(Moments.zeros, *states.shape[1:]) for states in (first.k, first.v))
         return cls(
-            q=Moments.zeros(first.k.shape[1], first.q.shape[2]),
-            k=Moments.zeros(*first.k.shape[1:]),
-            v=Moments.zeros(*first.v.shape[1:]),
-            out=Moments.zeros(*first.v.shape[1:]),
+            q=of_keys(),
+            k=of_keys(),
+            v=of_values(),
+            out=of_values(),
+            read_q=of_keys(),
+            read_k=of_keys(),
+            read_v=of_values(),
             prompt=(prompt[0], prompt[1], prompt[2]),
             samples=(room[0], room[1]),
             logits=first.logits
@@ -92,14 +110,20 @@ class LayerStatistics:
 
     def add(self, seen: Seen, sampled: Tensor, row: int) -> None:
         """Add one passage to the moments. Its tokens `sampled` (indices) go to the samples, from `row` on."""
-        for name, moments in self.moments.items():
-            moments.add(getattr(seen, name)[FIRST_TOKENS:])
+        for name in ("q", "k", "v", "out"):
+            self.moments[name].add(getattr(seen, name)[FIRST_TOKENS:])
+        asking = _asking(len(seen.k)).to(seen.q.device)
+        costs = _costs(seen, asking)
+        for moments, states, weights in zip(
+            (self.read_q, self.read_k, self.read_v), (seen.q[asking], seen.k, seen.v), costs, strict=True
+        ):
+            moments.add(states, weights)
         for kept, states in zip(self.samples, (seen.k, seen.v), strict=True):
             kept[row : row + len(sampled)] = states[sampled.to(states.device)].float().cpu()
 
     @property
     def moments(self) -> dict[str, Moments]:
-        return {"q": self.q, "k": self.k, "v": self.v, "out": self.out}
+        return {name: value for name, value in vars(self).items() if isinstance(value, Moments)}
 
     @property
     def far(self) -> Tensor:
@@ -124,7 +148,8 @@ class LayerStatistics:
 
     def to_host(self) -> None:
         for moments in self.moments.values():
-            moments.total, moments.outer = moments.total.cpu(), moments.outer.cpu()
+            moments.count, moments.total = moments.count.cpu(), moments.total.cpu()
+            moments.outer = moments.outer.cpu()
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything as tensors, by name."""
@@ -134,26 +159,51 @@ class LayerStatistics:
         if self.logits.sinks is not None:
             named["sinks"] = self.logits.sinks
         for name, moments in self.moments.items():
-            named |= {f"{name}.count": torch.tensor(moments.count)}
-            named |= {f"{name}.total": moments.total, f"{name}.outer": moments.outer}
+            named |= {f"{name}.{sums}": tensor for sums, tensor in vars(moments).items()}
         named |= {f"prompt.{name}": states for name, states in zip("qkv", self.prompt, strict=True)}
         return named | {f"samples.{name}": states for name, states in zip("kv", self.samples, strict=True)}
 
     @classmethod
     def from_tensors(cls, named: dict[str, Tensor]) -> Self:
-        q, k, v, out = (
-            Moments(int(named[f"{name}.count"]), named[f"{name}.total"], named[f"{name}.outer"])
-            for name in ("q", "k", "v", "out")
-        )
+        moments = {
+            name: Moments(*(named[f"{name}.{sums}"] for sums in ("count", "total", "outer")))
+            for name in ("q", "k", "v", "out", "read_q", "read_k", "read_v")
+        }
         prompt = (named["prompt.q"], named["prompt.k"], named["prompt.v"])
         cap = float(named["cap"]) if "cap" in named else None
         logits = Logits(float(named["scale"]), cap, named.get("sinks"))
-        return cls(q, k, v, out, prompt, (named["samples.k"], named["samples.v"]), logits)
+        samples = named["samples.k"], named["samples.v"]
+        return cls(**moments, prompt=prompt, samples=samples, logits=logits)
 
 
 def _asking(n: int) -> Tensor:
-    """The tokens of a prompt of n tokens whose queries are kept."""
+    """Some tokens of the second half of n tokens."""
     return torch.arange(n // 2, n)[:: max(1, n // 2 // QUERIES)]
+
+
+def _costs(seen: Seen, asking: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What errors cost in the outputs of some queries: of logits, by query [asking, q_heads] and by key [tokens,
+    kv_heads]; and of values [tokens, kv_heads].
+
+    Let p be the weights of a query and o its output. An error e of value j moves o by p_j·e, an error ε of logit j by
+    p_j·ε·(v_j − o) in first order. Tokens that are likely to be read raw cost nothing.
+    """
+    tokens = torch.arange(len(seen.k), device=asking.device)
+    causal = tokens <= asking[:, None]
+    packed = tokens <= asking[:, None] - min(NEAR, len(tokens) // 4)
+    costs = []
+    by_query = seen.q[asking].float().unflatten(1, (seen.k.shape[1], -1)).permute(1, 2, 0, 3)  # [kv_heads, group, …]
+    for q, k, v, logits in zip(
+        by_query, seen.k.float().unbind(1), seen.v.float().unbind(1), by_head(seen.logits, len(by_query)), strict=True
+    ):
+        p = log_weights(q, k, causal, logits).exp()[..., : len(tokens)]
+        out = p @ v
+        of_values = (p * packed).square()
+        far = (v.square().sum(-1) - 2 * out @ v.mT + out.square().sum(-1, keepdim=True)).clamp_min(0)  # ‖v_j − o‖²
+        of_logits = of_values * far
+        costs.append((of_logits.sum(-1).mT, of_logits.sum((0, 1)), of_values.sum((0, 1))))
+    by_query, by_key, by_value = zip(*costs, strict=True)
+    return torch.cat(by_query, dim=1), torch.stack(by_key, dim=1), torch.stack(by_value, dim=1)
 
 
 @dataclass

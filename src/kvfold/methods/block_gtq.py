@@ -93,7 +93,7 @@ class BlockGtq(TurboQuant):
     def fit(self, layer: "LayerStatistics", rope: "Rope", means: Means) -> Fit:
         import torch
 
-        scores, order = ranked_blocks(layer, rope, means[0], self.score)
+        scores, order = ranked_blocks(layer.q, layer.k, rope, means[0], self.score)
         if three := self._three(order.shape[1]):
             widths = torch.tensor([[bits for dims, bits in three for _ in range(dims)]])
         else:

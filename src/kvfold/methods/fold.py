@@ -24,6 +24,7 @@ class Fold(Recipe):
 
     - Keys: a RoPE block matters as much as E‖q_i‖²·E‖k_i‖². Every KV head has an order of its own.
     - Values: a coordinate matters as much as its variance. This rotation can be folded into the weights.
+    - Tokens and queries count as much as their errors cost (see `LayerStatistics`).
     - Levels are evenly spaced, with one 8-bit scale per token and segment. So kernels multiply codes as integers.
 
     Widths are those of the recipe, or of the layer if `kvfold tune` chose them. Keys and values are always centred.
@@ -48,8 +49,8 @@ class Fold(Recipe):
     def fit(self, layer: "LayerStatistics", rope: "Rope", means: Means) -> Fit:
         import torch
 
-        _, key_order = ranked_blocks(layer, rope, means[0])
-        variance = layer.v.second(means[1]).diagonal(dim1=1, dim2=2)
+        _, key_order = ranked_blocks(layer.read_q, layer.read_k, rope, means[0])
+        variance = layer.read_v.second(means[1]).diagonal(dim1=1, dim2=2)
         orders = {"key": key_order, "value": variance.argsort(dim=1, descending=True, stable=True)}
         fit: dict[str, Tensor] = {}
         for (side, order), states, mean in zip(orders.items(), layer.prompt[1:], means, strict=True):

@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvfold.calibration.statistics import LayerStatistics
+    from kvfold.calibration.statistics import Moments
     from kvfold.rope import Rope
 
 Score = Literal["product", "mean"]
 
 
 def ranked_blocks(
-    layer: "LayerStatistics", rope: "Rope", mean: "Tensor | None", score: Score = "product"
+    q: "Moments", k: "Moments", rope: "Rope", mean: "Tensor | None", score: Score = "product"
 ) -> tuple["Tensor", "Tensor"]:
     """Per KV head, the scores of its blocks in descending order [kv_heads, blocks], and the coordinates of these blocks
     [kv_heads, d].
@@ -24,7 +24,9 @@ def ranked_blocks(
     import torch
 
     blocks = torch.tensor(rope.blocks())  # [blocks, 2]
-    moments = layer.q.second(), layer.k.second(mean)
-    q, k = (moment.diagonal(dim1=1, dim2=2)[:, blocks].sum(dim=-1) for moment in moments)
-    scores, ranked = (q * k if score == "product" else (q + k) / 2).sort(dim=1, descending=True, stable=True)
+    moments = q.second(), k.second(mean)
+    of_q, of_k = (moment.diagonal(dim1=1, dim2=2)[:, blocks].sum(dim=-1) for moment in moments)
+    scores, ranked = (of_q * of_k if score == "product" else (of_q + of_k) / 2).sort(
+        dim=1, descending=True, stable=True
+    )
     return scores, blocks[ranked].flatten(1)
