@@ -109,10 +109,11 @@ def test_reserved_open_blocks_count():
 def test_the_report_says_what_was_checked(tmp_path):
     """The check of the whole artifact counts for every rank."""
     assert "not checked: run `kvfold check MODEL --recipe int4:centre=false`" in plan("int4:centre=false").report(8)
-    recipe, artifact = parse("oscar-int2"), random_artifact(MODEL, [parse("oscar-int2")])
+    recipe = parse("oscar-int2:block=16")
+    artifact = random_artifact(MODEL, [recipe])
     artifact.save(tmp_path)
-    unchecked = plan("oscar-int2", artifact=str(tmp_path)).report(8)
-    assert f"not checked: run `kvfold check MODEL --recipe oscar-int2 --artifact {tmp_path}`" in unchecked
+    unchecked = plan(str(recipe), artifact=str(tmp_path)).report(8)
+    assert f"not checked: run `kvfold check MODEL --recipe {recipe} --artifact {tmp_path}`" in unchecked
     named = plan("int4:centre=false", MODEL | {"_name_or_path": "my model"}).report(8)
     assert "not checked: run `kvfold check 'my model' --recipe int4:centre=false`" in named
     result = CheckResult(
@@ -427,9 +428,10 @@ def test_ranks_hold_their_own_heads(tmp_path, embedded):
 
     model, _ = embedded
     tokens = torch.randint(0, 1000, (64,), generator=torch.Generator().manual_seed(0))
-    calibrate(model, tokens, 64, [parse("oscar-int2")]).save(tmp_path)
+    recipe = parse("oscar-int2:block=16")
+    calibrate(model, tokens, 64, [recipe]).save(tmp_path)
     whole = Artifact.load(tmp_path)
-    config, given = Config(parse("oscar-int2"), str(tmp_path)), model.config.to_dict()
+    config, given = Config(recipe, str(tmp_path)), model.config.to_dict()
     for rank, ranks, heads in ((0, 3, [0]), (2, 3, [2]), (4, 6, [2]), (0, 1, [0, 1, 2])):
         part = Plan.make(config, given, PAGE, torch.float32, rank=rank, ranks=ranks)
         assert part.kv_heads == len(heads)

@@ -20,7 +20,7 @@ def test_pages_of_another_recipe_artifact_or_model_have_another_name(small_artif
         name_of_pages(Config(parse("saw-int4"), small_artifact), {"norm": "2"}),
         name_of_pages(Config(parse("saw-int4"), small_artifact), {"norm": "1"}, "another revision"),
         name_of_pages(Config(parse("saw-int4"), str(tmp_path / "other")), {"norm": "1"}),
-        name_of_pages(Config(parse("saw-int4"), small_artifact), {"norm": "1"}),
+        name_of_pages(Config(parse("saw-int4:block=4"), small_artifact), {"norm": "1"}),
         name_of_pages(Config(parse("int4"), small_artifact), {"norm": "1"}),
         name_of_pages(Config(parse("int4:centre=false")), {"norm": "1"}),
     ]

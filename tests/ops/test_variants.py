@@ -176,7 +176,7 @@ def test_prompts_of_a_step_are_read_together(told):
     are. If queries are few, they are rotated, and their outputs back."""
     assert max(count for count, _ in told["launches"]) == 120
     read = ["_store", "_dequantize", "FlashAttention 3"]
-    rotated = ["_store", "_rotate", *read[1:], "_merge_rows", "_rotate"]
+    rotated = ["_store", "_rotate", *read[1:], "_rotate"]
     assert {tuple(names) for _, names in told["launches"]} == set(map(tuple, (read, rotated)))
 
 

@@ -15,33 +15,31 @@ from kvfold.tune import curves
 from kvfold.tune.choices import EQUAL
 from kvfold.tune.tuner import Tuner
 
-LENGTH = 96
-READ = parse(f"fold2:block={LENGTH // 4}")  # what tuning reads raw: an open block of a quarter of the passage
 
-
-def tuned(name: str) -> Tuner:
+def tuned(name: str, length: int = 96) -> Tuner:
     """A tiny model whose predictions depend on its cache, calibrated, and a pair of passages."""
     model = tiny_models.tiny(name)
     model.lm_head.weight.data *= 10
     tokens = tiny_models.random_tokens(400)
     artifact = kvfold.calibrate(model, tokens, 200, [parse(each) for each in EQUAL])
-    pair = torch.stack((tokens[:LENGTH], torch.cat((tokens[:48], tokens[:48]))))
+    pair = torch.stack((tokens[:length], tokens[: length // 2].repeat(2)))
     return Tuner(model, artifact, pair.unsqueeze(0), context=1024)
 
 
 def kl(tuner: Tuner, codecs: dict[int, tuple]) -> list[float]:
     """The mean KL in both tests from logits with transformers' own cache to logits with packed pages. Layers and sides
-    without codecs are stored in 16 bits."""
-    model, geometry = tuner.model, tuner.geometry
+    without codecs are stored in 16 bits. The open block has a quarter of the passage, at most 64 tokens."""
+    model, geometry, length = tuner.model, tuner.geometry, tuner.pairs.shape[-1]
+    read = parse(f"fold2:block={min(64, length // 4)}")
     raw = parse("bf16").codecs(geometry.key_dim, geometry.value_dim, {}, torch.float16)
     filled = {}
     for layer in geometry.packed:
         both = zip(codecs.get(layer, (None, None)), raw, strict=True)
         filled[layer] = tuple(replace(codec or sixteen, raw_dtype=torch.float16) for codec, sixteen in both)
-    kvfold.cache(model, READ, tuner.artifact)  # the attention that reads packed pages
+    kvfold.cache(model, read, tuner.artifact)  # the attention that reads packed pages
     found = []
-    for passage, scored in zip(tuner.pairs[0], (slice(48, None), slice(48, -1)), strict=True):
-        cache = PackedCache(READ, model.config, filled, torch.float16, model.device, 16)
+    for passage, scored in zip(tuner.pairs[0], (slice(length // 2, None), slice(length // 2, -1)), strict=True):
+        cache = PackedCache(read, model.config, filled, torch.float16, model.device, 16)
         logits = [
             model(passage[None], past_key_values=each).logits[0, scored].double().log_softmax(dim=-1)
             for each in (DynamicCache(config=model.config), cache)
@@ -52,10 +50,12 @@ def kl(tuner: Tuner, codecs: dict[int, tuple]) -> list[float]:
     return torch.stack(found).tolist()
 
 
-@pytest.mark.parametrize("name", ["Llama", "Gemma2", "GptOss", "Gemma3n"])
+@pytest.mark.parametrize(
+    ("name", "length"), [("Llama", 96), ("Llama", 300), ("Gemma2", 96), ("GptOss", 96), ("Gemma3n", 96)]
+)
 @torch.no_grad()
-def test_all_layers_packed(name: str):
-    tuner = tuned(name)
+def test_all_layers_packed(name: str, length: int):
+    tuner = tuned(name, length)
     for choice in EQUAL["fold2"], EQUAL["fold4"]:
         point = tuner.measure([("fold", (choice,) * len(tuner.geometry.packed))])[0]
         packed = {layer: tuner._codecs(layer, choice) for layer in tuner.geometry.packed}

@@ -2,14 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from kvfold.format.codec import Codec
 from kvfold.format.open_block import ring_tokens
-from kvfold.ops.pages import Step
 from kvfold.paged import PagedCache
 
 TOKENS = 17  # of a block of a ring
@@ -35,7 +33,3 @@ class ScatteredCache(PagedCache):
             for ring, layout in zip(self.rings, self.layouts, strict=True)
         ]
         self._layers = self._views()
-
-    def _describe(self, starts: list[int]) -> Step:
-        step = super()._describe(starts)
-        return replace(step, rings=self.ring_table[step.rings.flatten()])

@@ -121,7 +121,7 @@ def tune(
         )
         table.add_row(point.recipe, *numbers)
     out.print(table)
-    out.print("Bits and bytes include the open block. For KL it was a quarter of a passage.", highlight=False)
+    out.print("Bits and bytes include the open block. For KL it was at most a quarter of a passage.", highlight=False)
     out.print(f"Wrote {escape(str(folder))}. Serve it:", soft_wrap=True, highlight=False)
     command = shlex.join(["kvfold", "serve", model, "--recipe", TUNED.name, "--artifact", str(folder)])
     out.print(escape(command), soft_wrap=True, highlight=False)

@@ -46,6 +46,7 @@ class PagedCache:
         self.block = max(self.blocks, default=0)
         self.ring_tokens = self.block and self.block + max(ROLLBACK, DRAFTED)
         self.tables = PageTables(page_size, sequences)
+        self.ring_table = torch.arange(sequences, device=self.device).view(-1, 1)  # the blocks of rings, per sequence
         self.kept_from = [0] * sequences  # the first token that is still in the ring, per sequence
         self._undo: _Undo | None = None
         self.reserved = 0  # pages per sequence
@@ -118,8 +119,7 @@ class PagedCache:
         for row, pages in zip(table, held, strict=True):
             row[: len(pages)] = array("q", pages)  # many times faster than from a list
         host = HostLengths([starts[row] for row in rows], [self.lengths[row] for row in rows])
-        rings = torch.tensor(rows, dtype=torch.int64, device=self.device).view(-1, 1)
-        return Step.of(host, torch.from_numpy(table), rings, self.tables.page_size)
+        return Step.of(host, torch.from_numpy(table), self.ring_table[rows], self.tables.page_size)
 
     def pages(self, layer: int) -> LayerPages:
         """A layer and the current step, as ops take them."""
@@ -211,7 +211,7 @@ class PagedCache:
                 self.kept_from[row] = self._undo.kept_from[row]
                 for ring, before in zip(self.rings, self._undo.rings, strict=True):
                     if len(ring):
-                        ring[row] = before[row]
+                        ring[self.ring_table[row]] = before[self.ring_table[row]]
             if self.block:
                 self.kept_from[row] = min(self.kept_from[row], length // self.block * self.block)
 
@@ -220,8 +220,9 @@ class PagedCache:
         self.tables.select(rows)
         self.kept_from = [self.kept_from[row] for row in rows]
         self._undo = None
-        index = torch.tensor(rows, dtype=torch.int64, device=self.device)
-        self.rings = [ring[index] if len(ring) else ring for ring in self.rings]
+        blocks = self.ring_table[list(rows)]
+        self.rings = [ring[blocks.flatten()] if len(ring) else ring for ring in self.rings]
+        self.ring_table = torch.arange(blocks.numel(), device=self.device).view_as(blocks)
         self._layers = self._views()
 
 

@@ -4,8 +4,8 @@ Two tests, each a passage of the same length:
 - text: a passage of the user's text;
 - copy: random tokens twice. The second time, the model has to find what followed the first time, as in retrieval.
 
-The open block has a quarter of a passage. So most of what a query reads is packed, though passages are short, and what
-only reads its neighbours costs little, as when served.
+The open block is that of the tuned recipe, but at most a quarter of a passage. So most of what a query reads is packed,
+though passages may be short, and what only reads its neighbours costs little, as when served.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +25,7 @@ from kvfold.format.codec import Codec, sixteen_bit
 from kvfold.geometry import Geometry
 from kvfold.kept_parts import NOTHING_KEPT, Name, Parts
 from kvfold.ops.dense import divergence
+from kvfold.recipes import TUNED
 from kvfold.text import with_openings
 
 IMPLEMENTATION = "kvfold-tune"
@@ -146,8 +147,9 @@ def _attention(
     if codecs is None:
         return attend_unpacked(module, query, key, value, attention_mask, scaling=scaling, **kwargs), None
     causal = torch.ones(len(query), 1, n, n, dtype=torch.bool, device=query.device).tril()
-    logits, block, raw_dtype = logits_of(query, scaling, kwargs), max(1, n // 4), sixteen_bit(query.dtype)
-    return attend_masked(query, key, value, causal, logits, codecs, block, raw_dtype).to(query.dtype), None
+    logits, block = logits_of(query, scaling, kwargs), min(TUNED.block, max(1, n // 4))
+    out = attend_masked(query, key, value, causal, logits, codecs, block, sixteen_bit(query.dtype))
+    return out.to(query.dtype), None
 
 
 AttentionInterface.register(IMPLEMENTATION, _attention)

@@ -457,7 +457,6 @@ from kvfold.engines.vllm.serve_vllm import serve
 from kvfold.recipes import parse
 serve({str(embedded_folder())!r}, "embedded", Config(parse("int4:centre=false")), [])
 """
-TOO_MANY = SERVE.replace("centre=false", "centre=false,recent=256").replace("[]", "['--max-num-seqs', '2000']")
 
 
 @pytest.fixture(scope="module")
@@ -466,7 +465,7 @@ def starts() -> list[Ended]:
     kinds = "print(chosen.backend, *(str(backend) for backend in chosen.backend_per_kind.values()))"
     others = UNUSED, MOVED + MAKE, *(f"{GPU}chosen = {made}.attention_config; {kinds}" for made in (MAKE, ASK, OWN))
     ends = [({RECIPE: recipe}, code) for recipe, code, _ in ENDS]
-    return forked(IMPORTS, [*(({}, code) for code in others), *ends, ({}, TOO_MANY), ({"VLLM_PLUGINS": ""}, SERVE)])
+    return forked(IMPORTS, [*(({}, code) for code in others), *ends, ({"VLLM_PLUGINS": ""}, SERVE)])
 
 
 def test_nothing_changes_where_nothing_asks_for_kvfold(starts):
@@ -500,12 +499,6 @@ def test_what_fails_while_kvfold_is_loaded_ends_vllm_with_one_line(starts, numbe
     assert "Traceback" not in starts[number].errors
 
 
-def test_requests_that_leave_no_cache_are_refused_before_a_process_starts(starts):
-    *_, last = starts[-2].errors.splitlines()
-    assert "kvfold: the windows of --max-num-seqs 2000 requests take " in last
-    assert "EngineCore" not in starts[-2].printed + starts[-2].errors
-
-
 def test_the_server_needs_the_plugin(starts):
     assert starts[-1].errors.endswith("install kvfold with pip, and see VLLM_PLUGINS\n")
 
@@ -531,7 +524,7 @@ def test_the_server_refuses_in_one_line(artifact, tmp_path, recipe, kind, line):
         printed = server.communicate()[0].splitlines()
     assert server.returncode == 1
     assert printed[-1].startswith(line.format(folder=folder))
-    assert not any("Traceback" in each for each in printed)
+    assert not any(word in each for each in printed for word in ("Traceback", "EngineCore"))
 
 
 def test_the_server_says_in_one_line_that_vllm_cannot_be_imported(tmp_path):
