@@ -65,13 +65,17 @@ def same(one: Artifact, other: Artifact) -> bool:
     )
 
 
-def test_means_are_those_of_what_is_read(model, tokens, artifact):
-    layers = capture(model, tokens, CONTEXT).layers
-    for name, of_read, plain in (("key_mean", "read_k", "k"), ("value_mean", "read_v", "v")):
-        assert artifact.tensors[name].shape == (LAYERS, KV_HEADS, D)
-        for layer, mean in zip(layers, artifact.tensors[name], strict=True):
-            assert torch.equal(mean, getattr(layer, of_read).mean.float())
-            assert (mean - getattr(layer, plain).mean).abs().max() > 1e-4, "what is read makes a difference"
+def test_centres_are_the_mean_key_and_the_mean_of_values_as_read(model, tokens, artifact):
+    for layer, key, value in zip(
+        capture(model, tokens, CONTEXT).layers,
+        artifact.tensors["key_mean"],
+        artifact.tensors["value_mean"],
+        strict=True,
+    ):
+        assert key.shape == value.shape == (KV_HEADS, D)
+        assert torch.equal(key, layer.k.mean.float())
+        assert torch.equal(value, layer.read_v.mean.float())
+        assert (value - layer.v.mean).abs().max() > 1e-4, "what is read makes a difference"
 
 
 def test_names_and_shapes_of_the_tensors(artifact):

@@ -68,8 +68,8 @@ def _fit(recipe: Recipe, q_heads: int, kv_heads: int, key_dim: int, value_dim: i
     seen = Seen(0, q, k, v, out, Logits(key_dim**-0.5))
     layer = LayerStatistics.begin(seen, FIT_TOKENS)
     layer.add(seen, torch.arange(FIT_TOKENS), 0)
-    means = (layer.read_k.mean, layer.read_v.mean) if recipe.centre else (None, None)
-    centred = {"key_mean": layer.read_k.mean.float(), "value_mean": layer.read_v.mean.float()} if recipe.centre else {}
+    means = (layer.k.mean, layer.read_v.mean) if recipe.centre else (None, None)
+    centred = {"key_mean": layer.k.mean.float(), "value_mean": layer.read_v.mean.float()} if recipe.centre else {}
     return {**centred, **recipe.fit(layer, _rope(key_dim), means)}
 
 

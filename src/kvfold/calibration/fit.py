@@ -44,7 +44,7 @@ def calibrate(
     statistics = capture(model, tokens, context, checkpoint=checkpoint, progress=lambda share: progress(0.7 * share))
     learning = {recipe.fitted_as: recipe for recipe in recipes if recipe.learns}
     tensors = {
-        "key_mean": torch.stack([layer.read_k.mean for layer in statistics.layers]).float(),
+        "key_mean": torch.stack([layer.k.mean for layer in statistics.layers]).float(),
         "value_mean": torch.stack([layer.read_v.mean for layer in statistics.layers]).float(),
         TEXT: text_hashes(tokens),
         **(into.tensors if into else {}),
@@ -78,7 +78,7 @@ def versions() -> dict[str, str]:
 def fit_layers(recipe: Recipe, statistics: Statistics) -> dict[str, Tensor]:
     """The fits of a recipe for all layers, [layers, …]."""
     fits = [
-        recipe.fit(layer, statistics.rope, (layer.read_k.mean, layer.read_v.mean) if recipe.centre else (None, None))
+        recipe.fit(layer, statistics.rope, (layer.k.mean, layer.read_v.mean) if recipe.centre else (None, None))
         for layer in statistics.layers
     ]
     return {name: torch.stack([fit[name] for fit in fits]) for name in fits[0]}

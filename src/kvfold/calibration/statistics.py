@@ -69,9 +69,10 @@ class LayerStatistics:
 
     The second moment of `out` is (SV)ᵀ(SV) / N with S the causal softmax. S itself is never held.
 
-    Moments of what is read are weighted by what errors cost, first tokens included (see `_costs`). Their means are the
-    centres: a token loses in proportion to its distance from the centre. So centres lie near attention sinks, above all
-    near the first token, where plain means would cost most.
+    Moments of what is read are weighted by what errors cost (see `_costs`). The mean of values is their centre: a token
+    loses in proportion to its distance from the centre. So centres lie near attention sinks, above all near the value
+    of the first token, where a plain mean would cost most. The centre of keys is their plain mean: the key of the first
+    token is so far away that 16 bits would lose much of all others around it.
     """
 
     q: Moments
@@ -186,7 +187,8 @@ def _costs(seen: Seen, asking: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     kv_heads]; and of values [tokens, kv_heads].
 
     Let p be the weights of a query and o its output. An error e of value j moves o by p_j·e, an error ε of logit j by
-    p_j·ε·(v_j − o) in first order. Tokens that are likely to be read raw cost nothing.
+    p_j·ε·(v_j − o) in first order. Tokens that are likely to be read raw cost nothing, and the first ones only by their
+    values: their keys are unlike all others.
     """
     tokens = torch.arange(len(seen.k), device=asking.device)
     causal = tokens <= asking[:, None]
@@ -200,7 +202,7 @@ def _costs(seen: Seen, asking: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         out = p @ v
         of_values = (p * packed).square()
         far = (v.square().sum(-1) - 2 * out @ v.mT + out.square().sum(-1, keepdim=True)).clamp_min(0)  # ‖v_j − o‖²
-        of_logits = of_values * far
+        of_logits = of_values * far * (tokens >= FIRST_TOKENS)
         costs.append((of_logits.sum(-1).mT, of_logits.sum((0, 1)), of_values.sum((0, 1))))
     by_query, by_key, by_value = zip(*costs, strict=True)
     return torch.cat(by_query, dim=1), torch.stack(by_key, dim=1), torch.stack(by_value, dim=1)

@@ -31,9 +31,9 @@ class Option(NamedTuple):
 OPTIONS = {
     "key": (
         Option((2, 2, 1, 1), "fold2"),
-        Option((4, 2, 2, 1), "fold2"),
-        Option((4, 4, 2, 1), "fold3"),
-        Option((8, 4, 2, 2), "fold4"),
+        Option((4, 4, 1, 1), "fold2"),
+        Option((4, 4, 2, 2), "fold3"),
+        Option((8, 4, 4, 2), "fold4"),
     ),
     "value": (
         Option((2, 2, 2, 2), "fold2"),
