@@ -367,7 +367,7 @@ def draw(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple
 
 def test_the_picture(fake_times: dict[str, int], draw: Callable[..., tuple[dict[str, Any], str]]):
     """Of 16-bit keys and values, 2 × 50 tokens of two heads of 64 coordinates are 51,200 bytes."""
-    names = "saw-int4", "fold2", "int8:block=4"
+    names = "saw-int4", "fold2:block=0", "int8:block=4"
     rows = [measure(Case.parse("decode", "2x50", **SMALL), parse(name), 1e4, CPU) for name in names]
     script, picture = draw(rows, "2x50")
     assert all(f"<!-- {name} -->" in picture for name in (*names, "cuDNN, 16 bits"))

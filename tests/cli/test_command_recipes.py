@@ -226,7 +226,8 @@ def test_plan_counts_the_open_block_of_every_request(context: int):
         "bf16": 0, "int4": 0, "fold4": taken, "oscar-int2": taken // 80 * (256 + 16),
     }  # fmt: skip
     whole_pages = -(-context // 16) * 16
-    per_token = 36 * 8 * 2 * (128 * 4 // 8 + 2)  # 4 bits per number, and a scale
+    key, value = (32 * 8 + 64 * 4 + 32 * 2) // 8 + 3, 128 * 4 // 8 + 1  # codes, and a scale for each width
+    per_token = 36 * 8 * (key + value)
     assert named["fold4"]["bytes_per_token"] == per_token * whole_pages / context
     request = per_token * whole_pages + taken
     assert named["fold4"]["requests"] == 20 * GIB // request

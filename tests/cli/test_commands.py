@@ -139,7 +139,7 @@ def test_what_is_gained_is_said_alike_everywhere():
     root = Path(__file__).parents[2]
     said = [(root / file).read_text() for file in ("README.md", "pyproject.toml")]
     for text in (*said, kvfold.__doc__, " ".join(plain(run("--help").stdout).split())):
-        assert "3.8 to 7 times smaller" in text
+        assert "3.6 to 6.8 times smaller" in text
         assert "4 to 8 times" not in text
 
 

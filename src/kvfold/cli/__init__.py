@@ -35,7 +35,7 @@ from kvfold.printable import printable
 from kvfold.version import __version__
 
 START = """\
-[bold]kvfold {version}[/]: the KV cache of language models, 3.8 to 7 times smaller
+[bold]kvfold {version}[/]: the KV cache of language models, 3.6 to 6.8 times smaller
 
   kvfold doctor                        what this machine can do
   kvfold demo                          what 4, 3 and 2 bits gain and cost
@@ -77,7 +77,7 @@ def _fail(line: str, code: int = 1) -> NoReturn:
 def root(
     context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
 ) -> None:
-    """kvfold makes the KV cache of a language model 3.8 to 7 times smaller.
+    """kvfold makes the KV cache of a language model 3.6 to 6.8 times smaller.
 
     Try: `kvfold recipes`, `kvfold plan Qwen3-8B --memory 80GiB`, `kvfold eval embedded -r fold4 -r fold2`.
     """

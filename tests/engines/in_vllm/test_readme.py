@@ -93,6 +93,7 @@ def test_make_serve_starts_answers_and_ends(tmp_path: Path):
         assert "Paris" in answer
         assert chat(stream=True) == answer
         children = psutil.Process(process.pid).children(recursive=True)
+        served = log.read_text()
         process.terminate()
         process.wait(timeout=300)
         while any(map(runs, children)):  # Python's resource tracker ends after the others
@@ -101,4 +102,6 @@ def test_make_serve_starts_answers_and_ends(tmp_path: Path):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     assert children
-    assert "Traceback" not in log.read_text()
+    assert "Traceback" not in served
+    # While it ends, vLLM may log an EngineDeadError: its output handler races with the end of its engine.
+    assert f"{os.sep}src{os.sep}kvfold{os.sep}" not in log.read_text()[len(served) :]
