@@ -72,7 +72,7 @@ class LayerStatistics:
     Moments of what is read are weighted by what errors cost (see `_costs`). The mean of values is their centre: a token
     loses in proportion to its distance from the centre. So centres lie near attention sinks, above all near the value
     of the first token, where a plain mean would cost most. The centre of keys is their plain mean: around one near the
-    key of the first token, far from all others, KL was higher in bfloat16.
+    key of the first token, far from all others, KL was higher.
     """
 
     q: Moments
@@ -224,7 +224,7 @@ class Statistics:
             "layers": str(len(self.layers)),
             "rope": TypeAdapter(Rope).dump_json(self.rope).decode(),
             "source": self.source,
-            "windows": str(self.passages),  # the name in older checkpoints
+            "passages": str(self.passages),
         }
         write_whole(path.parent, {path.name: save(tensors, header)})
 
@@ -232,7 +232,7 @@ class Statistics:
     def passages_in(path: Path) -> int:
         """The number of passages in a saved file. Reads only its header."""
         with safe_open(path, "pt") as file:
-            return int(file.metadata()["windows"])
+            return int(file.metadata()["passages"])
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -245,7 +245,7 @@ class Statistics:
                     named[int(layer)][name] = file.get_tensor(key)
             rope = TypeAdapter(Rope).validate_json(header["rope"])
             layers = [LayerStatistics.from_tensors(layer) for layer in named]
-            return cls(layers, rope, header["source"], int(header["windows"]))
+            return cls(layers, rope, header["source"], int(header["passages"]))
         except (SafetensorError, KeyError, IndexError, ValueError) as error:
             raise ValueError(
                 f"{path} holds no calibration statistics: {error}; it only keeps what an interrupted run has done, so "
