@@ -341,7 +341,7 @@ def drafts() -> str:
 
 
 def steps() -> str:
-    """Whole decode steps of transformers; rows of the redesign are newer than those of step-h200.csv."""
+    """Whole decode steps of transformers, with 0.3; rows of the redesign are newer than those of step-h200.csv."""
     cases = [(32, 16384), (32, 8192), (8, 100000), (8, 32768), (8, 8192), (1, 100000), (1, 32768), (1, 8192)]
     speeds: dict[tuple[str, int, int], str] = {}
     for name in ("step-h200.csv", "redesign-step-h200.csv"):
@@ -393,7 +393,6 @@ NOT_RUN = {  # examples that the tests of the documents do not run: what they ne
     "demo": "needs some minutes",
     "selftest": "needs some minutes",
     "bench kernels": "needs a GPU",
-    "bench step": "needs a GPU",
     "bench serving": "needs a server",
     "bench soak": "needs a server",
 }

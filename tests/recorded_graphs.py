@@ -7,7 +7,6 @@ the host is refused.
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from kvfold.ops.attend import attend_gpu as attend
 from kvfold.ops.cards import card_of
 from kvfold.ops.dispatch import AMPERE, Choice, Ops
 from kvfold.ops.store import store_gpu as store
-from kvfold.paged import PagedCache
 
 aten = torch.ops.aten
 REFUSED = (aten._local_scalar_dense, aten.nonzero, aten.lift_fresh, aten.masked_select)
@@ -77,7 +75,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable, Callable], 
             call()
         begin()
         recording = Recording(monkeypatch)
-        with recording, patch.object(PagedCache, "check_faults"):  # as while a GPU captures
+        with recording:
             result = call()
         recording.live = False
         for tensor in tree_leaves(result):
@@ -89,5 +87,4 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable, Callable], 
 
 def use_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches on the CPU run Triton's kernels, interpreted."""
-    for module in ("kvfold.paged.cache", "kvfold.bench.model_steps"):
-        monkeypatch.setattr(f"{module}.choose", lambda *_, **__: KERNELS)
+    monkeypatch.setattr("kvfold.paged.cache.choose", lambda *_, **__: KERNELS)

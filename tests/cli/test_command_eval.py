@@ -1,4 +1,4 @@
-"""`kvfold eval`, `kvfold generate` and `kvfold bench decode`."""
+"""`kvfold eval` and `kvfold generate`."""
 
 import csv
 import json
@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from commands import HEAD_DIM, KV_HEADS, LAYERS, plain, run
+from commands import LAYERS, plain, run
 from typer.testing import CliRunner
 
 from kvfold.cli import app
@@ -120,21 +120,6 @@ def test_generate_says_why_a_short_cache_is_larger(small: Path):
     )
     without = plain(run(*arguments, "-r", "int4:centre=false", "-p", "a" * 20).stderr)
     assert "open block" not in without
-
-
-def test_bench_decode(small: Path, means: Path, tmp_path: Path):
-    arguments = ("bench", "decode", small, "-r", "int4", "-r", "int2:block=64", "--artifact", means)
-    sizes = ("--context", 100, "--batch", 2, "--steps", 2)
-    result = run(*arguments, *sizes, "--json", tmp_path / "rows.json", "--csv", tmp_path / "rows.csv")
-    rows = json.loads((tmp_path / "rows.json").read_text())
-    assert [row["recipe"] for row in rows] == ["transformers", "int4", "int2:block=64"]
-    assert all(row["recipe"] in plain(result.stdout) for row in rows)
-    assert all(row["tokens_per_s"] > 0 and row["context"] == 100 and row["batch"] == 2 for row in rows)
-    assert rows[0]["ratio"] == 1
-    head_tokens = LAYERS * KV_HEADS * 2  # of two sequences
-    assert rows[1]["cache_bytes"] == head_tokens * 7 * 16 * 2 * (HEAD_DIM // 2 + 4)  # 102 tokens are 7 pages of 16
-    with (tmp_path / "rows.csv").open() as file:
-        assert [row["recipe"] for row in csv.DictReader(file)] == [row["recipe"] for row in rows]
 
 
 # The embedded model: a real one

@@ -36,9 +36,7 @@ COMMANDS = (
     "serve",
     "demo",
     "selftest",
-    "bench decode",
     "bench kernels",
-    "bench step",
     "bench serving",
     "bench soak",
 )
@@ -103,7 +101,7 @@ def completed(words: str, **environment: str) -> list[str]:
 
 def test_completion_of_commands_options_recipes_and_examples():
     assert completed("kvfold pu") == ["push", "pull"]
-    assert completed("kvfold bench st") == ["step"]
+    assert completed("kvfold bench so") == ["soak"]
     assert completed("kvfold check embedded --max-k") == ["--max-kl"]
     assert completed("kvfold serve embedded -r oscar") == ["oscar-int2"]
     assert completed("kvfold plan Llama-3") == ["Llama-3.1-8B"]
@@ -184,7 +182,7 @@ def test_a_full_gpu_is_explained_in_one_line(error_of, monkeypatch):
     assert line.startswith("error: the GPU's memory is full: give a shorter --context or fewer --tokens (CUDA out of")
 
 
-@pytest.mark.parametrize("command", [("eval",), ("generate", "-p", "Hello"), ("bench", "decode")], ids=" ".join)
+@pytest.mark.parametrize("command", [("eval",), ("generate", "-p", "Hello")], ids=" ".join)
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
@@ -217,7 +215,6 @@ def test_a_prompt_that_is_not_utf_8(error_of):
         ("generate", "-p", "Hello"),
         ("calibrate", "--out", "means"),
         ("fold", "-r", "oscar-int2", "--out", "folded"),
-        ("bench", "decode", "-r", "int4"),
     ],
     ids=lambda command: command[0],
 )
@@ -249,7 +246,7 @@ COMMANDS_WITH_TARGETS = [
     *(("eval", "nobody/nothing", "-r", "int4", option) for option in ("--json", "--csv", "--html")),
     *(("tune", "nobody/nothing", "--out", "new", "--bits", "3", option) for option in ("--json", "--png")),
     *(("inspect", "nobody/nothing", option) for option in ("--json", "--png")),
-    *(("bench", "decode", "nobody/nothing", "-r", "int4", option) for option in ("--json", "--csv")),
+    *(("bench", "kernels", option) for option in ("--json", "--csv")),
     ("check", "nobody/nothing", "--html"),
     ("demo", "--html"),
     ("doctor", "--json"),

@@ -29,7 +29,6 @@ LESS = {  # work for the tiny model, so that a command takes a second
     "eval": ("--tokens", "128", "--context", "64"),
     "tune": ("--tokens", "128", "--bits", "5", "--context", "2048"),
     "generate": ("--max-tokens", "2"),
-    "bench decode": ("--context", "64", "--steps", "2"),
 }
 
 

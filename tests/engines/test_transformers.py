@@ -341,35 +341,6 @@ def test_chunked_prefill_in_generate(small_model, small_caches, words, recipe):
         assert torch.equal(got, generate(small_model, inputs, other, **options))
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "int4:block=7", "kivi-2"])
-@pytest.mark.parametrize("reserve", [0, 30, 100])
-def test_a_step_that_was_begun_before_the_call(recipe, reserve):
-    """The logits are those of a call that begins its step itself, with positions that the model counts itself."""
-    model = tiny()
-    tokens = random_tokens(60, batch=2)
-    plain, begun = (kvfold.cache(model, recipe, means(model)) for _ in range(2))
-    for chunk in tokens.split([20, 7, *[1] * 33], dim=1):
-        before = begun.get_seq_length()
-        begun.begin(*chunk.shape, reserve=reserve)
-        assert begun.get_seq_length() == before
-        assert torch.equal(logits_of(model, chunk, begun), logits_of(model, chunk, plain))
-        assert begun.get_seq_length() == plain.get_seq_length() == before + chunk.shape[1]
-    begun.begin(2, 1)
-    begun.crop(-1)  # a step that is taken back is not begun any more
-    assert torch.equal(logits_of(model, tokens[:, :1], begun), logits_of(model, tokens[:, :1], plain))
-
-
-def test_a_padded_step_that_was_begun_before_the_call():
-    model = tiny()
-    tokens, mask = random_tokens(20, batch=2), torch.ones(2, 20, dtype=torch.int64)
-    mask[1, :8] = 0
-    plain, begun = (kvfold.cache(model, "int4:block=7", means(model)) for _ in range(2))
-    begun.begin(2, 20, mask, reserve=40)
-    got, expected = (logits_of(model, tokens, cache, attention_mask=mask) for cache in (begun, plain))
-    assert torch.equal(got[mask.bool()], expected[mask.bool()])
-    assert begun.paged.lengths == [20, 12]
-
-
 def test_repeat_and_select():
     model = tiny()
     tokens, artifact = random_tokens(30, batch=2), means(model)

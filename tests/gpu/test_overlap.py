@@ -17,7 +17,6 @@ from kvfold.bench.cuda_graphs import capture
 from kvfold.bench.expected_ops import naive_attend_error, on_cpu
 from kvfold.bench.kernel_cases import Case
 from kvfold.bench.kernel_times import fill
-from kvfold.bench.model_steps import with_layers
 from kvfold.bench.random_fits import random_artifact
 from kvfold.engines.serving import Config, Layer, Plan
 from kvfold.geometry import example_configs
@@ -26,7 +25,7 @@ from kvfold.ops.pages import HostLengths, Logits, Step
 from kvfold.recipes import parse
 
 DEVICE = torch.device("cuda")
-MODEL = with_layers(example_configs()["Qwen3-8B"], 1)
+MODEL = {**example_configs()["Qwen3-8B"], "num_hidden_layers": 1}
 PAGE = 64
 
 RECIPES = [

@@ -124,50 +124,6 @@ def test_a_split_part_remembers_for_itself():
     assert len(asked) == 6, "each once, for each argument"
 
 
-# --- in the place of the last one
-
-
-def placed(first: list[Sequence], second: list[Sequence]) -> tuple[Step, Step, Step]:
-    last, step = (described(each, 4, 4) for each in (first, second))
-    last.places, last.filled  # noqa: B018 - what a step has computed for itself must not be taken over
-    return last, step, step.placed_in(last)
-
-
-def test_placed_in():
-    first = [Sequence([5, 1], 5, 6), Sequence([0], 2, 3)]
-    second = [Sequence([5, 1], 6, 7), Sequence([2], 3, 4)]
-    last, step, result = placed(first, second)
-    assert_describes(result, second)
-    tensors = ("locations", "query_starts", "starts", "lengths", "table", "rings")
-    assert all(getattr(result, name) is getattr(last, name) for name in tensors)
-    assert not any(getattr(result, name) is getattr(step, name) for name in tensors)
-    assert [x.tolist() for x in result.places] == [[1, 2], [2, 3]]
-    assert [x.tolist() for x in result.filled] == [[1], [0]]
-
-
-@pytest.mark.parametrize(
-    "second",
-    [
-        [Sequence([5, 1], 5, 7), Sequence([0], 2, 3)],  # more tokens
-        [Sequence([5, 1], 5, 6)],  # fewer sequences
-        [Sequence([5, 1], 5, 6), Sequence([0], 2, 3), Sequence([3], 0, 1)],
-        [Sequence([5, 1], 5, 7), Sequence([0], 3, 3)],  # as many tokens, of one sequence
-    ],
-)
-def test_what_has_another_size_keeps_its_own_place(second):
-    first = [Sequence([5, 1], 5, 6), Sequence([0], 2, 3)]
-    last, step, result = placed(first, second)
-    assert result is step
-    assert_describes(step, second)
-    assert_describes(last, first)
-
-
-def test_another_table_keeps_its_own_place():
-    one = [Sequence([5, 1], 5, 6)]
-    other = described(one, 5, 4)
-    assert other.placed_in(described(one, 4, 4)) is other
-
-
 # --- full pages
 
 

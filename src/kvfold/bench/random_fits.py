@@ -20,12 +20,12 @@ FIT_TOKENS = 320
 
 @lru_cache(maxsize=512)
 def random_codecs(
-    recipe: Recipe, head_dim: int, q_heads: int, kv_heads: int, raw_dtype: torch.dtype, layer: int = 0
+    recipe: Recipe, head_dim: int, q_heads: int, kv_heads: int, raw_dtype: torch.dtype
 ) -> tuple[Codec, Codec]:
-    """The codecs of a layer. All layers are fitted to the same states."""
-    geometry = Geometry.uniform("any", layer + 1, q_heads, kv_heads, head_dim)
-    fits = dict.fromkeys(geometry.packed, _fit(recipe, q_heads, kv_heads, head_dim, head_dim))
-    return Fitted(recipe, geometry, fits).layer_codecs(layer, raw_dtype)
+    """The codecs of a layer."""
+    geometry = Geometry.uniform("any", 1, q_heads, kv_heads, head_dim)
+    fits = {0: _fit(recipe, q_heads, kv_heads, head_dim, head_dim)}
+    return Fitted(recipe, geometry, fits).layer_codecs(0, raw_dtype)
 
 
 def random_artifact(config: Mapping[str, Any], recipes: Sequence[Recipe], folded: bool = False) -> Artifact:

@@ -10,11 +10,9 @@ import typer
 from rich.markup import escape
 from safetensors import SafetensorError
 
-from kvfold.cli.bench_decode import decode
 from kvfold.cli.bench_kernels import kernels
 from kvfold.cli.bench_serving import serving
 from kvfold.cli.bench_soak import soak
-from kvfold.cli.bench_step import step
 from kvfold.cli.command_calibrate import calibrate
 from kvfold.cli.command_check import check
 from kvfold.cli.command_demo import demo
@@ -48,7 +46,7 @@ They complete in your shell after [bold]kvfold --install-completion[/]."""
 UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]  # of typer's click, which has no public name
 
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode="markdown")
-bench = typer.Typer(help="Benchmarks of kernels, steps and servers.\n\nExample: `kvfold bench kernels --explain`")
+bench = typer.Typer(help="Benchmarks of kernels and servers.\n\nExample: `kvfold bench kernels --explain`")
 app.add_typer(bench, name="bench")
 
 
@@ -104,8 +102,6 @@ app.command()(generate)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
 app.command()(demo)
 app.command()(selftest)
-bench.command()(decode)
 bench.command()(kernels)
-bench.command()(step)
 bench.command()(serving)
 bench.command()(soak)

@@ -133,7 +133,7 @@ class PackedLayer(CacheLayerMixin):
         return Incoming(self.cache, self.number, key_states), Incoming(self.cache, self.number, value_states)
 
     def get_seq_length(self) -> int:
-        return self.cache.tokens - self.cache.begun
+        return self.cache.tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
@@ -208,7 +208,6 @@ class PackedCache(Cache):
         self.layers = self._new_layers()
         self.paged: PagedCache | None = None
         self.tokens = 0  # columns of the batch so far, padding included
-        self.begun = 0  # columns of a step that `begin` has made and no forward call has used yet
         self.thread = 0  # whose forward call is between the first and the last packed layer; 0: none, -1: of several
 
     @property
@@ -239,7 +238,7 @@ class PackedCache(Cache):
         """
         n, padding, number = q.shape[2], mask, self.geometry.packed.index(layer)
         self._enter()
-        begins = number == 0 and not self.begun and not again
+        begins = number == 0 and not again
         earlier = self.tokens if begins else self.tokens - n
         out = q.new_empty(q.shape[0], n, q.shape[1], v.shape[-1])
         try:
@@ -247,9 +246,8 @@ class PackedCache(Cache):
                 self._check(mask, earlier)
                 padding = mask.any(dim=2).squeeze(1)
             if begins:
-                self.begin(q.shape[0], n, padding)
+                self._begin(q.shape[0], n, padding)
             assert self.paged is not None
-            self.begun = 0
             queries, keys, values = (x.transpose(1, 2) for x in (q, k, v))
             if again:
                 self.paged.read(number, queries, logits, out)
@@ -296,13 +294,8 @@ class PackedCache(Cache):
                 f"{self.recipe} quantizes whole pages, which tokens of an image cannot read: use another recipe"
             )
 
-    def begin(self, sequences: int, n: int, mask: Tensor | None = None, reserve: int = 0) -> None:
-        """Make room for a step of n tokens per sequence. The first step also makes pages for `reserve` tokens.
-
-        The model's forward call does this by itself. After `begin`, the call does no bookkeeping. So it can be captured
-        in a CUDA graph and replayed, with another `begin` before each replay. `get_seq_length`
-        counts the step only after a forward call. A replay is not a forward call.
-        """
+    def _begin(self, sequences: int, n: int, mask: Tensor | None) -> None:
+        """Make room for a step of n tokens per sequence."""
         if self.paged is None:
             self.paged = PagedCache(
                 list(self.codecs.values()),
@@ -314,14 +307,11 @@ class PackedCache(Cache):
                 device=self.device,
                 shared=[n for n, layer in enumerate(self.geometry.packed) if layer in self.geometry.targets],
             )
-            if reserve:
-                self.paged.reserve(reserve)
         if sequences != len(self.paged.lengths):
             raise ValueError(f"the cache holds {len(self.paged.lengths)} sequences, the call brings {sequences}")
         counts = [n] * sequences if mask is None else _left_padded(mask, n, self.paged.lengths)
         self.paged.extend(counts)
         self.tokens += n
-        self.begun = n
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens of every sequence (transformers passes a negative number).
@@ -337,7 +327,6 @@ class PackedCache(Cache):
             super().crop(-removed)
             self.paged.crop(counts)
             self.tokens -= removed
-            self.begun = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.paged is not None:

@@ -121,15 +121,6 @@ class Step(Once):
         assert self.host is not None, "this op needs lengths on the host"
         return self.host
 
-    def placed_in(self, last: "Step") -> "Step":
-        """This step, copied into the tensors of `last` if all sizes agree: a captured CUDA graph reads it there."""
-        pairs = [(old, getattr(self, name)) for name, old in vars(last).items() if isinstance(old, Tensor)]
-        if last.max_queries != self.max_queries or any(old.shape != new.shape for old, new in pairs):
-            return self
-        for old, new in pairs:
-            old.copy_(new)
-        return replace(last, host=self.host)
-
     def split(self, keys: Iterable[Hashable]) -> list[tuple[Any, slice, "Step"]]:
         """One step per group of neighbouring sequences with equal keys: key, rows of q, k and v, step. A group without
         new tokens gives no step."""

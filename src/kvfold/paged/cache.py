@@ -49,7 +49,6 @@ class PagedCache:
         self.ring_table = torch.arange(sequences, device=self.device).view(-1, 1)  # the blocks of rings, per sequence
         self.kept_from = [0] * sequences  # the first token that is still in the ring, per sequence
         self._undo: _Undo | None = None
-        self.reserved = 0  # pages per sequence
         self.step = NO_STEP
         self.counts: list[int] = []  # new tokens of the step, per sequence
         self.faults = torch.zeros(0, dtype=torch.uint8, device=self.device)
@@ -72,12 +71,6 @@ class PagedCache:
         """Bytes of all pages and rings, in use or not."""
         return sum(tensor.untyped_storage().nbytes() for tensor in (*self.pools, *self.rings))
 
-    def reserve(self, tokens: int) -> None:
-        """Make room for sequences of `tokens` tokens. Up to that length, steps of one token each move no memory. A step
-        of the same size as the last is written into its tensors, so a CUDA graph of it can be replayed."""
-        self.reserved = -(-tokens // self.tables.page_size)
-        self._grow(len(self.lengths) * self.reserved)
-
     def extend(self, counts: Sequence[int]) -> None:
         """Begin a step: make room for `counts[i]` more tokens in sequence i."""
         starts = list(self.lengths)
@@ -92,9 +85,7 @@ class PagedCache:
         for pool in self.pools:
             for source, target in copies:
                 pool[target] = pool[source]
-        step = self._describe(starts)
-        same = self.reserved and list(counts) == self.counts
-        self.step, self.counts = step.placed_in(self.step) if same else step, list(counts)
+        self.step, self.counts = self._describe(starts), list(counts)
 
     def _grow(self, pages: int) -> None:
         """Make room for `pages` pages."""
@@ -115,7 +106,7 @@ class PagedCache:
         """The step that takes sequences from `starts` to `lengths` tokens. Those without new tokens are not in it."""
         rows = [row for row, (start, length) in enumerate(zip(starts, self.lengths, strict=True)) if length > start]
         held = [self.tables.pages[row] for row in rows]
-        table = np.zeros((len(rows), max(self.reserved, *map(len, held), 0)), dtype=np.int64)
+        table = np.zeros((len(rows), max(map(len, held), default=0)), dtype=np.int64)
         for row, pages in zip(table, held, strict=True):
             row[: len(pages)] = array("q", pages)  # many times faster than from a list
         host = HostLengths([starts[row] for row in rows], [self.lengths[row] for row in rows])
@@ -174,9 +165,8 @@ class PagedCache:
         return out
 
     def check_faults(self) -> None:
-        """Raise if `store` could not store a token. Does nothing while a CUDA graph is captured."""
-        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if not capturing and self.faults.any():
+        """Raise if `store` could not store a token."""
+        if self.faults.any():
             self.faults.zero_()
             raise ValueError(UNSTORABLE)
 
