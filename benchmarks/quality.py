@@ -3,10 +3,10 @@
     kvfold calibrate MODEL --out fits --text calibration.txt $(python benchmarks/quality.py --flags)
     python benchmarks/quality.py MODEL --artifact fits --out results --text wiki.test.raw \\
         --context 4096 32768 --tokens 24576 98304 --needle 4096 16384 32768 --tool-calls 16384 \\
-        --haystack novel.txt wiki.test.raw --gsm8k test.jsonl --problems 400 --recipes bf16 saw-int4 gtq-k3v3
+        --haystack novel.txt wiki.test.raw --tasks gsm8k --recipes bf16 saw-int4 gtq-k3v3
     python benchmarks/summary.py results
 
-writes results/quality.csv, needle.csv, tool-calls.csv, gsm8k.csv and, with --layers, layers.csv. The last line prints
+writes results/quality.csv, needle.csv, tool-calls.csv, tasks.csv and, with --layers, layers.csv. The last line prints
 them as tables with intervals. Recipes run in the order given. All measurements of a recipe are made before those of the
 next one, and rows are written as soon as they are measured. So a run that is cut short leaves whole recipes.
 """
@@ -27,11 +27,11 @@ from transformers import DynamicCache
 import kvfold
 from kvfold.artifact import TEXT, Artifact
 from kvfold.calibration.text_overlap import check_disjoint
-from kvfold.evaluate.gsm8k import gsm8k, read_problems
 from kvfold.evaluate.layer_attention import diagnose
 from kvfold.evaluate.logits import LONG as FAR
 from kvfold.evaluate.logits import Scores, compare
 from kvfold.evaluate.needle import DEPTHS, TRIALS, needle_suite
+from kvfold.evaluate.tasks import check_tasks, lm_eval_tasks
 from kvfold.evaluate.tool_calls import TRIALS as TOOL_TRIALS
 from kvfold.evaluate.tool_calls import tool_calls
 from kvfold.files import append_rows
@@ -108,8 +108,7 @@ LONG = [
     "tq-k2v2:block=256",
     *(name for name in PUBLISHED if "per_head" not in name),
 ]
-NEW_TOKENS = 320  # the most tokens of an answer
-FILES = ("quality", "layers", "needle", "tool-calls", "gsm8k")
+FILES = ("quality", "layers", "needle", "tool-calls", "tasks")
 
 
 def main() -> None:
@@ -134,7 +133,7 @@ class Run:
 
     def __init__(self, options: argparse.Namespace, names: list[str]) -> None:
         self.options = options
-        self.problems = read_problems(options.gsm8k, options.problems) if options.gsm8k else None
+        check_tasks(options.tasks)
         self.model, self.tokenizer = load_model(options.model, options.dtype)
         self.artifact = Artifact.load(options.artifact)
         whole = str(self.artifact.metadata.model.key_dim)
@@ -168,10 +167,9 @@ class Run:
                 yield "needle", [asdict(row) for row in needle_suite(*of, [length], options.depths, trials)]
             for length in options.tool_calls:
                 yield "tool-calls", [asdict(row) for row in tool_calls(*of, [length], options.trials or TOOL_TRIALS)]
-        if self.problems:
-            score = gsm8k(self.model, self.tokenizer, make, self.problems, options.problems, NEW_TOKENS)
-            measured = {"exact_match": score.exact_match, "standard_error": round(score.standard_error, 4)}
-            yield "gsm8k", [{"problems": score.problems, **measured}]
+        if options.tasks:
+            scores = lm_eval_tasks(self.model, self.tokenizer, make, options.tasks)
+            yield "tasks", [{"task": task, "score": score} for task, score in scores.items()]
 
     def quality(self, name: str, context: int, tokens: int) -> dict[str, Any]:
         """Perplexity and KL. The row of the 16-bit cache has the noise floor: KL of transformers' own cache."""
@@ -247,8 +245,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--trials", type=int, help=f"haystacks per depth of needles ({TRIALS}) and of tool calls ({TOOL_TRIALS})"
     )
-    parser.add_argument("--gsm8k", type=Path, help="test.jsonl")
-    parser.add_argument("--problems", type=int, default=400)
+    parser.add_argument("--tasks", nargs="*", default=[], help="tasks of lm-eval, or YAML files that describe a task")
     parser.add_argument("--panel", choices=("all", "long"), default="all")
     parser.add_argument(
         "--recipes",

@@ -2,8 +2,8 @@
 
     python benchmarks/summary.py results
 
-reads quality.csv, needle.csv, tool-calls.csv and gsm8k.csv in the folder, those that are there. Intervals are drawn
-over haystacks. Differences are those to `bf16` on the same haystacks, in points.
+reads quality.csv, needle.csv, tool-calls.csv and gsm8k.csv (of 0.3) in the folder, those that are there. Intervals are
+drawn over haystacks. Differences are those to `bf16` on the same haystacks, in points.
 """
 
 import argparse

@@ -7,7 +7,6 @@ import torch
 from tiny_models import HYBRIDS, tiny
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvfold.evaluate.gsm8k import Problem, Problems
 from kvfold.evaluate.logits import compare
 from kvfold.evaluate.needle import DEPTHS, TASKS
 from kvfold.evaluate.run import Haystacks, evaluate
@@ -33,15 +32,14 @@ def small(embedded):
         eos_token_id=tokenizer.eos_token_id,
     )
     model = LlamaForCausalLM(config).eval()
-    # So that generation ends after a token, and every problem stays unsolved.
+    # So that generation ends after a token.
     model.generation_config.eos_token_id = list(range(len(tokenizer)))
     return model, tokenizer, tokenize(default_text("evaluation"), tokenizer, 1200)
 
 
-def test_the_suites_and_gsm8k_are_measured_for_every_recipe(small, monkeypatch):
+def test_the_suites_are_measured_for_every_recipe(small, monkeypatch):
     monkeypatch.setattr("kvfold.evaluate.tool_calls.MOST_TOKENS", 2)
     model, tokenizer, tokens = small
-    problem = Problem("How much is 1 and 1?", "#### 2")
     shares: list[float] = []
     report = evaluate(
         model,
@@ -50,7 +48,6 @@ def test_the_suites_and_gsm8k_are_measured_for_every_recipe(small, monkeypatch):
         tokens[:64],
         64,
         haystacks=Haystacks({"one": tokens, "other": tokens.flip(0)}, [500], [1100], trials=1),
-        problems=Problems([problem], [problem]),
         advance=shares.append,
     )
     for row in report.rows:
@@ -59,7 +56,6 @@ def test_the_suites_and_gsm8k_are_measured_for_every_recipe(small, monkeypatch):
         calls = [(call.text, call.length, call.trial, call.call) for call in row.tool_calls]
         assert calls == list(product(("one", "other"), [1100], range(1), range(CALLS)))
         assert not any(call.valid or call.exact for call in row.tool_calls)  # random weights
-        assert (row.gsm8k, row.gsm8k_error) == (0, 0)
         assert row.kl_beyond_16k is None
         assert row.tasks is None
     assert sum(shares) == pytest.approx(1, abs=0.02)
@@ -68,7 +64,7 @@ def test_the_suites_and_gsm8k_are_measured_for_every_recipe(small, monkeypatch):
 def test_only_what_is_asked_for_is_measured(small):
     model, tokenizer, tokens = small
     (row,) = evaluate(model, tokenizer, [], tokens[:64], 64).rows
-    assert (row.suite, row.tool_calls, row.gsm8k, row.tasks) == (None, None, None, None)
+    assert (row.suite, row.tool_calls, row.tasks) == (None, None, None)
 
 
 def test_every_cache_is_asked_about_the_text(small):

@@ -48,10 +48,6 @@ def eval_(
         int | None,
         typer.Option(help="Haystacks per text and length: of tool calls (5), and of each needle depth (3).", min=1),
     ] = None,
-    gsm8k: Annotated[
-        Path | None, typer.Option("--gsm8k", help="A local GSM8K file (jsonl with question and answer).")
-    ] = None,
-    problems: Annotated[int, typer.Option(help="How many problems of the GSM8K file to ask.", min=1)] = 200,
     tasks: Annotated[
         list[str] | None,
         typer.Option("--tasks", help="A task of lm-eval whose data is on this machine, or its YAML file; repeatable."),
@@ -62,16 +58,14 @@ def eval_(
     A run that was interrupted goes on when the same command is run again.
 
     Example: `kvfold eval embedded -r int4 -r saw-int4:block=64 --tokens 4096 --html report.html`, or
-    `kvfold eval Qwen/Qwen3-8B -r oscar-int2 --artifact fits --needle 4096 --needle 32768 --gsm8k test.jsonl`, or
+    `kvfold eval Qwen/Qwen3-8B -r oscar-int2 --artifact fits --needle 4096 --needle 32768 --tasks gsm8k`, or
     `kvfold eval Qwen/Qwen3-8B -r saw-int4 --tool-calls 16384 --haystack novel.txt --haystack code.txt --trials 10`
     """
-    from kvfold.evaluate.gsm8k import read_problems
     from kvfold.evaluate.page import write_html
     from kvfold.evaluate.report import Report, rows, table
     from kvfold.evaluate.run import Haystacks, evaluate
     from kvfold.recipes import method_source
 
-    asked = None if gsm8k is None else read_problems(gsm8k, problems)
     means, words = find_artifact(artifact, model, recipe), read_text(text, "evaluation")
     hay = haystack_texts(haystack or ()) if needle or tool_calls else {}
     panel = choose_recipes(recipe, means)
@@ -84,7 +78,7 @@ def eval_(
     methods = [(str(each), method_source(each)) for each in panel]
     learned = (means.tensors, means.metadata.rope) if means else None
     defined = [Path(task).read_text() if Path(task).is_file() else task for task in tasks or ()]
-    parts = parts_in_cache(hash_of(model, network, methods, learned, ids, context, haystacks, asked, defined))
+    parts = parts_in_cache(hash_of(model, network, methods, learned, ids, context, haystacks, defined))
 
     def save(report: Report) -> None:
         write_csv(csv_file, rows(report))
@@ -102,7 +96,6 @@ def eval_(
                 artifact=means,
                 names=(model, text.name if text else DOCUMENTATION),
                 haystacks=haystacks,
-                problems=asked,
                 tasks=tasks or (),
                 layers=layers,
                 answers=html is not None,

@@ -33,7 +33,7 @@ class LayerBits:
 
 @dataclass(frozen=True)
 class Row:
-    """One recipe. Shares (`top1`, `copy`, `needle`, `gsm8k`) lie between 0 and 1. None: not measured."""
+    """One recipe. Shares (`top1`, `copy`, `needle`) lie between 0 and 1. None: not measured."""
 
     recipe: str
     bits_per_element_2k: float
@@ -53,8 +53,6 @@ class Row:
     kl_tail_beyond_16k: float | None = None
     suite: "list[NeedleRow] | None" = None  # the needle suite
     tool_calls: "list[ToolCallRow] | None" = None
-    gsm8k: float | None = None
-    gsm8k_error: float | None = None  # the standard error
     tasks: dict[str, float] | None = None  # scores of lm-eval, by task and metric
     layers: "list[LayerRow] | None" = None  # effects of quantized keys on attention, per layer
     layer_bits: list[LayerBits] | None = None
@@ -217,14 +215,12 @@ def name_of(row: Row, report: Report) -> str:
 def more_columns(report: Report) -> list[str]:
     """Copying, needles, and the columns of optional measurements, which are made for all recipes or for none."""
     measured = report.reference
-    gsm8k = ["GSM8K"] if measured.gsm8k is not None else []
     layers = ["attention\nKL", "top-10\nkept", "logit\nerror"] if measured.layers else []
     beyond = BEYOND_COLUMNS if measured.kl_beyond_16k is not None else []
-    return ["copy", "needle", *beyond, *layers, *gsm8k, *(task.replace(" ", "\n") for task in measured.tasks or ())]
+    return ["copy", "needle", *beyond, *layers, *(task.replace(" ", "\n") for task in measured.tasks or ())]
 
 
 def more_cells(row: Row) -> list[str]:
-    gsm8k = [] if row.gsm8k is None else [f"{100 * row.gsm8k:.1f} %" + _error(row.gsm8k_error)]
     layers, beyond = [], []
     if row.layers:
         kl, top, error = (fmean(getattr(layer, name) for layer in row.layers) for name in LAYER_NUMBERS)
@@ -236,7 +232,7 @@ def more_cells(row: Row) -> list[str]:
             spell_kl(row.kl_tail_beyond_16k),
         ]
     found = [spell_share(row.copy), spell_share(row.needle)]
-    return [*found, *beyond, *layers, *gsm8k, *(f"{score:.3f}" for score in (row.tasks or {}).values())]
+    return [*found, *beyond, *layers, *(f"{score:.3f}" for score in (row.tasks or {}).values())]
 
 
 def _summary_cells(summary: Summary) -> list[str]:
@@ -246,10 +242,6 @@ def _summary_cells(summary: Summary) -> list[str]:
         points = f"{100 * against.mean:+.1f} ({100 * against.low:+.1f} to {100 * against.high:+.1f})"
     share, low, high = (100 * number for number in (found.mean, found.low, found.high))
     return [summary.measure, f"{summary.length:,}", f"{share:.1f} %", f"{low:.0f} to {high:.0f}", points]
-
-
-def _error(number: float | None) -> str:
-    return "" if number is None else f" ± {100 * number:.1f}"
 
 
 def _decimals(number: float) -> int:

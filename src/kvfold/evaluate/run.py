@@ -13,7 +13,6 @@ from kvfold.calibration.fit import versions
 from kvfold.calibration.text_overlap import check_disjoint
 from kvfold.engines.transformers import PackedCache, cache
 from kvfold.evaluate.answers import QUESTION, answer
-from kvfold.evaluate.gsm8k import Problems, gsm8k
 from kvfold.evaluate.layer_attention import LayerRow, diagnose
 from kvfold.evaluate.logits import LONG, Scores, compare
 from kvfold.evaluate.needle import TRIALS as NEEDLE_TRIALS
@@ -67,7 +66,6 @@ def evaluate(
     artifact: Artifact | None = None,
     names: tuple[str, str] = ("", ""),  # the names of model and text
     haystacks: Haystacks | None = None,  # of needles and tool calls
-    problems: Problems | None = None,  # of GSM8K
     tasks: Sequence[str] = (),  # of lm-eval
     layers: bool = False,  # whether to diagnose the attention of every layer
     answers: bool = False,  # whether to ask every cache about the text
@@ -99,7 +97,7 @@ def evaluate(
         model, scored, context, makes[REFERENCE], others, lambda share: advance(0.6 * share), parts.of("logits")
     )
     long = haystacks.measures if haystacks else 0
-    part = 0.4 / len(panel) / (1 + long + bool(problems) + bool(tasks))
+    part = 0.4 / len(panel) / (1 + long + bool(tasks))
     report = Report(
         model=names[0],
         text=names[1],
@@ -121,7 +119,7 @@ def evaluate(
             row = replace(row, answer=kept("answer", partial(answer, *asked)))
         advance(part)
         asked_for = _asked_for(
-            model, tokenizer, makes[name], haystacks, problems, tasks, lambda share: advance(part * share), kept
+            model, tokenizer, makes[name], haystacks, tasks, lambda share: advance(part * share), kept
         )
         if layers:
             asked_for["layers"] = [LayerRow(**each) for each in by_layer[name]]
@@ -142,7 +140,6 @@ def _asked_for(
     tokenizer: PreTrainedTokenizerBase,
     make: Make,
     haystacks: Haystacks | None,
-    problems: Problems | None,
     tasks: Sequence[str],
     advance: Callable[[float], None],
     parts: Parts,
@@ -165,9 +162,6 @@ def _asked_for(
                 advance=advance,
                 parts=parts.of("tool calls"),
             )
-    if problems:
-        score = gsm8k(model, tokenizer, make, problems, advance=advance, parts=parts.of("gsm8k"))
-        found |= {"gsm8k": score.exact_match, "gsm8k_error": score.standard_error}
     if tasks:
         found["tasks"] = parts("tasks", partial(lm_eval_tasks, model, tokenizer, make, tasks))
         advance(1)
