@@ -1,7 +1,6 @@
 import importlib.util
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -37,10 +36,3 @@ def _untouched_memory(_poisoned_memory: None) -> None:
 def embedded():
     """(model, tokenizer) of the embedded model, in float32 on the CPU."""
     return load_model(EMBEDDED, dtype="float32", device="cpu")
-
-
-@pytest.fixture(scope="session")
-def shared_data() -> Path | None:
-    """Evaluation text beside the checkout, or None: it is optional, and tests that need it skip without it."""
-    folder = Path(__file__).parents[2] / "shared" / "data"
-    return folder if folder.is_dir() else None

@@ -22,7 +22,6 @@ from kvfold.ops.attend.flash_attention_3 import SGLANG
 from kvfold.ops.sizes import ceil_div
 
 FP8 = torch.float8_e4m3fn
-AUTHORS = "flash_attn_interface"  # which the authors of FlashAttention 3 build
 WORKSPACE = 2**29  # bytes for FlashInfer's partial results
 ALLOWED, ALLOWED_FP8 = 0.02, 0.2  # relative errors; FP8 rounds queries, keys, values and weights by up to 6 % each
 

@@ -254,13 +254,6 @@ class Views(NamedTuple):
         codes = torch.cat([view[page, offset] for view in self.codes], dim=-1)
         return codes, torch.cat([view[page, offset % view.shape[1]] for view in self.meta], dim=-1)
 
-    def read_pages(self, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """The codes and metadata of all tokens of these pages."""
-        import torch
-
-        codes, meta = (torch.cat([view[pages] for view in views], dim=-1) for views in (self.codes, self.meta))
-        return codes, meta
-
     def write(self, index: tuple[Tensor, ...], codes: Tensor, meta: Tensor) -> None:
         """Metadata are copied as integers: ids in them may read as NaN, whose bits deterministic algorithms change on
         GPUs."""
