@@ -13,16 +13,18 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from kvfold.format.layout import PageLayout, affine_slot, codebook_slot, even_slot
-from kvfold.ops.attend.gluon.decode_step import _kernel, _shape
+from kvfold.ops.attend.gluon.decode_step import Kernel, _kernel, _shape
+from kvfold.ops.attend.gluon.open_block import Ring
 from kvfold.ops.cards import card_of
 from kvfold.ops.pdl import ALONE, Overlap
 
 KEYS = {
+    1: [(64, 4), (64, 2)],
     2: [(32, 4), (64, 2), (32, 1)],
     3: [(64, 4), (32, 2), (32, 1)],
     4: [(32, 8), (32, 4), (64, 2)],
 }
-VALUES = {2: [(128, 2)], 3: [(64, 4), (64, 2)], 4: [(128, 4)]}
+VALUES = {1: [(128, 2)], 2: [(128, 2)], 3: [(64, 4), (64, 2)], 4: [(128, 4)]}
 
 
 class Case(NamedTuple):
@@ -31,33 +33,57 @@ class Case(NamedTuple):
     page: int
     capability: tuple[int, int]
     block: int = 0
-    doubled: bool = False  # twice the coordinates
+    ring: tuple[int, int] = (0, 0)  # blocks of a ring, and their tokens
+    dims: int = 128
     queries: int = 1  # of a sequence, at most
     rule: str = "even"
+    raw: str = "bf16"
 
     @property
     def layout(self) -> PageLayout:
         if self.rule != "even":
-            slot = codebook_slot([(128, self.bits)]) if self.rule == "codebook" else affine_slot(128, self.bits)
+            slot = (
+                codebook_slot([(self.dims, self.bits)])
+                if self.rule == "codebook"
+                else affine_slot(self.dims, self.bits)
+            )
             return PageLayout(slot, slot, self.page)
-        by = 1 + self.doubled
-        key, value = (even_slot([(by * dims, bits) for dims, bits in side[self.bits]]) for side in (KEYS, VALUES))
-        return PageLayout(key, value, self.page)
+        slots = ([(dims * self.dims // 128, bits) for dims, bits in side[self.bits]] for side in (KEYS, VALUES))
+        return PageLayout(*map(even_slot, slots), self.page)
+
+    @property
+    def kernel(self) -> Kernel:
+        return _kernel(self.layout, card_of(self.capability), self.queries > 1)
+
+    @property
+    def shape(self) -> dict[str, int]:
+        return _shape(self.layout, self.ratio, self.queries)
+
+    @property
+    def block_numbers(self) -> int:
+        """Of a block of a ring, per KV head: 8 of them belong to no token."""
+        return 2 * self.ring[1] * self.dims + 8
 
 
 CASES = [
     Case(2, 4, 64, (9, 0)),
-    Case(2, 8, 16, (8, 0), block=16),
-    Case(3, 3, 64, (8, 6), block=64),
+    Case(2, 8, 16, (8, 0), 16, (2, 16)),
+    Case(3, 3, 64, (8, 6), 64, (5, 17)),
     Case(3, 7, 16, (9, 0)),
-    Case(4, 1, 128, (8, 9), block=128),
-    Case(2, 2, 32, (8, 0), block=5, doubled=True),
+    Case(4, 1, 128, (8, 9), 128, (1, 144), raw="fp16"),
+    Case(2, 2, 32, (8, 0), 5, (3, 7), 256),
+    Case(1, 4, 64, (9, 0), 20, (6, 6), 64),
+    Case(4, 4, 64, (9, 0), 64, (1, 80), rule="affine"),
+    Case(2, 4, 16, (8, 9), 8, (8, 3), 64, rule="affine"),
+    Case(8, 8, 32, (8, 6), 1, (17, 1), 256, rule="affine"),
+    Case(4, 4, 64, (9, 0), 100, (2, 60), 64, rule="codebook"),
+    Case(3, 8, 16, (9, 0), 32, (3, 17), rule="codebook"),
 ]
 SEVERAL = [
-    Case(4, 4, 64, (9, 0), block=64, queries=4),
-    Case(4, 4, 16, (8, 0), block=2, queries=7, rule="affine"),  # two CTAs share them
+    Case(4, 4, 64, (9, 0), 64, (5, 17), queries=4),
+    Case(4, 4, 16, (8, 0), 2, (2, 9), queries=7, rule="affine"),  # two CTAs share them
     Case(3, 8, 64, (8, 9), queries=2, rule="codebook"),
-    Case(2, 2, 16, (8, 0), block=16, queries=3, rule="codebook"),
+    Case(2, 2, 16, (8, 0), 16, (4, 8), 256, queries=3, rule="codebook"),
 ]
 
 
@@ -81,28 +107,29 @@ def compile_all(folder: Path) -> list[Compiled]:
 
 def _compile(case: Case) -> Any:
     """The kernel as `decode_step` would launch it."""
-    layout, card = case.layout, card_of(case.capability)
-    kernel = _kernel(layout, card, case.queries > 1)
+    layout, card, kernel = case.layout, card_of(case.capability), case.kernel
     overlap = Overlap("start", "end") if card.overlaps else ALONE
+    ring = Ring(*case.ring, case.block_numbers, kernel.raw) if case.block else None
     constants = {
-        "KEY": kernel.key, "VALUE": kernel.value, "DIMS": layout.key.dims, "PAGE": layout.page_size,
-        "PAGE_WORDS": layout.page_bytes // 4, "RATIO": case.ratio, **_shape(layout, case.ratio, case.queries),
-        "ORDER": 1, "BLOCK": case.block, "SHARED": card.shared, "OVERLAP": overlap,
+        "KEY": kernel.key, "VALUE": kernel.value, "DIMS": case.dims, "PAGE": layout.page_size,
+        "PAGE_WORDS": layout.page_bytes // 4, "RATIO": case.ratio, **case.shape, "ORDER": 1, "BLOCK": case.block,
+        "RING": ring, "SHARED": card.shared, "OVERLAP": overlap,
     }  # fmt: skip
     if case.queries == 1:
-        constants |= {"query_starts": None, "tokens": None, "groups": None}
+        constants |= {"query_starts": None, "tokens": None, "groups": None, "starts": None}
+    if not case.block:
+        constants |= {"ring": None, "rings": None, "ring_stride": None, "starts": None}
     types = {"q": "*fp32", "outs": "*fp32", "weights": "*fp32", "pool": "*i32", "table": "*i64", "lengths": "*i32"}
-    types["query_starts"] = "*i32"
+    types |= {"query_starts": "*i32", "ring": f"*{case.raw}", "rings": "*i64", "starts": "*i32"}
+    types |= {"scale": "fp32", "key_unit": "fp32", "value_unit": "fp32"}
     names = kernel.decode.arg_names
-    signature = {
-        name: "constexpr" if name in constants else types.get(name, "fp32" if name in ("scale", "unit") else "i32")
-        for name in names
-    }
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    aligned = [name for name in ("q", "outs", "weights", "pool", "ring") if name not in constants]
     source = GluonASTSource(
         fn=kernel.decode,
         signature=signature,
         constexprs={(names.index(name),): x for name, x in constants.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in ("q", "outs", "weights", "pool")},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
     options, (major, minor) = {"num_warps": 1, "maxnreg": kernel.registers, **overlap.launch}, case.capability
     return triton.compile(source, target=GPUTarget("cuda", 10 * major + minor, 32), options=options)

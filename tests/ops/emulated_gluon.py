@@ -16,6 +16,7 @@ from kvfold.format.layout import PageLayout
 from kvfold.format.open_block import raw_from
 from kvfold.ops import pdl
 from kvfold.ops.attend.gluon import decode_step as gluon
+from kvfold.ops.attend.gluon.open_block import Ring
 
 UNSEEN = -1e30
 
@@ -30,36 +31,47 @@ class Decode:
         def launch(
             q: Tensor, outs: Tensor, weights: Tensor, pool: Tensor, table: Tensor, lengths: Tensor, scale: float,
             q_stride: int, table_stride: int, table_pages: int, query_starts: Tensor | None, tokens: int | None,
-            groups: int | None, unit: float = 1.0, *, RATIO: int, ORDER: int, BLOCK: int, **options: Any,
+            groups: int | None, ring: Tensor | None, rings: Tensor, ring_stride: int, starts: Tensor | None,
+            key_unit: float = 1.0, value_unit: float = 1.0, *, RATIO: int, ORDER: int, BLOCK: int, RING: Ring | None,
+            **options: Any,
         ) -> None:  # fmt: skip
             splits, sequences = grid[0] // (groups or 1), grid[2]
-            starts = range(sequences + 1) if query_starts is None else query_starts.tolist()
-            outs.fill_(math.nan)  # of splits without tokens nothing is read but the weight
+            rows = range(sequences + 1) if query_starts is None else query_starts.tolist()
+            outs.fill_(math.nan)  # of parts without tokens nothing is read but the weight
             weights.fill_(UNSEEN)
             turned = q.double()
             if ORDER > 1:
                 turned = (turned.unflatten(-1, (-1, ORDER)) @ torch.from_numpy(hadamard(ORDER)).double()).flatten(-2)
                 turned = turned * ORDER**-0.5
-            for sequence, row in ((s, row) for s in range(sequences) for row in range(starts[s], starts[s + 1])):
-                length = int(lengths[sequence]) - (starts[sequence + 1] - 1 - row)  # up to this query
-                read = torch.arange(raw_from(length - 1, BLOCK))
-                k, v = self._read(pool, table[sequence], read)  # [tokens, kv_heads, d]
-                for split, part in enumerate(torch.arange(len(read)).tensor_split(splits)):
-                    for head in range(q.shape[1] if len(part) else 0):
-                        logits = scale * (k[part, head // RATIO] @ turned[row, head])  # of powers of two
+            for sequence, row in ((s, row) for s in range(sequences) for row in range(rows[s], rows[s + 1])):
+                length = int(lengths[sequence]) - (rows[sequence + 1] - 1 - row)  # up to this query
+                border = raw_from(length - 1, BLOCK)
+                packed = self._read(pool, table[sequence], torch.arange(border), (key_unit, value_unit))
+                parts = [*zip(*(side.tensor_split(splits) for side in packed), strict=True)]
+                if ring is not None and RING is not None:
+                    raw = self._read_ring(ring, rings[sequence], torch.arange(border, length), RING)
+                    parts += zip(*(side.tensor_split(len(outs) - splits) for side in raw), strict=True)
+                for part, (k, v) in enumerate(parts):  # [tokens, kv_heads, d]
+                    for head in range(q.shape[1] if len(k) else 0):
+                        logits = scale * (k[:, head // RATIO] @ turned[row, head])  # of powers of two
                         shares = torch.softmax(logits * math.log(2), dim=0)
-                        outs[split, row, head] = unit * (shares @ v[part, head // RATIO]).float()
-                        weights[split, row, head] = torch.logsumexp(logits * math.log(2), dim=0) / math.log(2)
+                        outs[part, row, head] = (shares @ v[:, head // RATIO]).float()
+                        weights[part, row, head] = torch.logsumexp(logits * math.log(2), dim=0) / math.log(2)
 
         return launch
 
-    def _read(self, pool: Tensor, pages: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def _read(self, pool: Tensor, pages: Tensor, tokens: Tensor, units: tuple[float, float]) -> tuple[Tensor, Tensor]:
         size, memory = self.layout.page_size, pool.view(torch.uint8)
-        sides = []
-        for slot, views in zip((self.layout.key, self.layout.value), self.layout.views(memory, False), strict=True):
-            codes, meta = views.read(pages[tokens // size], tokens % size)
-            sides.append(Codec(slot).dequantize(codes, meta).squeeze(-2).double())
+        sides, views = [], self.layout.views(memory, False)
+        for slot, view, unit in zip((self.layout.key, self.layout.value), views, units, strict=True):
+            codes, meta = view.read(pages[tokens // size], tokens % size)
+            sides.append(Codec(slot, unit=unit).dequantize(codes, meta).squeeze(-2).double())
         return sides[0], sides[1]
+
+    def _read_ring(self, ring: Tensor, blocks: Tensor, tokens: Tensor, about: Ring) -> tuple[Tensor, Tensor]:
+        place = tokens % (about.blocks * about.tokens)
+        k, v = (side[blocks[place // about.tokens], :, place % about.tokens] for side in self.layout.ring_sides(ring))
+        return k.double(), v.double()
 
 
 def use(monkeypatch: Any) -> None:

@@ -131,7 +131,10 @@ class _Warp:
             return self.registers[text] if text in self.registers else np.full(32, int(text, 0) != 0)
         dtype = _type(kind)
         if text in self.registers:
-            return self.registers[text].view(SIZES[str(8 * dtype.itemsize)]).view(dtype)
+            register = self.registers[text]
+            if dtype.itemsize < register.itemsize:  # its low bits
+                register = register.view(_bits(register)).astype(_bits(dtype))
+            return register.view(dtype)
         if text in self.special:
             return self.special[text].astype(np.uint32).view(dtype)
         if text.startswith("0f"):
@@ -181,7 +184,7 @@ class _Warp:
         if suffixes[0] == "hi":
             a, b = self._all(suffixes, (x, y))
             wide = np.dtype(f"{a.dtype.kind}8")
-            return (a.astype(wide) * b.astype(wide) >> wide.type(32)).astype(a.dtype)
+            return (a.astype(wide) * b.astype(wide) >> wide.type(8 * a.itemsize)).astype(a.dtype)
         a, b = (_flushed(each, suffixes) for each in self._all(suffixes, (x, y)))
         with np.errstate(all="ignore"):
             return a * b
@@ -234,7 +237,10 @@ class _Warp:
                 return (self._get(x, "u16").astype(np.uint32) << 16).view(np.float32)
             if "rn" not in suffixes and to.kind != "f" and source.dtype.kind == "f":
                 return np.trunc(source).astype(to)
-            return source.astype(to)
+            converted = source.astype(to)
+            return (
+                converted.astype(f"{to.kind}2") if to.itemsize == 1 else converted
+            )  # there are no registers of 8 bits
 
     # --- bits
 

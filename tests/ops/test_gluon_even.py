@@ -19,10 +19,11 @@ from kvfold.format.codec import Codec
 from kvfold.format.layout import PageLayout, affine_slot, even_slot
 from kvfold.format.open_block import raw_from
 from kvfold.ops.attend.gluon import even_decode, even_layouts
-from kvfold.ops.attend.gluon.decode_step import _kernel, _shape, unsupported
+from kvfold.ops.attend.gluon.decode_step import unsupported
 from kvfold.ops.attend.gluon.decode_tiles import TILE
 from kvfold.ops.attend.gluon.even_pages import even_sides
 from kvfold.ops.attend.gluon.occupancy import tiles_at_once
+from kvfold.ops.attend.gluon.open_block import raw_parts
 from kvfold.ops.cards import card_of
 
 REGISTERS = 65536  # of an SM
@@ -35,18 +36,23 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[Compiled]:
 
 
 class Layer(NamedTuple):
-    """Random pages of two sequences with two KV heads."""
+    """Random pages and rings of some sequences with two KV heads."""
 
-    layout: PageLayout
+    case: Case
     pool: Tensor
     table: Tensor
     lengths: tuple[int, ...]
     units: tuple[float, float]
+    raw: Tensor  # float64[sides, sequences, kv_heads, tokens, d]
+    ring: Tensor
+    rings: Tensor
 
     @classmethod
-    def random(cls, layout: PageLayout, lengths: tuple[int, ...]) -> "Layer":
+    def random(cls, case: Case, lengths: tuple[int, ...], starts: tuple[int, ...]) -> "Layer":
         """Any bytes may lie in a page. Most scales of evenly spaced levels are moderate, one of eight is 0, for all 16
-        bytes of 0. Other metadata are float16 numbers."""
+        bytes of 0. Other metadata are float16 numbers. A ring has NaN in all places but those of the raw tokens that
+        queries from `starts` on read."""
+        layout, (blocks, tokens) = case.layout, case.ring
         generator, per_sequence = torch.Generator().manual_seed(0), -(-max(lengths) // layout.page_size)
         pages = 1 + len(lengths) * per_sequence
         pool = torch.randint(0, 256, (pages, 2, layout.page_bytes), dtype=torch.uint8, generator=generator)
@@ -58,24 +64,42 @@ class Layer(NamedTuple):
             numbers = torch.rand(*meta.shape[:2], meta.shape[2] // 2, generator=generator).half()
             meta.copy_(numbers.view(torch.uint8))
         table = torch.randperm(pages, generator=generator)[1:].view(len(lengths), per_sequence).contiguous()
-        return cls(layout, pool, table, lengths, (4.0, 0.25) if layout.key.even else (1.0, 1.0))
+        dtype = torch.bfloat16 if case.raw == "bf16" else torch.float16
+        raw = torch.randn(2, len(lengths), 2, max(lengths), case.dims, generator=generator).to(dtype)
+        ring = torch.full((1 + len(lengths) * blocks, 2, case.block_numbers), math.nan, dtype=dtype)
+        rings = torch.randperm(len(ring), generator=generator)[1:].view(len(lengths), blocks)
+        for sequence, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+            for token in range(max(raw_from(start, case.block), 0), length if case.block else 0):
+                block, place = divmod(token % (blocks * tokens), tokens)
+                for side, at in enumerate((place, tokens + place)):
+                    numbers = slice(at * case.dims, (at + 1) * case.dims)
+                    ring[rings[sequence, block], :, numbers] = raw[side, sequence, :, token]
+        units = (4.0, 0.25) if layout.key.even else (1.0, 1.0)
+        return cls(case, pool, table, lengths, units, raw.double(), ring, rings)
 
-    def read(self, sequence: int, tokens: Tensor) -> list[Tensor]:
-        """Keys and values of tokens, float64[tokens, kv_heads, d]."""
-        page, offset = self.table[sequence, tokens // self.layout.page_size], tokens % self.layout.page_size
-        slots = zip((self.layout.key, self.layout.value), self.layout.views(self.pool, False), self.units, strict=True)
-        return [Codec(slot, unit=unit).dequantize(*views.read(page, offset))[:, :, 0].double()
-                for slot, views, unit in slots]  # fmt: skip
+    def read(self, sequence: int, position: int) -> list[Tensor]:
+        """Keys and values that a query reads, float64[tokens, kv_heads, d]."""
+        layout, border = self.case.layout, raw_from(position, self.case.block)
+        tokens = torch.arange(border)
+        page, offset = self.table[sequence, tokens // layout.page_size], tokens % layout.page_size
+        slots = zip((layout.key, layout.value), layout.views(self.pool, False), self.units, self.raw, strict=True)
+        return [
+            torch.cat((
+                Codec(slot, unit=unit).dequantize(*views.read(page, offset))[:, :, 0].double(),
+                raw[sequence, :, border : position + 1].transpose(0, 1),
+            ))
+            for slot, views, unit, raw in slots
+        ]  # fmt: skip
 
 
-def expected(layer: Layer, q: Tensor, counts: tuple[int, ...], scale: float, block: int) -> tuple[Tensor, Tensor]:
-    """Attention of queries [tokens, q_heads, d] over packed tokens: outputs, and the log2 of sums of weights. The
-    queries of a sequence, `counts` of them, are its last tokens."""
+def expected(layer: Layer, q: Tensor, counts: tuple[int, ...], scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of queries [tokens, q_heads, d]: outputs, and the log2 of sums of weights. The queries of a sequence,
+    `counts` of them, are its last tokens. Without tokens they are padding."""
     outs, sums = torch.zeros(q.shape, dtype=torch.float64), torch.zeros(q.shape[:2], dtype=torch.float64)
     token = 0
     for sequence, (length, count) in enumerate(zip(layer.lengths, counts, strict=True)):
         for position in range(length - count, length):
-            k, v = layer.read(sequence, torch.arange(raw_from(position, block)))
+            k, v = layer.read(sequence, max(position, 0))
             for head in range(q.shape[1]):
                 kv_head = head // (q.shape[1] // k.shape[1])
                 logits = scale * (k[:, kv_head] @ q[token, head].double())
@@ -86,38 +110,50 @@ def expected(layer: Layer, q: Tensor, counts: tuple[int, ...], scale: float, blo
 
 
 @pytest.mark.parametrize("number", range(len(CASES + SEVERAL)), ids=map(str, CASES + SEVERAL))
-def test_the_kernel_computes_attention_over_packed_tokens(number: int, kernels: list[Compiled]) -> None:
+def test_the_kernel_computes_attention(number: int, kernels: list[Compiled]) -> None:
     """Sequences may have fewer queries than the most, or none, as padding has. A row of q belongs to no sequence. The
-    queries of the first sequence lie on both sides of a border, of tiles and of blocks."""
+    queries of the first sequence lie on both sides of a border, of tiles and of blocks. The first query of the last
+    sequence is padding: its block is in no ring. So is the query of a sequence without tokens."""
     case, kernel, splits = (CASES + SEVERAL)[number], kernels[number], 2
-    several = case.queries > 1
-    lengths, counts = (
-        ((129, 0, 66 + case.block), (case.queries, 0, case.queries - 1)) if several else ((210, 129), (1, 1))
-    )
-    layout, layer = case.layout, Layer.random(case.layout, lengths)
+    several, block = case.queries > 1, case.block
+    if several:
+        lengths, counts, padding = (129, 0, 66 + block), (case.queries, 0, case.queries - 1), (0, 0, bool(block))
+    else:
+        lengths = (210, 129, 0, *([1, block - 1, block, block + 1] if block else []))
+        counts, padding = (1,) * len(lengths), tuple(length == 0 for length in lengths)
+    starts = [length - count + padded for length, count, padded in zip(lengths, counts, padding, strict=True)]
+    layout, layer = case.layout, Layer.random(case, lengths, tuple(starts))
     rows = sum(counts) + several
-    q = torch.randn(rows, 2 * case.ratio, layout.key.dims, generator=torch.Generator().manual_seed(1))
+    q = torch.randn(rows, 2 * case.ratio, case.dims, generator=torch.Generator().manual_seed(1))
     scale = q.shape[-1] ** -0.5
-    outs, weights = np.full((splits, *q.shape), np.nan, np.float32), np.full((splits, *q.shape[:2]), np.nan, np.float32)
+    parts = splits + min(splits, raw_parts(block))
+    outs, weights = np.full((parts, *q.shape), np.nan, np.float32), np.full((parts, *q.shape[:2]), np.nan, np.float32)
     memory = Memory()
     arrays = (q.numpy(), outs, weights, layer.pool.numpy(), layer.table.numpy(), np.array(lengths, np.int32))
     pointers = [memory.add(array) for array in arrays]
     numbers = [q[0].numel(), *[layer.table.shape[1]] * 2]
-    groups = -(-case.queries // _shape(layout, case.ratio, case.queries)["QUERIES"])
+    groups = -(-case.queries // case.shape["QUERIES"])
     if several:
         numbers += memory.add(np.cumsum([0, *counts], dtype=np.int32)), rows, groups
-    units = [layer.units[1]] if layout.value.even else []
-    arguments = *pointers, scale * math.log2(math.e) * layer.units[0], *numbers, *units
+    if block:
+        numbers += memory.add(layer.ring.view(torch.int16).numpy()), memory.add(layer.rings.numpy()), case.ring[0]
+    if several and block:
+        numbers += [memory.add(np.array(starts, np.int32))]
+    units = layer.units if layout.value.even else []
+    arguments = *pointers, scale * math.log2(math.e), *numbers, *units
     Program(kernel.ptx).launch((splits * groups, 2, len(lengths)), memory, kernel.shared, *arguments)
 
-    exact, sums = (x[: sum(counts)] for x in expected(layer, q, counts, scale, case.block))
     assert np.isnan(weights[:, sum(counts) :]).all()
     assert np.isnan(outs[:, sum(counts) :]).all()
-    read = torch.from_numpy(weights)[:, : sum(counts)].double() * math.log(2)
-    parts = torch.from_numpy(outs)[:, : sum(counts)].double().nan_to_num()
-    merged = (parts * torch.softmax(read, dim=0).unsqueeze(-1)).sum(dim=0)
+    first = np.cumsum([0, *counts])
+    real = [row for begin, count, padded in zip(first, counts, padding, strict=False)
+            for row in range(begin + padded, begin + count)]  # fmt: skip
+    exact, sums = (x[real] for x in expected(layer, q, counts, scale))
+    read = torch.from_numpy(weights)[:, real].double() * math.log(2)
+    means = torch.from_numpy(outs)[:, real].double().nan_to_num()
+    merged = (means * torch.softmax(read, dim=0).unsqueeze(-1)).sum(dim=0)
     found = torch.logsumexp(read, dim=0) / math.log(2)
-    largest = max(layer.read(s, torch.arange(90))[0].norm(dim=-1).max() for s, n in enumerate(lengths) if n)
+    largest = max(layer.read(s, n - 1)[0].norm(dim=-1).max() for s, n in enumerate(lengths) if n)
     logits = q.norm(dim=-1).max() * scale * largest
     # queries are rounded to 16 bits, and weights to 11; of codebooks, queries and levels are too
     assert (found - sums).abs().max() < (2**-11 if case.rule == "codebook" else 2**-14) * logits
@@ -129,7 +165,7 @@ def test_as_many_ctas_fit_on_an_sm_as_are_launched(number: int, kernels: list[Co
     """And nothing is spilled, or little with several queries."""
     case, kernel = (CASES + SEVERAL)[number], kernels[number]
     card = card_of(case.capability)
-    warps = _kernel(case.layout, card, case.queries > 1).warps
+    warps = case.kernel.warps
     dump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     command = [dump, "--dump-resource-usage", kernel.cubin]
     usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -34,7 +34,6 @@ ALONE = Overlap("never", "never")  # begins when the previous kernel has ended
 AFTER = Overlap("start", "start")  # reads what the previous kernel writes
 LAST = Overlap("start", "never")  # the same, for the last kernel of a layer's decode step
 BESIDE = Overlap("end", "start")  # reads nothing that the previous kernel writes
-BESIDE_TO_END = Overlap("end", "end")  # the same; an early next kernel would only take SMs from it
 
 
 @triton.jit

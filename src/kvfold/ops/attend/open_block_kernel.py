@@ -1,4 +1,5 @@
-"""The part of `attend` that reads raw tokens, on any GPU: of each query, the open block up to its own position.
+"""The part of `attend` that reads raw tokens, beside the portable kernel: of each query, the open block up to its own
+position. It is a launch of its own, since its tiles have fewer rows and it needs fewer registers.
 
 In decode steps these tokens come from rings, which hold the step's own, too. A step with more queries may overwrite in
 rings what its first queries read. So there they come from what `store` returned.
@@ -11,7 +12,6 @@ from torch import Tensor
 from kvfold.ops.attend.parts import LOG2_E, UNSEEN, Cap, QueryTiles, capped, lacking, raw_from, softmax, tile_rows
 from kvfold.ops.launch import launcher
 from kvfold.ops.pages import LayerPages, Logits
-from kvfold.ops.pdl import ALONE, BESIDE_TO_END, release, wait
 from kvfold.ops.sizes import power_of_two
 
 # of a tile, half as many above 128 dims: two CTAs fit on most SMs, and one computes while the other waits for memory
@@ -32,18 +32,15 @@ def attend(
     outs: Tensor,
     weights: Tensor,
     cap: Cap | None = None,
-    overlaps: bool = False,
 ) -> None:
     """Let transformed queries [tokens, q_heads, d] read their raw tokens, into parts [splits, tokens, q_heads, d].
 
-    `new` is what `store` returned. With `overlaps`, the kernel runs beside the previous one. All that it reads must be
-    written before the previous kernel releases it.
+    `new` is what `store` returned.
     """
     step, fresh, tiles = pages.step, pages.fresh, QueryTiles(pages, q, MAX_ROWS)
     tokens, q_heads, dims = q.shape
     assert all(side.is_contiguous() for side in new)
     decodes = fresh.rows is None
-    overlap = BESIDE_TO_END if overlaps else ALONE
     kernel = launcher(
         _open_block,
         q.device,
@@ -61,10 +58,8 @@ def attend(
         ROWS=tiles.rows,
         TOKENS=tiles.tokens,
         STAGES=1 if decodes else 3,  # a CTA that decodes reads few tiles: room for more CTAs is better than prefetching
-        OVERLAP=overlap,
         num_warps=tiles.num_warps,
-        maxnreg=tiles.registers,  # leaves room beside decoding
-        **overlap.launch,
+        maxnreg=tiles.registers,
     )
     kernel(
         (tiles.count, tiles.kv_heads, len(outs)),
@@ -127,7 +122,6 @@ def _open_block(
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     head, split = tl.program_id(1), tl.program_id(2)
     sequence, first = tl.program_id(0) // query_tiles, tl.program_id(0) % query_tiles * QUERIES
@@ -178,5 +172,3 @@ def _open_block(
     tl.store(weights + place, tl.where(total > 0, highest + tl.log2(total), UNSEEN), mask=live)
     mean = out / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(outs + place[:, None] * VALUE_DIMS + of_value, mean, mask=live[:, None] & (of_value < VALUE_DIMS))
-    release(OVERLAP, "end")
-    wait(OVERLAP, "end")

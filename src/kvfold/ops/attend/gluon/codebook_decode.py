@@ -25,7 +25,7 @@ from kvfold.ops.attend.gluon.decode_tiles import (
     own_queries,
     own_tiles,
     packed_to,
-    release_by,
+    release_next,
     row_of,
     seen_by_each,
     seen_tokens,
@@ -36,6 +36,7 @@ from kvfold.ops.attend.gluon.decode_tiles import (
     weights_operand,
 )
 from kvfold.ops.attend.gluon.level_lookup import Lookup, Word, codebook, coordinate, lane_lookups, lane_words, share
+from kvfold.ops.attend.gluon.open_block import own_raw, read_raw
 
 KEY_LANES, VALUE_LANES = gl.constexpr(levels.KEY_LANES), gl.constexpr(levels.VALUE_LANES)
 
@@ -76,8 +77,8 @@ def _words(slot: SlotLayout, codes: int, meta: int, lanes: int) -> CodebookWords
 
 
 @gluon.jit(
-    do_not_specialize=["q_stride", "table_stride", "table_pages", "tokens", "groups"],
-    do_not_specialize_on_alignment=["table", "lengths", "query_starts"],
+    do_not_specialize=["q_stride", "table_stride", "table_pages", "tokens", "groups", "ring_stride"],
+    do_not_specialize_on_alignment=["table", "lengths", "query_starts", "starts", "rings"],
 )
 def decode(
     q,  # [tokens, q_heads, DIMS], tokens q_stride apart
@@ -93,6 +94,10 @@ def decode(
     query_starts,  # None: every sequence has one query
     tokens,  # of q, None as well
     groups,  # CTAs that share the queries of a sequence, None as well
+    ring,  # all rings; None: there is no open block
+    rings,  # int64[sequences, RING.blocks], None as well
+    ring_stride,
+    starts,  # without an open block None as well
     KEY: gl.constexpr,
     VALUE: gl.constexpr,
     DIMS: gl.constexpr,
@@ -104,6 +109,7 @@ def decode(
     COLUMNS: gl.constexpr,  # one or two per head
     ORDER: gl.constexpr,  # 1: queries come rotated
     BLOCK: gl.constexpr,  # tokens of the open block, 0: none
+    RING: gl.constexpr,
     SHARED: gl.constexpr,  # not used: what is loaded goes to registers
     OVERLAP: gl.constexpr,
 ):
@@ -115,24 +121,31 @@ def decode(
     split, splits, token, tokens, live, shortest, length, latest = own_queries(
         query_starts, lengths, tokens, groups, RATIO, QUERIES
     )
-    end, first, last, newest = own_tiles(split, splits, length, latest, BLOCK)
+    readers, less, raw, raw_end = own_raw(starts, split, splits, shortest, length, BLOCK, DIMS, PAGE, PAGE_WORDS)
+    end, first, last, newest = own_tiles(split, splits, readers, less, length, latest, BLOCK)
     whole = packed_to(shortest, BLOCK)  # up to where all queries of the CTA read
     final = gl.maximum(first, last)  # the last tile to prefetch, which exists even if there is nothing to read
     pool += head.to(gl.int64) * PAGE_WORDS
     final_page = table_pages - 1
 
+    row = (token * kv_heads + head) * RATIO
+    q += token.to(gl.int64) * q_stride + head * (RATIO * DIMS)
+    stride = kv_heads * RATIO
+    if BLOCK > 0 and split < readers:
+        part = (splits + split).to(gl.int64) * tokens * stride + row
+        read_raw(
+            q, outs + part * DIMS, weights + part, ring, rings, ring_stride, scale, raw, raw_end, shortest, live,
+            q_stride, stride, RING, BLOCK, DIMS, RATIO, QUERIES, HEADS, OVERLAP,
+        )  # fmt: skip
     wait_for_stored(first, newest, OVERLAP)
     k_page, v_page = find_pages(table, first, final_page, kv_heads, PAGE)
     k = _load_keys(pool, k_page, first, KEY, PAGE, PAGE_WORDS)
     next_k_page, next_v_page = find_pages(table, gl.minimum(first + 1, final), final_page, kv_heads, PAGE)
 
-    row = (token * kv_heads + head) * RATIO
     constants = ()  # one register each, instead of a move before every lookup
     for i in gl.static_range(len(all_constants(KEY, VALUE))):
         constants += (_constant(all_constants(KEY, VALUE)[i]),)
     wait_by(OVERLAP, "end")  # here in any case, while the first keys are loaded
-    release_by(OVERLAP, "start")
-    q += token.to(gl.int64) * q_stride + head * (RATIO * DIMS)
     queries = ()
     for i in gl.static_range(len(KEY.start)):
         queries += (_queries(q, live, q_stride, KEY, i, DIMS, RATIO, QUERIES, HEADS, COLUMNS, MMA),)
@@ -169,9 +182,9 @@ def decode(
             _values(v, constants, KEY, VALUE, DIMS, MMA), scaled, faded(out, fade, VALUE, DIMS, HEADS, COLUMNS, MMA)
         )
 
-    release_by(OVERLAP, "end")
+    release_next(OVERLAP)
     total = gl.sum(total, 0)
-    place, stride = (split.to(gl.int64) * tokens * kv_heads * RATIO) + row, kv_heads * RATIO
+    place = split.to(gl.int64) * tokens * stride + row
     _store_part(outs + place * DIMS, out, total, live, stride, VALUE, DIMS, RATIO, QUERIES, HEADS, COLUMNS)
     store_weights(weights + place, highest, total, live, stride, RATIO, QUERIES, HEADS)
 

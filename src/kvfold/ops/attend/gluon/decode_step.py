@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from kvfold.format.layout import PageLayout, SlotLayout
-from kvfold.ops.attend import open_block_kernel
 from kvfold.ops.attend.gluon import codebook_decode as codebooks
 from kvfold.ops.attend.gluon import even_decode as even
 from kvfold.ops.attend.gluon import integer_decode as integers
 from kvfold.ops.attend.gluon import level_lookup as levels
 from kvfold.ops.attend.gluon.decode_tiles import TILE
 from kvfold.ops.attend.gluon.even_pages import even_sides
+from kvfold.ops.attend.gluon.open_block import Ring, raw_parts
 from kvfold.ops.attend.parts import LOG2_E, empty, learned_sinks, merge, sms
 from kvfold.ops.cards import Card
 from kvfold.ops.launch import launcher
@@ -109,23 +109,21 @@ def attend(
 ) -> Tensor:
     """Queries [tokens, q_heads, d] -> outputs of the same shape, float32 or in `out`. A sequence has 1 to QUERIES.
 
-    `new` is what `store` returned for the same step. `stored`: `store` is the previous kernel. Another one may write
-    the queries, so nothing overlaps with it.
+    Raw tokens are read from rings, not from `new`. `stored`: `store` is the previous kernel. Another one may write the
+    queries, so nothing overlaps with it.
     """
     rotation, sinks = pages.key.transform.rotation, learned_sinks(pages, q, logits)
-    in_kernel = _kernel(pages.layout, card).rotates and new is None
+    in_kernel = _kernel(pages.layout, card).rotates and not pages.block
     order = rotation.order if in_kernel and isinstance(rotation, Hadamard) else 1
     # `dual` may overlap with `store`, which does not write queries, but not with a kernel that copies them
     if copied := q.stride()[1:] != (q.shape[-1], 1):
         q = q.contiguous()
     if order == 1:
         q = dual(pages.key.transform, q, overlaps=card.overlaps and stored and not copied)
-    # With an open block, the next kernel reads raw tokens beside this one. So this one waits for what both read before
-    # it releases that kernel. Else the next kernel merges. A kernel that wrote the queries has to end first, too.
-    beside = new is not None
+    # A kernel that wrote the queries has to end first.
     fresh = copied or (order == 1 and rotation is not None)
-    wait: Place = ("start" if fresh or beside else "end") if stored else "never"
-    overlap = Overlap(wait, "start" if beside else "end") if card.overlaps else ALONE
+    wait: Place = ("start" if fresh else "end") if stored else "never"
+    overlap = Overlap(wait, "end") if card.overlaps else ALONE
 
     step, layout = pages.step, pages.layout
     tokens, q_heads, dims = q.shape
@@ -138,7 +136,10 @@ def attend(
     splits = _splits(sequences * kv_heads * groups, tiles, kernel.warps, q.device)
     if several and tiles <= FEW_TILES * splits:
         splits = _splits(sequences * kv_heads * groups, tiles, max(4, kernel.warps // 2), q.device)
-    outs, weights = empty(splits + (0 if new is None else open_block_kernel.splits(pages, q)), q, dims)
+    block, ring = pages.block, None
+    if block:
+        ring = Ring(step.rings.shape[1], pages.ring_tokens, pages.ring.shape[2], kernel.raw)
+    outs, weights = empty(splits + min(splits, raw_parts(block)), q, dims)
     decode = launcher(
         kernel.decode,
         q.device,
@@ -150,7 +151,8 @@ def attend(
         RATIO=ratio,
         **shape,
         ORDER=order,
-        BLOCK=pages.block,
+        BLOCK=block,
+        RING=ring,
         SHARED=card.shared,
         OVERLAP=overlap,
         num_warps=1,
@@ -165,17 +167,15 @@ def attend(
         pages.pool.view(torch.int32),
         step.table,
         step.lengths,
-        logits.scale * LOG2_E.value * pages.key.unit,
+        logits.scale * LOG2_E.value,
         q.stride(0),
         step.table.stride(0),
         step.table.shape[1],
-        step.query_starts if several else None,
-        tokens if several else None,
-        groups if several else None,
-        *([pages.value.unit] if layout.value.even else []),
+        *((step.query_starts, tokens, groups) if several else (None, None, None)),
+        *((pages.ring, step.rings, step.rings.stride(0)) if block else (None, None, None)),
+        step.starts if several and block else None,
+        *((pages.key.unit, pages.value.unit) if layout.value.even else ()),
     )
-    if new is not None:  # beside decoding, where it leaves room on SMs
-        open_block_kernel.attend(pages, q, new, logits, outs[splits:], weights[splits:], overlaps=card.overlaps)
     return merge(outs, weights, pages.value.transform, out, overlaps=card.overlaps, sinks=sinks)
 
 
@@ -206,20 +206,22 @@ class Kernel(NamedTuple):
     rotates: bool  # whether it can rotate queries by Hadamard matrices
     warps: int  # per SM
     registers: int | None  # per thread, at most, so that these warps fit
+    raw: int  # how many raw tokens a CTA loads together, so that their registers are no more than those of packed ones
 
 
 @lru_cache
 def _kernel(layout: PageLayout, card: Card, several: bool = False) -> Kernel:
     """`several`: sequences have several queries, so that a CTA may have more heads."""
     key, value, at = layout.key, layout.value, layout.offsets
+    raw = 4096 // key.dims
     if _has_codebooks(layout):
         # lookups, not loads, take the time: a third warp per scheduler fills the gaps of the other two
         warps, registers = (12, 168) if key.dims <= 128 and not several else (8, MOST_REGISTERS if several else None)
         looked_up = codebooks.key_words(key, at[0], at[2]), codebooks.value_words(value, at[1], at[3])
-        return Kernel(codebooks.decode, *looked_up, False, warps, registers)
+        return Kernel(codebooks.decode, *looked_up, False, warps, registers, raw)
     if _has_even(layout):
         sides = even_sides(layout)
-        return Kernel(even.decode, *sides, False, even.room(*sides, card.shared), MOST_REGISTERS)
+        return Kernel(even.decode, *sides, False, even.room(*sides, card.shared), MOST_REGISTERS, raw)
     both = integers.integer_words(key, at[0], at[2]), integers.integer_words(value, at[1], at[3])
     registers = MOST_REGISTERS if key.dims > 128 or several else None
-    return Kernel(integers.decode, *both, True, integers.room(*both, card.shared), registers)
+    return Kernel(integers.decode, *both, True, integers.room(*both, card.shared), registers, raw)

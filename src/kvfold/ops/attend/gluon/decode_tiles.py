@@ -58,21 +58,25 @@ def packed_to(length, BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def own_tiles(split, splits, length, latest, BLOCK: gl.constexpr):
-    """What a CTA reads. Returns
+def own_tiles(split, splits, readers, less, length, latest, BLOCK: gl.constexpr):
+    """What a CTA reads packed. Returns
 
     - `end` of the tokens that the sequence reads packed; the last tile may hold others, too;
     - the first and the last tile of this CTA;
     - `newest`, the first tile that may hold a token of this step.
+
+    The first `readers` of the splits read raw tokens, too, and so `less` tiles than the others.
 
     Of this step's tokens, a sequence may read its own and as many before them: the `latest`. Another sequence may store
     those before them in this step, as the last tokens of a page that both share.
     """
     end = packed_to(length, BLOCK)
     tiles = gl.maximum((end + 63) // 64, 0)
-    share = (tiles + splits - 1) // splits
-    first = split * share
-    last = gl.minimum(first + share, tiles) - 1
+    others = splits - readers
+    few = (gl.maximum(tiles - others * less, 0) + splits - 1) // splits
+    share = (gl.maximum(tiles - readers * few, 0) + others - 1) // gl.maximum(others, 1)
+    first = gl.minimum(split, readers) * few + gl.maximum(split - readers, 0) * share
+    last = gl.minimum(first + gl.where(split < readers, few, share), tiles) - 1
     return end, first, last, gl.maximum(length - latest, 0) // 64
 
 
@@ -91,9 +95,9 @@ def wait_by(OVERLAP: gl.constexpr, PLACE: gl.constexpr):
 
 
 @gluon.jit
-def release_by(OVERLAP: gl.constexpr, PLACE: gl.constexpr):
-    """Release the next kernel if that is due at PLACE or was due before."""
-    if OVERLAP.release == PLACE or (OVERLAP.release == "start" and PLACE == "end"):
+def release_next(OVERLAP: gl.constexpr):
+    """Release the next kernel, if it may begin before this one has ended."""
+    if OVERLAP.release == "end":
         control("griddepcontrol.launch_dependents")
 
 
@@ -138,7 +142,14 @@ def weights_operand(first, second, VALUE: gl.constexpr, HEADS: gl.constexpr, COL
     else:
         weights = gl.permute(gl.reshape(first, [8, 8, HEADS // 8, 2, 4]), [0, 1, 2, 4, 3])
         weights = gl.reshape(weights, [8, 8, HEADS])
-    weights = gl.convert_layout(weights, weights_layout(COLUMNS), assert_trivial=True)
+    return transposed(gl.convert_layout(weights, weights_layout(COLUMNS), assert_trivial=True), MMA)
+
+
+@gluon.jit
+def transposed(weights, MMA: gl.constexpr):
+    """Weights [token // 8, token % 8, column], as MMA returns them -> the second operand of outputs [token, column]."""
+    TOKENS: gl.constexpr = 8 * weights.shape[0]
+    COLUMNS: gl.constexpr = weights.shape[2]
     turned = gl.inline_asm_elementwise(
         "{ .reg .b32 pair; cvt.rn.f16x2.f32 pair, $2, $1; movmatrix.sync.aligned.m8n8.trans.b16 $0, pair; }",
         "=r,f,f", [weights], dtype=gl.float16, is_pure=True, pack=2,
@@ -146,8 +157,9 @@ def weights_operand(first, second, VALUE: gl.constexpr, HEADS: gl.constexpr, COL
     if COLUMNS == 8:
         turned = gl.permute(turned, [0, 2, 1])
     else:
-        turned = gl.permute(gl.reshape(turned, [8, 8, COLUMNS // 8, 8]), [0, 3, 2, 1])
-    return gl.convert_layout(gl.reshape(turned, [64, COLUMNS]), gl.DotOperandLayout(1, MMA, 2), assert_trivial=True)
+        turned = gl.permute(gl.reshape(turned, [TOKENS // 8, 8, COLUMNS // 8, 8]), [0, 3, 2, 1])
+    turned = gl.reshape(turned, [TOKENS, COLUMNS])
+    return gl.convert_layout(turned, gl.DotOperandLayout(1, MMA, 2), assert_trivial=True)
 
 
 @gluon.jit

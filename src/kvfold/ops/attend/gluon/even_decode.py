@@ -24,7 +24,7 @@ from kvfold.ops.attend.gluon.decode_tiles import (
     own_queries,
     own_tiles,
     packed_to,
-    release_by,
+    release_next,
     row_of,
     seen_by_each,
     seen_tokens,
@@ -55,6 +55,7 @@ from kvfold.ops.attend.gluon.even_pages import (
 from kvfold.ops.attend.gluon.integer_decode import UNIT, codes_alone, read_values, value_operand
 from kvfold.ops.attend.gluon.integer_layouts import around_bits, registers, repeated, with_bits
 from kvfold.ops.attend.gluon.occupancy import STAGES, ctas, meta_stages, tiles_at_once
+from kvfold.ops.attend.gluon.open_block import own_raw, read_raw
 from kvfold.ops.store.quantize_tiles import ROUNDER
 
 # A byte at the place of a float32 is 2^119 times too small. So units of queries are 2^64 times too large, which is far
@@ -73,8 +74,8 @@ def room(key: EvenSide, value: EvenSide, shared: int) -> int:
 
 
 @gluon.jit(
-    do_not_specialize=["q_stride", "table_stride", "table_pages", "tokens", "groups"],
-    do_not_specialize_on_alignment=["table", "lengths", "query_starts"],
+    do_not_specialize=["q_stride", "table_stride", "table_pages", "tokens", "groups", "ring_stride"],
+    do_not_specialize_on_alignment=["table", "lengths", "query_starts", "starts", "rings"],
 )
 def decode(
     q,  # [tokens, q_heads, DIMS], tokens q_stride apart, rotated
@@ -90,7 +91,12 @@ def decode(
     query_starts,  # None: every sequence has one query
     tokens,  # of q, None as well
     groups,  # CTAs that share the queries of a sequence, None as well
-    unit,  # of values
+    ring,  # all rings; None: there is no open block
+    rings,  # int64[sequences, RING.blocks], None as well
+    ring_stride,
+    starts,  # without an open block None as well
+    key_unit,
+    value_unit,
     KEY: gl.constexpr,
     VALUE: gl.constexpr,
     DIMS: gl.constexpr,
@@ -102,6 +108,7 @@ def decode(
     COLUMNS: gl.constexpr,  # of a segment's outputs: HEADS, or 8 if that is more
     ORDER: gl.constexpr,  # 1: queries come rotated
     BLOCK: gl.constexpr,  # tokens of the open block, 0: none
+    RING: gl.constexpr,
     SHARED: gl.constexpr,  # bytes of an SM's shared memory
     OVERLAP: gl.constexpr,
 ):
@@ -114,7 +121,8 @@ def decode(
     split, splits, token, tokens, live, shortest, length, latest = own_queries(
         query_starts, lengths, tokens, groups, RATIO, QUERIES
     )
-    end, first, last, newest = own_tiles(split, splits, length, latest, BLOCK)
+    readers, less, raw, raw_end = own_raw(starts, split, splits, shortest, length, BLOCK, DIMS, PAGE, PAGE_WORDS)
+    end, first, last, newest = own_tiles(split, splits, readers, less, length, latest, BLOCK)
     end = gl.minimum(end, last * 64 + 64)  # the loop may go past the last tile
     whole = gl.minimum(packed_to(shortest, BLOCK), end)  # up to where all queries of the CTA read
     pool += head.to(gl.int64) * PAGE_WORDS
@@ -134,23 +142,31 @@ def decode(
     copy_tiles(shared, 0, pool, pages, first, last, newest, KEY, VALUE, PAGE, PAGE_WORDS, OVERLAP)
     pages = tile_pages(table, first + TILES, table_pages, kv_heads, KEY, VALUE, TILES, PAGE)
 
-    wait_by(OVERLAP, "start")
-    release_by(OVERLAP, "start")
     row = (token * kv_heads + head) * RATIO
-    place = (split.to(gl.int64) * tokens * kv_heads * RATIO) + row
+    q += token.to(gl.int64) * q_stride + head * (RATIO * DIMS)
+    stride = kv_heads * RATIO
+    if BLOCK > 0 and split < readers:
+        part = (splits + split).to(gl.int64) * tokens * stride + row
+        read_raw(
+            q, outs + part * DIMS, weights + part, ring, rings, ring_stride, scale, raw, raw_end, shortest, live,
+            q_stride, stride, RING, BLOCK, DIMS, RATIO, QUERIES, HEADS, OVERLAP,
+        )  # fmt: skip
+    wait_by(OVERLAP, "start")
+    place = split.to(gl.int64) * tokens * stride + row
     highest = gl.full([HEADS], UNSEEN, gl.float32, HEAD)
     if (first > last) & (splits > 1):  # nothing to read: free the SM; `merge` ignores the outputs of such a part
         wait_by(OVERLAP, "end")
-        release_by(OVERLAP, "end")
+        release_next(OVERLAP)
         nothing = gl.zeros_like(highest)
-        store_weights(weights + place, highest, nothing, live, kv_heads * RATIO, RATIO, QUERIES, HEADS)
+        store_weights(weights + place, highest, nothing, live, stride, RATIO, QUERIES, HEADS)
         return
-    q += token.to(gl.int64) * q_stride + head * (RATIO * DIMS)
     queries = ()
     for i in gl.static_range(len(KEY.each)):
         own = q + start_of(KEY, i)
         queries += (
-            _queries(own, scale, table_pages >> 31, live, q_stride, of(KEY, i), DIMS, RATIO, QUERIES, HEADS, MMA),
+            _queries(
+                own, scale * key_unit, table_pages >> 31, live, q_stride, of(KEY, i), DIMS, RATIO, QUERIES, HEADS, MMA
+            ),
         )
 
     total = gl.zeros([8, HEADS], gl.float32, gl.SliceLayout(0, LOGITS))
@@ -177,13 +193,13 @@ def decode(
             )
 
     wait_by(OVERLAP, "end")
-    release_by(OVERLAP, "end")
-    total, stride = gl.sum(total, 0), kv_heads * RATIO
+    release_next(OVERLAP)
+    total = gl.sum(total, 0)
     for i in gl.static_range(len(VALUE.each)):
         part = outs + (place * DIMS + start_of(VALUE, i))
         shift = gl.sum(shifts[i], 0)
         _store_segment(
-            part, out[i], total, shift, unit, live, stride, i, of(VALUE, i), DIMS, RATIO, QUERIES, HEADS, COLUMNS
+            part, out[i], total, shift, value_unit, live, stride, i, of(VALUE, i), DIMS, RATIO, QUERIES, HEADS, COLUMNS
         )
     store_weights(weights + place, highest, total, live, stride, RATIO, QUERIES, HEADS)
 

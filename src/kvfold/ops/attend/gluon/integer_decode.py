@@ -45,7 +45,7 @@ from kvfold.ops.attend.gluon.decode_tiles import (
     own_queries,
     own_tiles,
     packed_to,
-    release_by,
+    release_next,
     row_of,
     seen_by_each,
     seen_tokens,
@@ -71,6 +71,7 @@ from kvfold.ops.attend.gluon.integer_layouts import (
     with_bits,
 )
 from kvfold.ops.attend.gluon.occupancy import STAGES, ctas, meta_stages
+from kvfold.ops.attend.gluon.open_block import own_raw, read_raw
 from kvfold.ops.store.quantize_tiles import ROUNDER
 
 # names that Triton 3.9 has changed
@@ -100,8 +101,8 @@ def room(key: IntegerWords, value: IntegerWords, shared: int) -> int:
 
 
 @gluon.jit(
-    do_not_specialize=["q_stride", "table_stride", "table_pages", "tokens", "groups"],
-    do_not_specialize_on_alignment=["table", "lengths", "query_starts"],
+    do_not_specialize=["q_stride", "table_stride", "table_pages", "tokens", "groups", "ring_stride"],
+    do_not_specialize_on_alignment=["table", "lengths", "query_starts", "starts", "rings"],
 )
 def decode(
     q,  # [tokens, q_heads, DIMS], tokens q_stride apart
@@ -117,6 +118,10 @@ def decode(
     query_starts,  # None: every sequence has one query
     tokens,  # of q, None as well
     groups,  # CTAs that share the queries of a sequence, None as well
+    ring,  # all rings; None: there is no open block
+    rings,  # int64[sequences, RING.blocks], None as well
+    ring_stride,
+    starts,  # without an open block None as well
     KEY: gl.constexpr,
     VALUE: gl.constexpr,
     DIMS: gl.constexpr,
@@ -128,6 +133,7 @@ def decode(
     COLUMNS: gl.constexpr,  # of outputs: one or two per head
     ORDER: gl.constexpr,  # of the Hadamard matrices that rotate queries here; 1: none
     BLOCK: gl.constexpr,  # tokens of the open block, 0: none
+    RING: gl.constexpr,
     SHARED: gl.constexpr,  # bytes of an SM's shared memory
     OVERLAP: gl.constexpr,
 ):
@@ -139,7 +145,8 @@ def decode(
     split, splits, token, tokens, live, shortest, length, latest = own_queries(
         query_starts, lengths, tokens, groups, RATIO, QUERIES
     )
-    end, first, last, newest = own_tiles(split, splits, length, latest, BLOCK)
+    readers, less, raw, raw_end = own_raw(starts, split, splits, shortest, length, BLOCK, DIMS, PAGE, PAGE_WORDS)
+    end, first, last, newest = own_tiles(split, splits, readers, less, length, latest, BLOCK)
     whole = packed_to(shortest, BLOCK)  # up to where all queries of the CTA read
     pool += head.to(gl.int64) * PAGE_WORDS
 
@@ -158,18 +165,24 @@ def decode(
         _copy_tile(shared, i, pool, pages, first + i, last, newest, KEY, VALUE, PAGE, PAGE_WORDS, OVERLAP)
     pages = _pages(table, first + (STAGES - 1), table_pages, kv_heads, KEY, VALUE, PAGE)
 
-    wait_by(OVERLAP, "start")
-    release_by(OVERLAP, "start")
     row = (token * kv_heads + head) * RATIO
-    place = (split.to(gl.int64) * tokens * kv_heads * RATIO) + row
+    q += token.to(gl.int64) * q_stride + head * (RATIO * DIMS)
+    stride = kv_heads * RATIO
+    if BLOCK > 0 and split < readers:
+        part = (splits + split).to(gl.int64) * tokens * stride + row
+        read_raw(
+            q, outs + part * DIMS, weights + part, ring, rings, ring_stride, scale, raw, raw_end, shortest, live,
+            q_stride, stride, RING, BLOCK, DIMS, RATIO, QUERIES, HEADS, OVERLAP,
+        )  # fmt: skip
+    wait_by(OVERLAP, "start")
+    place = split.to(gl.int64) * tokens * stride + row
     highest = gl.full([HEADS], UNSEEN, gl.float32, HEAD)
     if (first > last) & (splits > 1):  # nothing to read: free the SM; `merge` ignores the outputs of such a part
         wait_by(OVERLAP, "end")
-        release_by(OVERLAP, "end")
+        release_next(OVERLAP)
         nothing = gl.zeros_like(highest)
-        store_weights(weights + place, highest, nothing, live, kv_heads * RATIO, RATIO, QUERIES, HEADS)
+        store_weights(weights + place, highest, nothing, live, stride, RATIO, QUERIES, HEADS)
         return
-    q += token.to(gl.int64) * q_stride + head * (RATIO * DIMS)
     query0, unit0, sum0 = _queries(q, 0, scale, live, q_stride, KEY, DIMS, RATIO, QUERIES, HEADS, ORDER, MMA)
     query1, unit1, sum1 = query0, unit0, sum0
     if KEY.segments == 2:
@@ -203,9 +216,8 @@ def decode(
         out = mma_v2(v, scaled, faded(out, fade, VALUE, DIMS, HEADS, COLUMNS, MMA))
 
     wait_by(OVERLAP, "end")
-    release_by(OVERLAP, "end")
+    release_next(OVERLAP)
     total, shift0, shift1 = gl.sum(total, 0), gl.sum(shift0, 0), gl.sum(shift1, 0)
-    stride = kv_heads * RATIO
     _store_part(
         outs + place * DIMS, out, total, shift0, shift1, live, stride, VALUE, DIMS, RATIO, QUERIES, HEADS, COLUMNS
     )
