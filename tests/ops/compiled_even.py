@@ -14,7 +14,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from kvfold.format.layout import PageLayout, affine_slot, codebook_slot, even_slot
 from kvfold.ops.attend.gluon.decode_step import Kernel, _kernel, _shape
-from kvfold.ops.attend.gluon.open_block import Ring
+from kvfold.ops.attend.gluon.open_block import RingBlock
 from kvfold.ops.cards import card_of
 from kvfold.ops.pdl import ALONE, Overlap
 
@@ -109,7 +109,7 @@ def _compile(case: Case) -> Any:
     """The kernel as `decode_step` would launch it."""
     layout, card, kernel = case.layout, card_of(case.capability), case.kernel
     overlap = Overlap("start", "end") if card.overlaps else ALONE
-    ring = Ring(*case.ring, case.block_numbers, kernel.raw) if case.block else None
+    ring = RingBlock(case.ring[1], case.block_numbers, kernel.raw) if case.block else None
     constants = {
         "KEY": kernel.key, "VALUE": kernel.value, "DIMS": case.dims, "PAGE": layout.page_size,
         "PAGE_WORDS": layout.page_bytes // 4, "RATIO": case.ratio, **case.shape, "ORDER": 1, "BLOCK": case.block,
@@ -118,7 +118,7 @@ def _compile(case: Case) -> Any:
     if case.queries == 1:
         constants |= {"query_starts": None, "tokens": None, "groups": None, "starts": None}
     if not case.block:
-        constants |= {"ring": None, "rings": None, "ring_stride": None, "starts": None}
+        constants |= {"ring": None, "rings": None, "ring_stride": None, "ring_blocks": None, "starts": None}
     types = {"q": "*fp32", "outs": "*fp32", "weights": "*fp32", "pool": "*i32", "table": "*i64", "lengths": "*i32"}
     types |= {"query_starts": "*i32", "ring": f"*{case.raw}", "rings": "*i64", "starts": "*i32"}
     types |= {"scale": "fp32", "key_unit": "fp32", "value_unit": "fp32"}

@@ -16,7 +16,7 @@ from kvfold.format.layout import PageLayout
 from kvfold.format.open_block import raw_from
 from kvfold.ops import pdl
 from kvfold.ops.attend.gluon import decode_step as gluon
-from kvfold.ops.attend.gluon.open_block import Ring
+from kvfold.ops.attend.gluon.open_block import RingBlock
 
 UNSEEN = -1e30
 
@@ -31,9 +31,9 @@ class Decode:
         def launch(
             q: Tensor, outs: Tensor, weights: Tensor, pool: Tensor, table: Tensor, lengths: Tensor, scale: float,
             q_stride: int, table_stride: int, table_pages: int, query_starts: Tensor | None, tokens: int | None,
-            groups: int | None, ring: Tensor | None, rings: Tensor, ring_stride: int, starts: Tensor | None,
-            key_unit: float = 1.0, value_unit: float = 1.0, *, RATIO: int, ORDER: int, BLOCK: int, RING: Ring | None,
-            **options: Any,
+            groups: int | None, ring: Tensor | None, rings: Tensor, ring_stride: int, ring_blocks: int,
+            starts: Tensor | None, key_unit: float = 1.0, value_unit: float = 1.0, *, RATIO: int, ORDER: int,
+            BLOCK: int, RING: RingBlock | None, **options: Any,
         ) -> None:  # fmt: skip
             splits, sequences = grid[0] // (groups or 1), grid[2]
             rows = range(sequences + 1) if query_starts is None else query_starts.tolist()
@@ -68,8 +68,8 @@ class Decode:
             sides.append(Codec(slot, unit=unit).dequantize(codes, meta).squeeze(-2).double())
         return sides[0], sides[1]
 
-    def _read_ring(self, ring: Tensor, blocks: Tensor, tokens: Tensor, about: Ring) -> tuple[Tensor, Tensor]:
-        place = tokens % (about.blocks * about.tokens)
+    def _read_ring(self, ring: Tensor, blocks: Tensor, tokens: Tensor, about: RingBlock) -> tuple[Tensor, Tensor]:
+        place = tokens % (len(blocks) * about.tokens)
         k, v = (side[blocks[place // about.tokens], :, place % about.tokens] for side in self.layout.ring_sides(ring))
         return k.double(), v.double()
 

@@ -136,7 +136,8 @@ def test_the_kernel_computes_attention(number: int, kernels: list[Compiled]) -> 
     if several:
         numbers += memory.add(np.cumsum([0, *counts], dtype=np.int32)), rows, groups
     if block:
-        numbers += memory.add(layer.ring.view(torch.int16).numpy()), memory.add(layer.rings.numpy()), case.ring[0]
+        rings = [memory.add(tensor.numpy()) for tensor in (layer.ring.view(torch.int16), layer.rings)]
+        numbers += *rings, *[case.ring[0]] * 2
     if several and block:
         numbers += [memory.add(np.array(starts, np.int32))]
     units = layer.units if layout.value.even else []

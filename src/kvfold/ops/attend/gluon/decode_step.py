@@ -18,7 +18,7 @@ from kvfold.ops.attend.gluon import integer_decode as integers
 from kvfold.ops.attend.gluon import level_lookup as levels
 from kvfold.ops.attend.gluon.decode_tiles import TILE
 from kvfold.ops.attend.gluon.even_pages import even_sides
-from kvfold.ops.attend.gluon.open_block import Ring, raw_parts
+from kvfold.ops.attend.gluon.open_block import RingBlock, raw_parts
 from kvfold.ops.attend.parts import LOG2_E, empty, learned_sinks, merge, sms
 from kvfold.ops.cards import Card
 from kvfold.ops.launch import launcher
@@ -136,9 +136,7 @@ def attend(
     splits = _splits(sequences * kv_heads * groups, tiles, kernel.warps, q.device)
     if several and tiles <= FEW_TILES * splits:
         splits = _splits(sequences * kv_heads * groups, tiles, max(4, kernel.warps // 2), q.device)
-    block, ring = pages.block, None
-    if block:
-        ring = Ring(step.rings.shape[1], pages.ring_tokens, pages.ring.shape[2], kernel.raw)
+    block = pages.block
     outs, weights = empty(splits + min(splits, raw_parts(block)), q, dims)
     decode = launcher(
         kernel.decode,
@@ -152,7 +150,7 @@ def attend(
         **shape,
         ORDER=order,
         BLOCK=block,
-        RING=ring,
+        RING=RingBlock(pages.ring_tokens, pages.ring.shape[2], kernel.raw) if block else None,
         SHARED=card.shared,
         OVERLAP=overlap,
         num_warps=1,
@@ -171,8 +169,8 @@ def attend(
         q.stride(0),
         step.table.stride(0),
         step.table.shape[1],
-        *((step.query_starts, tokens, groups) if several else (None, None, None)),
-        *((pages.ring, step.rings, step.rings.stride(0)) if block else (None, None, None)),
+        *((step.query_starts, tokens, groups) if several else (None,) * 3),
+        *((pages.ring, step.rings, step.rings.stride(0), step.rings.shape[1]) if block else (None,) * 4),
         step.starts if several and block else None,
         *((pages.key.unit, pages.value.unit) if layout.value.even else ()),
     )

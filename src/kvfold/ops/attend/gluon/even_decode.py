@@ -74,7 +74,7 @@ def room(key: EvenSide, value: EvenSide, shared: int) -> int:
 
 
 @gluon.jit(
-    do_not_specialize=["q_stride", "table_stride", "table_pages", "tokens", "groups", "ring_stride"],
+    do_not_specialize=["q_stride", "table_stride", "table_pages", "tokens", "groups", "ring_stride", "ring_blocks"],
     do_not_specialize_on_alignment=["table", "lengths", "query_starts", "starts", "rings"],
 )
 def decode(
@@ -92,8 +92,9 @@ def decode(
     tokens,  # of q, None as well
     groups,  # CTAs that share the queries of a sequence, None as well
     ring,  # all rings; None: there is no open block
-    rings,  # int64[sequences, RING.blocks], None as well
+    rings,  # int64[sequences, ring_blocks], rows ring_stride apart; None as well
     ring_stride,
+    ring_blocks,
     starts,  # without an open block None as well
     key_unit,
     value_unit,
@@ -108,7 +109,7 @@ def decode(
     COLUMNS: gl.constexpr,  # of a segment's outputs: HEADS, or 8 if that is more
     ORDER: gl.constexpr,  # 1: queries come rotated
     BLOCK: gl.constexpr,  # tokens of the open block, 0: none
-    RING: gl.constexpr,
+    RING: gl.constexpr,  # its blocks
     SHARED: gl.constexpr,  # bytes of an SM's shared memory
     OVERLAP: gl.constexpr,
 ):
@@ -148,8 +149,8 @@ def decode(
     if BLOCK > 0 and split < readers:
         part = (splits + split).to(gl.int64) * tokens * stride + row
         read_raw(
-            q, outs + part * DIMS, weights + part, ring, rings, ring_stride, scale, raw, raw_end, shortest, live,
-            q_stride, stride, RING, BLOCK, DIMS, RATIO, QUERIES, HEADS, OVERLAP,
+            q, outs + part * DIMS, weights + part, ring, rings, ring_stride, ring_blocks, scale, raw, raw_end, shortest,
+            live, q_stride, stride, RING, BLOCK, DIMS, RATIO, QUERIES, HEADS, OVERLAP,
         )  # fmt: skip
     wait_by(OVERLAP, "start")
     place = split.to(gl.int64) * tokens * stride + row

@@ -101,7 +101,7 @@ def room(key: IntegerWords, value: IntegerWords, shared: int) -> int:
 
 
 @gluon.jit(
-    do_not_specialize=["q_stride", "table_stride", "table_pages", "tokens", "groups", "ring_stride"],
+    do_not_specialize=["q_stride", "table_stride", "table_pages", "tokens", "groups", "ring_stride", "ring_blocks"],
     do_not_specialize_on_alignment=["table", "lengths", "query_starts", "starts", "rings"],
 )
 def decode(
@@ -119,8 +119,9 @@ def decode(
     tokens,  # of q, None as well
     groups,  # CTAs that share the queries of a sequence, None as well
     ring,  # all rings; None: there is no open block
-    rings,  # int64[sequences, RING.blocks], None as well
+    rings,  # int64[sequences, ring_blocks], rows ring_stride apart; None as well
     ring_stride,
+    ring_blocks,
     starts,  # without an open block None as well
     KEY: gl.constexpr,
     VALUE: gl.constexpr,
@@ -133,7 +134,7 @@ def decode(
     COLUMNS: gl.constexpr,  # of outputs: one or two per head
     ORDER: gl.constexpr,  # of the Hadamard matrices that rotate queries here; 1: none
     BLOCK: gl.constexpr,  # tokens of the open block, 0: none
-    RING: gl.constexpr,
+    RING: gl.constexpr,  # its blocks
     SHARED: gl.constexpr,  # bytes of an SM's shared memory
     OVERLAP: gl.constexpr,
 ):
@@ -171,8 +172,8 @@ def decode(
     if BLOCK > 0 and split < readers:
         part = (splits + split).to(gl.int64) * tokens * stride + row
         read_raw(
-            q, outs + part * DIMS, weights + part, ring, rings, ring_stride, scale, raw, raw_end, shortest, live,
-            q_stride, stride, RING, BLOCK, DIMS, RATIO, QUERIES, HEADS, OVERLAP,
+            q, outs + part * DIMS, weights + part, ring, rings, ring_stride, ring_blocks, scale, raw, raw_end, shortest,
+            live, q_stride, stride, RING, BLOCK, DIMS, RATIO, QUERIES, HEADS, OVERLAP,
         )  # fmt: skip
     wait_by(OVERLAP, "start")
     place = split.to(gl.int64) * tokens * stride + row

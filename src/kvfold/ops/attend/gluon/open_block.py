@@ -23,12 +23,11 @@ from kvfold.ops.attend.gluon.decode_tiles import (
 )
 
 
-class Ring(NamedTuple):
-    """The ring of a sequence."""
+class RingBlock(NamedTuple):
+    """A block of a ring. A ring has one or several."""
 
-    blocks: int
-    tokens: int  # of a block
-    numbers: int  # of a block, per KV head: keys, then values
+    tokens: int
+    numbers: int  # per KV head: keys, then values
     at_once: int  # tokens that a CTA loads together
 
 
@@ -63,9 +62,9 @@ def own_raw(starts, split, splits, shortest, length, BLOCK: gl.constexpr, DIMS: 
 
 
 @gluon.jit
-def read_raw(q, outs, weights, ring, rings, ring_stride, scale, first, end, shortest, live, q_stride, stride,
-             RING: gl.constexpr, BLOCK: gl.constexpr, DIMS: gl.constexpr, RATIO: gl.constexpr, QUERIES: gl.constexpr,
-             HEADS: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
+def read_raw(q, outs, weights, ring, rings, ring_stride, ring_blocks, scale, first, end, shortest, live, q_stride,
+             stride, RING: gl.constexpr, BLOCK: gl.constexpr, DIMS: gl.constexpr, RATIO: gl.constexpr,
+             QUERIES: gl.constexpr, HEADS: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
     """Let the queries of a CTA read the raw tokens from `first` to `end`, as a part at `outs` and `weights`."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
     HEAD: gl.constexpr = gl.SliceLayout(0, MMA)
@@ -79,9 +78,11 @@ def read_raw(q, outs, weights, ring, rings, ring_stride, scale, first, end, shor
     highest = gl.full([COLUMNS], UNSEEN, gl.float32, HEAD)
     total = gl.zeros([COLUMNS], gl.float32, HEAD)
     out = gl.zeros([DIMS, COLUMNS], gl.float32, MMA)
+    places = ring_blocks * RING.tokens
     for start in range(first, end, TOKENS):
-        k = _load(ring, rings, start, end, RING, DIMS, gl.DotOperandLayout(0, MMA, 8), TOKENS)
-        v = _load(ring + RING.tokens * DIMS, rings, start, end, RING, DIMS, _value_layout(TOKENS, DIMS), TOKENS)
+        last, at = end - 1 - start, start % places
+        k = _load(ring, rings, at, last, places, RING, DIMS, gl.DotOperandLayout(0, MMA, 8))
+        v = _load(ring + RING.tokens * DIMS, rings, at, last, places, RING, DIMS, _value_layout(TOKENS, DIMS))
         logits = mma_v2(k, queries, gl.zeros([TOKENS, COLUMNS], gl.float32, MMA))
         token = start + gl.arange(0, TOKENS, gl.SliceLayout(1, MMA))
         seen = (token[:, None] >= borders[None, :]) & (token[:, None] < gl.minimum(lengths, end)[None, :])
@@ -120,11 +121,11 @@ def _queries(q, scale, live, stride, DIMS: gl.constexpr, RATIO: gl.constexpr, QU
 
 
 @gluon.jit
-def _load(ring, rings, start, end, RING: gl.constexpr, DIMS: gl.constexpr, LAYOUT: gl.constexpr,
-          TOKENS: gl.constexpr):  # fmt: skip
-    """TOKENS vectors of a side, float16[token, coordinate]. Behind the end, the last one stands in."""
-    token = gl.minimum(start + gl.arange(0, TOKENS, gl.SliceLayout(1, LAYOUT)), end - 1)
-    place = token % (RING.blocks * RING.tokens)
+def _load(ring, rings, at, last, places, RING: gl.constexpr, DIMS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Vectors of a side from place `at` of a ring with `places` places on, float16[token, coordinate]. Behind the
+    `last` one, it stands in."""
+    place = at + gl.minimum(gl.arange(0, RING.at_once, gl.SliceLayout(1, LAYOUT)), last)
+    place = gl.where(place < places, place, place - places)
     block = gl.load(rings + place // RING.tokens) * gl.num_programs(1) + gl.program_id(1)
     vector = block * RING.numbers + place % RING.tokens * DIMS
     coordinate = gl.arange(0, DIMS, gl.SliceLayout(0, LAYOUT))
