@@ -30,6 +30,7 @@ PAGE = 64
 
 RECIPES = [
     "int4:centre=false",
+    "int4:centre=false,block=64",
     "saw-int4",
     "saw-int4:block=1",
     "saw-int4:block=64",

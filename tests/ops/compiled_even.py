@@ -109,7 +109,7 @@ def _compile(case: Case) -> Any:
     """The kernel as `decode_step` would launch it."""
     layout, card, kernel = case.layout, card_of(case.capability), case.kernel
     overlap = Overlap("start", "end") if card.overlaps else ALONE
-    ring = RingBlock(case.ring[1], case.block_numbers, kernel.raw) if case.block else None
+    ring = RingBlock(case.ring[1], case.block_numbers) if case.block else None
     constants = {
         "KEY": kernel.key, "VALUE": kernel.value, "DIMS": case.dims, "PAGE": layout.page_size,
         "PAGE_WORDS": layout.page_bytes // 4, "RATIO": case.ratio, **case.shape, "ORDER": 1, "BLOCK": case.block,

@@ -70,10 +70,6 @@ def test_programs_fit_in_shared_memory(dims: int, group: int, bits: int, kib: in
     others = 2 * side.per_token + side.segments
     taken = 4 * TILE * (2 * others + meta_stages(side.segments, others, shared) * side.segments) + 1024
     assert warps * taken <= shared < (warps + 1) * taken
-    if (
-        kib == 228 and bits < 8 and dims < 256
-    ):  # a program that reads raw tokens has 16 queries and 64 tokens, and 1 KiB as every one
-        assert shared - warps * taken >= 2 * dims * (16 + 64) + 1024
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])

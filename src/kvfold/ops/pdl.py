@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # "start": before a kernel reads what the previous kernel may write
-# "end": after its last store; in kernels that decode: before they store their part
+# "end": after its last store; in kernels that decode: before they store their packed part
 Place = Literal["start", "end", "never"]
 
 

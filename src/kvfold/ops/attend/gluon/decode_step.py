@@ -150,7 +150,7 @@ def attend(
         **shape,
         ORDER=order,
         BLOCK=block,
-        RING=RingBlock(pages.ring_tokens, pages.ring.shape[2], kernel.raw) if block else None,
+        RING=RingBlock(pages.ring_tokens, pages.ring.shape[2]) if block else None,
         SHARED=card.shared,
         OVERLAP=overlap,
         num_warps=1,
@@ -204,22 +204,20 @@ class Kernel(NamedTuple):
     rotates: bool  # whether it can rotate queries by Hadamard matrices
     warps: int  # per SM
     registers: int | None  # per thread, at most, so that these warps fit
-    raw: int  # how many raw tokens a CTA loads together, so that their registers are no more than those of packed ones
 
 
 @lru_cache
 def _kernel(layout: PageLayout, card: Card, several: bool = False) -> Kernel:
     """`several`: sequences have several queries, so that a CTA may have more heads."""
     key, value, at = layout.key, layout.value, layout.offsets
-    raw = 4096 // key.dims
     if _has_codebooks(layout):
         # lookups, not loads, take the time: a third warp per scheduler fills the gaps of the other two
         warps, registers = (12, 168) if key.dims <= 128 and not several else (8, MOST_REGISTERS if several else None)
         looked_up = codebooks.key_words(key, at[0], at[2]), codebooks.value_words(value, at[1], at[3])
-        return Kernel(codebooks.decode, *looked_up, False, warps, registers, raw)
+        return Kernel(codebooks.decode, *looked_up, False, warps, registers)
     if _has_even(layout):
         sides = even_sides(layout)
-        return Kernel(even.decode, *sides, False, even.room(*sides, card.shared), MOST_REGISTERS, raw)
+        return Kernel(even.decode, *sides, False, even.room(*sides, card.shared), MOST_REGISTERS)
     both = integers.integer_words(key, at[0], at[2]), integers.integer_words(value, at[1], at[3])
     registers = MOST_REGISTERS if key.dims > 128 or several else None
-    return Kernel(integers.decode, *both, True, integers.room(*both, card.shared), registers, raw)
+    return Kernel(integers.decode, *both, True, integers.room(*both, card.shared), registers)

@@ -65,7 +65,7 @@ def own_tiles(split, splits, readers, less, length, latest, BLOCK: gl.constexpr)
     - the first and the last tile of this CTA;
     - `newest`, the first tile that may hold a token of this step.
 
-    The first `readers` of the splits read raw tokens, too, and so `less` tiles than the others.
+    The first `readers` of the splits also read raw tokens, and so `less` tiles fewer than the others.
 
     Of this step's tokens, a sequence may read its own and as many before them: the `latest`. Another sequence may store
     those before them in this step, as the last tokens of a page that both share.

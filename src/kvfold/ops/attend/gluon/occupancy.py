@@ -31,7 +31,7 @@ def meta_stages(segments, others, shared):
     `others` words of the rest.
 
     The CTA uses STAGES of them. The rest is padding. Without it, the first SM to become free would take more CTAs than
-    its share. The padding is as small as possible, because a CTA that reads raw tokens needs 20 KiB beside them.
+    its share.
     """
     least = shared // (ctas(segments + others, shared) + 1) - OWN + 1
     return max(STAGES.value, -((4 * TILE * STAGES.value * others - least) // (4 * TILE * segments)))

@@ -1,8 +1,8 @@
-"""The open block in the Gluon kernels: raw tokens, which some CTAs of a sequence read before their packed ones.
+"""The open block in the Gluon kernels. The first CTAs of a sequence read its raw tokens, about a tile each, before they
+read packed ones. The raw tokens of a CTA are a part of their own, behind the parts of packed tokens.
 
-What such a CTA reads raw is a part of its own, behind all packed ones. In both products, heads are columns. Rows are
-tokens in the first and coordinates in the second. Their order is free, so lanes load 16 bytes at once from rings to the
-registers from which MMA reads them.
+In both products, heads are columns. Rows are tokens in the first and coordinates in the second. Their order is free, so
+lanes load 16 bytes at once from rings to the registers from which MMA reads them. Shared memory is not needed.
 """
 
 from typing import NamedTuple
@@ -22,18 +22,19 @@ from kvfold.ops.attend.gluon.decode_tiles import (
     wait_by,
 )
 
+TOGETHER = gl.constexpr(4096)  # numbers that a CTA loads at once: 64 registers of each lane
+
 
 class RingBlock(NamedTuple):
     """A block of a ring. A ring has one or several."""
 
     tokens: int
     numbers: int  # per KV head: keys, then values
-    at_once: int  # tokens that a CTA loads together
 
 
 @gluon.constexpr_function
 def raw_parts(block):
-    """How many CTAs read the raw tokens of a query, at most: a tile each."""
+    """How many CTAs share the raw tokens of a sequence, at most."""
     return -(-block // 64)
 
 
@@ -51,6 +52,7 @@ def own_raw(starts, split, splits, shortest, length, BLOCK: gl.constexpr, DIMS: 
     if BLOCK == 0:
         return 0, 0, 0, 0
     else:
+        WORDS: gl.constexpr = PAGE_WORDS // PAGE  # of a packed token; a raw one has DIMS
         oldest = shortest
         if starts is not None:
             oldest = gl.maximum(shortest, gl.load(starts + gl.program_id(2)) + 1)
@@ -58,7 +60,7 @@ def own_raw(starts, split, splits, shortest, length, BLOCK: gl.constexpr, DIMS: 
         readers = gl.minimum(splits, raw_parts(BLOCK))
         share = (gl.maximum(length - begin, 0) + readers - 1) // readers
         first = begin + split * share
-        return readers, share * (DIMS * PAGE) // (64 * PAGE_WORDS), first, gl.minimum(first + share, length)
+        return readers, share * DIMS // (64 * WORDS), first, gl.minimum(first + share, length)
 
 
 @gluon.jit
@@ -69,7 +71,7 @@ def read_raw(q, outs, weights, ring, rings, ring_stride, ring_blocks, scale, fir
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
     HEAD: gl.constexpr = gl.SliceLayout(0, MMA)
     COLUMNS: gl.constexpr = max(8, HEADS)
-    TOKENS: gl.constexpr = RING.at_once
+    TOKENS: gl.constexpr = TOGETHER // DIMS
     wait_by(OVERLAP, "end")
     queries = _queries(q, scale, live, q_stride, DIMS, RATIO, QUERIES, COLUMNS, MMA)
     rings += gl.program_id(2).to(gl.int64) * ring_stride
@@ -124,7 +126,7 @@ def _queries(q, scale, live, stride, DIMS: gl.constexpr, RATIO: gl.constexpr, QU
 def _load(ring, rings, at, last, places, RING: gl.constexpr, DIMS: gl.constexpr, LAYOUT: gl.constexpr):
     """Vectors of a side from place `at` of a ring with `places` places on, float16[token, coordinate]. Behind the
     `last` one, it stands in."""
-    place = at + gl.minimum(gl.arange(0, RING.at_once, gl.SliceLayout(1, LAYOUT)), last)
+    place = at + gl.minimum(gl.arange(0, TOGETHER // DIMS, gl.SliceLayout(1, LAYOUT)), last)
     place = gl.where(place < places, place, place - places)
     block = gl.load(rings + place // RING.tokens) * gl.num_programs(1) + gl.program_id(1)
     vector = block * RING.numbers + place % RING.tokens * DIMS
