@@ -136,7 +136,7 @@ def decode(
         part = (splits + split).to(gl.int64) * tokens * stride + row
         read_raw(
             q, outs + part * DIMS, weights + part, ring, rings, ring_stride, ring_blocks, scale, raw, raw_end, shortest,
-            live, q_stride, stride, RING, BLOCK, DIMS, RATIO, QUERIES, HEADS, OVERLAP,
+            live, q_stride, stride, RING, BLOCK, DIMS, RATIO, QUERIES, HEADS, OVERLAP, 2048,
         )  # fmt: skip
     wait_for_stored(first, newest, OVERLAP)
     k_page, v_page = find_pages(table, first, final_page, kv_heads, PAGE)

@@ -150,7 +150,7 @@ def decode(
         part = (splits + split).to(gl.int64) * tokens * stride + row
         read_raw(
             q, outs + part * DIMS, weights + part, ring, rings, ring_stride, ring_blocks, scale, raw, raw_end, shortest,
-            live, q_stride, stride, RING, BLOCK, DIMS, RATIO, QUERIES, HEADS, OVERLAP,
+            live, q_stride, stride, RING, BLOCK, DIMS, RATIO, QUERIES, HEADS, OVERLAP, 4096,
         )  # fmt: skip
     wait_by(OVERLAP, "start")
     place = split.to(gl.int64) * tokens * stride + row

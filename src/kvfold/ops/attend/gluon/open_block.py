@@ -22,8 +22,6 @@ from kvfold.ops.attend.gluon.decode_tiles import (
     wait_by,
 )
 
-TOGETHER = gl.constexpr(4096)  # numbers that a CTA loads at once: 64 registers of each lane
-
 
 class RingBlock(NamedTuple):
     """A block of a ring. A ring has one or several."""
@@ -66,12 +64,13 @@ def own_raw(starts, split, splits, shortest, length, BLOCK: gl.constexpr, DIMS: 
 @gluon.jit
 def read_raw(q, outs, weights, ring, rings, ring_stride, ring_blocks, scale, first, end, shortest, live, q_stride,
              stride, RING: gl.constexpr, BLOCK: gl.constexpr, DIMS: gl.constexpr, RATIO: gl.constexpr,
-             QUERIES: gl.constexpr, HEADS: gl.constexpr, OVERLAP: gl.constexpr):  # fmt: skip
-    """Let the queries of a CTA read the raw tokens from `first` to `end`, as a part at `outs` and `weights`."""
+             QUERIES: gl.constexpr, HEADS: gl.constexpr, OVERLAP: gl.constexpr, TOGETHER: gl.constexpr):  # fmt: skip
+    """Let the queries of a CTA read the raw tokens from `first` to `end`, as a part at `outs` and `weights`. TOGETHER
+    numbers are loaded at once, or those of 16 tokens: 4096 numbers are 64 registers of each lane."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
     HEAD: gl.constexpr = gl.SliceLayout(0, MMA)
     COLUMNS: gl.constexpr = max(8, HEADS)
-    TOKENS: gl.constexpr = TOGETHER // DIMS
+    TOKENS: gl.constexpr = max(16, TOGETHER // DIMS)
     wait_by(OVERLAP, "end")
     queries = _queries(q, scale, live, q_stride, DIMS, RATIO, QUERIES, COLUMNS, MMA)
     rings += gl.program_id(2).to(gl.int64) * ring_stride
@@ -83,8 +82,9 @@ def read_raw(q, outs, weights, ring, rings, ring_stride, ring_blocks, scale, fir
     places = ring_blocks * RING.tokens
     for start in range(first, end, TOKENS):
         last, at = end - 1 - start, start % places
-        k = _load(ring, rings, at, last, places, RING, DIMS, gl.DotOperandLayout(0, MMA, 8))
-        v = _load(ring + RING.tokens * DIMS, rings, at, last, places, RING, DIMS, _value_layout(TOKENS, DIMS))
+        k = _load(ring, rings, at, last, places, RING, DIMS, TOKENS, gl.DotOperandLayout(0, MMA, 8))
+        values = ring + RING.tokens * DIMS
+        v = _load(values, rings, at, last, places, RING, DIMS, TOKENS, _value_layout(TOKENS, DIMS))
         logits = mma_v2(k, queries, gl.zeros([TOKENS, COLUMNS], gl.float32, MMA))
         token = start + gl.arange(0, TOKENS, gl.SliceLayout(1, MMA))
         seen = (token[:, None] >= borders[None, :]) & (token[:, None] < gl.minimum(lengths, end)[None, :])
@@ -123,10 +123,11 @@ def _queries(q, scale, live, stride, DIMS: gl.constexpr, RATIO: gl.constexpr, QU
 
 
 @gluon.jit
-def _load(ring, rings, at, last, places, RING: gl.constexpr, DIMS: gl.constexpr, LAYOUT: gl.constexpr):
+def _load(ring, rings, at, last, places, RING: gl.constexpr, DIMS: gl.constexpr, TOKENS: gl.constexpr,
+          LAYOUT: gl.constexpr):  # fmt: skip
     """Vectors of a side from place `at` of a ring with `places` places on, float16[token, coordinate]. Behind the
     `last` one, it stands in."""
-    place = at + gl.minimum(gl.arange(0, TOGETHER // DIMS, gl.SliceLayout(1, LAYOUT)), last)
+    place = at + gl.minimum(gl.arange(0, TOKENS, gl.SliceLayout(1, LAYOUT)), last)
     place = gl.where(place < places, place, place - places)
     block = gl.load(rings + place // RING.tokens) * gl.num_programs(1) + gl.program_id(1)
     vector = block * RING.numbers + place % RING.tokens * DIMS
