@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 import torch
+from packed_reads import packed_and_read
 from torch import Tensor
 
 from kvfold.engines.serving import Layer
@@ -51,7 +52,8 @@ class Record:
         self.states: dict[int, tuple[Tensor, ...]] = {}  # keys and values of a page: float64[ways, tokens, kv_heads, d]
 
     def store(self, step: Step, k: Tensor, v: Tensor) -> None:
-        sides = [self._ways(codec, x) for codec, x in zip(self.codecs, (k, v), strict=True)]
+        position = torch.cat([torch.arange(*each) for each in zip(*step.known, strict=True)])
+        sides = [self._ways(codec, x, position) for codec, x in zip(self.codecs, (k, v), strict=True)]
         for i, location in enumerate(step.locations.tolist()):
             if location < 0:  # padding
                 continue
@@ -61,11 +63,10 @@ class Record:
             for states, ways in zip(self.states[page], sides, strict=True):
                 states[:, offset] = ways[:, i]
 
-    def _ways(self, codec: Codec, x: Tensor) -> Tensor:
+    def _ways(self, codec: Codec, x: Tensor, position: Tensor) -> Tensor:
         """Keys or values [tokens, kv_heads, d] as they are read in each way: float64[ways, tokens, kv_heads, d]."""
-        y = codec.transform.forward(x)
-        packed = codec.dequantize(*codec.quantize(y.unsqueeze(-2))).squeeze(-2)
-        ways = {RAW: y.to(self.raw_dtype), PACKED: packed}
+        raw = codec.transform.forward(x).to(self.raw_dtype)
+        ways = {RAW: raw, PACKED: packed_and_read(codec, x, position)}
         return torch.stack([codec.transform.inverse(ways[way].float()).double() for way in range(2)])
 
     def attend(self, pages: Sequence[int], start: int, q: Tensor, logits: Logits) -> tuple[Tensor, float]:

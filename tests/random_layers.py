@@ -77,7 +77,7 @@ def random_layer(
     weights = causal_weights(q, k, d**-0.5)
     out = np.einsum("htj,jhd->thd", weights, np.repeat(v, ratio, axis=1)).astype(np.float32).astype(np.float64)
     seen = Seen(0, *(torch.from_numpy(x).float() for x in (q, k, v, out)), Logits(d**-0.5))
-    statistics = LayerStatistics.begin(seen, tokens - FIRST)
+    statistics = LayerStatistics.begin(seen, tokens - FIRST, torch.from_numpy(k[FIRST : FIRST + 1]).float())
     statistics.add(seen, torch.arange(FIRST, tokens), 0)
     return RandomLayer(q, k, v, out, d**-0.5, statistics, half_rope(d) if rope is None else rope)
 
@@ -89,5 +89,6 @@ def fitted(text: str, d: int, kv_heads: int, centred: bool = True, seed: int = 0
     tokens = 60 if not hasattr(recipe, "centroids") else recipe.centroids + 64
     layer = random_layer(d, kv_heads, tokens=tokens, seed=seed)
     means = layer.means if centred and recipe.centre else (None, None)
-    fit = {} if means[0] is None else {"key_mean": means[0].float(), "value_mean": means[1].float()}
+    named = zip(("key_mean", "value_mean", "key_first"), (*means, layer.statistics.first), strict=True)
+    fit = {} if means[0] is None else {name: mean.float() for name, mean in named}
     return {**fit, **recipe.fit(layer.statistics, layer.rope, means)}

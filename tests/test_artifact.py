@@ -22,6 +22,7 @@ from kvfold.recipes import parse
 from kvfold.rope import Rope
 
 SHAPE = (3, 2, 16)  # layers, kv_heads, head_dim
+MEANS = "key_mean", "value_mean", "key_first"
 ROPE = Rope(16, tuple((i, i + 8) for i in range(8)), tuple(10000.0 ** (-i / 8) for i in range(8)))
 
 
@@ -62,7 +63,7 @@ def own_tensors() -> dict[str, torch.Tensor]:
 
 def artifact(model: LlamaForCausalLM, recipes: tuple[str, ...] = (), **changes: torch.Tensor) -> Artifact:
     provenance = Provenance(tokens_sha256="00" * 32, tokens=4096, context=2048, seed=None, versions={"torch": "2"})
-    tensors = {name: randn(*SHAPE, seed=seed) for seed, name in enumerate(("key_mean", "value_mean"), start=1)}
+    tensors = {name: randn(*SHAPE, seed=seed) for seed, name in enumerate(MEANS, start=1)}
     metadata = Metadata(model=Fingerprint.of(model), rope=ROPE, calibration=provenance, recipes=recipes)
     return Artifact(metadata, {**tensors, "text": torch.arange(50), **changes})
 
@@ -97,15 +98,14 @@ def test_save_and_load(model, saved):
     assert sorted(path.name for path in saved.iterdir()) == ["kvfold.json", "tensors.safetensors"]
     assert loaded.metadata == original.metadata
     assert loaded.metadata.rope == ROPE
-    assert loaded.tensors.keys() == original.tensors.keys() == {"key_mean", "value_mean", "text"}
+    assert loaded.tensors.keys() == original.tensors.keys() == {*MEANS, "text"}
     assert all(torch.equal(loaded.tensors[name], tensor) for name, tensor in original.tensors.items())
     assert loaded.tensors["key_mean"].dtype == torch.float32
     loaded.metadata.model.check(model)
     for layer in range(3):
         fit = loaded.fit(parse("int4"), layer)
-        assert fit.keys() == {"key_mean", "value_mean"}
-        assert torch.equal(fit["key_mean"], original.tensors["key_mean"][layer])
-        assert torch.equal(fit["value_mean"], original.tensors["value_mean"][layer])
+        assert fit.keys() == set(MEANS)
+        assert all(torch.equal(fit[name], original.tensors[name][layer]) for name in MEANS)
 
 
 def test_each_recipe_gets_its_own_tensors(model, tmp_path):
@@ -117,13 +117,13 @@ def test_each_recipe_gets_its_own_tensors(model, tmp_path):
     assert all(same(loaded.tensors[name], tensor) for name, tensor in original.tensors.items())
     for layer in range(3):
         fit = loaded.fit(parse("oscar-int2:block=0,skip=1"), layer)  # neither is fitted
-        assert fit.keys() == {"key_mean", "value_mean", "key_rotation", "value_rotation", "key_clip"}
+        assert fit.keys() == {*MEANS, "key_rotation", "value_rotation", "key_clip"}
         assert same(fit["key_rotation"], own["oscar-int2/key_rotation"][layer])
         assert same(fit["key_clip"], own["oscar-int2/key_clip"][layer])
         fit = loaded.fit(parse("gtq-k3v3:seed=4"), layer)
-        assert fit.keys() == {"key_mean", "value_mean", "key_order", "key_widths"}
+        assert fit.keys() == {*MEANS, "key_order", "key_widths"}
         assert same(fit["key_order"], own["gtq-k3v3:seed=4/key_order"][layer])
-        assert loaded.fit(parse("saw-int4"), layer).keys() == {"key_mean", "value_mean"}
+        assert loaded.fit(parse("saw-int4"), layer).keys() == set(MEANS)
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -315,6 +315,7 @@ def test_checks_are_kept_by_recipe_and_replaced(model, tmp_path):
     ("name", "recipes"),
     [
         ("key_mean", ()),
+        ("key_first", ()),
         ("oscar-int2/key_clip", ("int4", "gtq-k3v3:seed=4")),
         ("text", ("int4", "oscar-int2", "gtq-k3v3:seed=4")),
     ],
@@ -534,7 +535,14 @@ def test_a_flipped_bit_is_noticed(model, tmp_path, place):
         Artifact.load(tmp_path)
 
 
+def stretched(ratio: float) -> torch.Tensor:
+    """Invertible matrices that are not orthogonal: bfloat16[3, 2, 16, 16]. Two singular values have this ratio."""
+    turns = torch.linalg.qr(randn(3, 2, 16, 16, seed=6)).Q
+    return (turns * torch.tensor([1.0] * 15 + [1 / ratio])).bfloat16()
+
+
 OWN = own_tensors()
+BASIS, SCALE = stretched(2.0**3), torch.logspace(-12, 12, 16, base=2).expand(3, 2, 16).contiguous()
 ROTATION, ORDER, WIDTHS = (
     OWN[name] for name in ("oscar-int2/key_rotation", "gtq-k3v3:seed=4/key_order", "gtq-k3v3:seed=4/key_widths")
 )
@@ -551,11 +559,10 @@ ROTATION, ORDER, WIDTHS = (
         ("oscar-int2/key_clip", torch.tensor([[0.9], [-0.9], [1.0]]), "must be positive"),
         ("oscar-int2/value_clip", torch.tensor([[0.9], [0.0], [1.0]]), "must be positive"),
         ("oscar-int2/value_clip", torch.tensor([[0.9], [1e5], [1.0]]), "must be positive and at most 65,504"),
-        ("gtq-k3v3:seed=4/key_unit", torch.full((3, 1), 2.0**16), "must be powers of two, at most 65,504"),
-        ("gtq-k3v3:seed=4/key_unit", torch.full((3, 1), 3.0), "must be powers of two, at most 65,504"),
         ("gtq-k3v3:seed=4/key_centroids", torch.full((3, 2, 5, 16), -1e5), "must be at most 65,504"),
         ("key_mean", torch.full(SHAPE, 1e38), "must be at most 65,504, which 16 bits hold"),
         ("value_mean", torch.full(SHAPE, -65536.0), "must be at most 65,504, which 16 bits hold"),
+        ("key_first", torch.full(SHAPE, 1e6), "must be at most 65,504, which 16 bits hold"),
         ("oscar-int2/key_spectrum", torch.full((3, 1, 16), -1.0), "must not be negative"),
         ("oscar-int2/value_folded", torch.zeros(3, 1), "must be 1"),
         ("gtq-k3v3:seed=4/key_order", torch.zeros_like(ORDER), "must hold permutations"),
@@ -565,6 +572,20 @@ ROTATION, ORDER, WIDTHS = (
         ("gtq-k3v3:seed=4/key_widths", torch.full_like(WIDTHS, 9), "must hold widths from 8 bits down to 1"),
         ("gtq-k3v3:seed=4/key_widths", WIDTHS.flip(2), "the largest first"),
         ("gtq-k3v3:seed=4/key_centroids", torch.zeros(3, 2, 5, 8), r"of shape \(3, 1 or 2, centroids, 16\)"),
+        ("gtq-k3v3:seed=4/key_scale", SCALE.index_fill(2, torch.tensor([5]), 0.0), "must be from 1/32,768 to 32,768"),
+        ("gtq-k3v3:seed=4/key_scale", SCALE.index_fill(1, torch.tensor([1]), -1.0), "must be from 1/32,768 to 32,768"),
+        (
+            "gtq-k3v3:seed=4/key_scale",
+            SCALE.index_fill(0, torch.tensor([2]), 32769.0),
+            "must be from 1/32,768 to 32,768",
+        ),
+        ("gtq-k3v3:seed=4/key_scale", SCALE.bfloat16(), r"must be torch\.float32 of shape \(3, 1 or 2, 16\)"),
+        ("gtq-k3v3:seed=4/value_basis", torch.zeros(3, 2, 16, 16).bfloat16(), "must hold matrices with singular"),
+        ("gtq-k3v3:seed=4/value_basis", BASIS[..., [*range(15), 14]], "must hold matrices with singular values"),
+        ("gtq-k3v3:seed=4/value_basis", stretched(2.0**17), "singular values from 1/32,768 to 32,768"),
+        ("gtq-k3v3:seed=4/value_basis", BASIS * 2.0**17, "singular values from 1/32,768 to 32,768"),
+        ("gtq-k3v3:seed=4/value_basis", BASIS.float(), r"must be torch\.bfloat16 of shape \(3, 1 or 2, 16, 16\)"),
+        ("gtq-k3v3:seed=4/value_basis", BASIS[..., :8], r"of shape \(3, 1 or 2, 16, 16\)"),
     ],
 )
 def test_numbers_that_no_calibration_finds_are_refused_when_made_and_when_loaded(
@@ -629,7 +650,8 @@ def test_what_cannot_be_read_again_is_not_written(model, tmp_path):
     ("names", "message"),
     [
         (("key_mean",), r"value_mean must be finite float32 of shape \(3, 2, 16\); it is missing"),
-        (("key_mean", "value_mean", "other"), "unknown tensor other"),
+        (("key_mean", "value_mean"), r"key_first must be finite float32 of shape \(3, 2, 16\); it is missing"),
+        ((*MEANS, "other"), "unknown tensor other"),
         (("a", "b"), "key_mean must be .* it is missing"),
     ],
 )
@@ -639,7 +661,7 @@ def test_other_tensors_are_refused(saved, names, message):
         Artifact.load(saved)
 
 
-@pytest.mark.parametrize("name", ["key_mean", "value_mean"])
+@pytest.mark.parametrize("name", MEANS)
 @pytest.mark.parametrize(
     "tensor",
     [
@@ -659,7 +681,7 @@ def test_wrong_tensors_are_refused_when_made_and_when_loaded(model, saved, name,
     with pytest.raises(ValueError, match=rf"{name} must be finite") as caught:
         artifact(model, **{name: tensor})
     assert re.search(needed, str(caught.value))
-    others = {"key_mean": torch.zeros(SHAPE), "value_mean": torch.zeros(SHAPE), "text": torch.arange(50)}
+    others = {**{mean: torch.zeros(SHAPE) for mean in MEANS}, "text": torch.arange(50)}
     tensors = {**others, name: tensor}
     rewrite_tensors(saved, tensors)
     with pytest.raises(ValueError, match=rf"tensors.safetensors is not valid: {name} must be"):

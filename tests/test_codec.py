@@ -48,7 +48,6 @@ def decoded_by_hand(
     layout: SlotLayout,
     raw_dtype: torch.dtype,
     centroids: torch.Tensor | None = None,
-    unit: float = 1.0,
 ) -> np.ndarray:
     """Slots uint8[..., kv_heads, slot_bytes] -> transformed float64[..., kv_heads, d], from the bytes as documented."""
     if layout.heads:  # each with its own codes from the first byte of the slot, and its own metadata behind them all
@@ -61,7 +60,7 @@ def decoded_by_hand(
     data = slots.numpy()
     entries = np.ascontiguousarray(data[..., layout.code_bytes :])
     if layout.even:  # scales 16·e + m
-        meta = unit * np.where(entries < 16, 0, (1 + entries % 16 / 16) * 2.0 ** (entries // 16 - 8.0))
+        meta = np.where(entries < 16, 0, (1 + entries % 16 / 16) * 2.0 ** (entries // 16 - 8.0))
     else:
         meta = entries.view("<f2").astype(np.float64)
     parts, byte, entry = [], 0, 0
@@ -123,13 +122,13 @@ def is_codebook_decoding(by_hand: np.ndarray, y: np.ndarray, bits: int, slack: n
     return bool((first | (tie & (np.abs(by_hand - norm * levels[..., 1]) <= bound + 0.2 * np.abs(by_hand)))).all())
 
 
-def keeps_products(by_hand: np.ndarray, y: np.ndarray, bits: int, unit: float) -> bool:
+def keeps_products(by_hand: np.ndarray, y: np.ndarray, bits: int) -> bool:
     """Whether the product of y [..., n] with `by_hand` is that with itself, but for an 8-bit scale. 8-bit codes do not
     make up for clamped outliers. Where scales are too small, the product may be zero.
 
     That levels are the nearest: tests/quantizers/test_even.py."""
     own, product = (y * y).sum(-1), (y * by_hand).sum(-1)
-    small = np.linalg.norm(y, axis=-1) < 2**-7 * unit * 200
+    small = np.linalg.norm(y, axis=-1) < 2**-7 * 200
     return bool(
         (np.abs(product - own) <= (2**-4 if bits < 8 else 0.2) * own + np.where(small & (product == 0), own, 0)).all()
     )
@@ -327,9 +326,7 @@ def matrices(text: str, dims: int, which: int, fit: dict[str, torch.Tensor], cod
         matrix = fit[("key_rotation", "value_rotation")[which]].double().numpy()
     elif name.startswith("tq") or (name.startswith("gtq") and which == 1):
         matrix = random_rotation(dims, which).numpy()
-    elif name.startswith("fold"):  # tests/test_transforms.py builds it by hand
-        matrix = codec.transform.rotation.dense(dims, torch.device("cpu")).double().numpy()
-    elif name.startswith("gtq"):  # tests/methods/test_block_gtq.py builds it by hand
+    elif name.startswith(("fold", "gtq")):  # tests/methods builds it by hand
         matrix = codec.transform.rotation.matrix.double().numpy()
     else:
         matrix = np.eye(dims)
@@ -342,16 +339,37 @@ def mapped(x: np.ndarray, matrix: np.ndarray) -> np.ndarray:
     return np.einsum("...hd,hde->...he", x, np.broadcast_to(matrix, (x.shape[-2], *matrix.shape[-2:])))
 
 
+@pytest.mark.parametrize("text", ["int4", "saw-int4", "oscar-int2", "gtq-k3v3", "fold4", "kmeans-int4:centroids=9"])
+def test_keys_at_the_first_position_are_read_by_their_difference_from_the_first_key(text):
+    """In the keys' own coordinates: k0 − first + mean is encoded. Decoded, first − mean is added to it again."""
+    fit = fitted(text, 64, KV_HEADS)
+    shift = fit["key_first"] - fit["key_mean"]
+    assert shift.norm() > 5 * heavy_tailed(1, KV_HEADS, 64).norm() / 10, "the first key is far from the mean"
+    position = torch.tensor([4, 0, 1, 7, 0, 2])
+    x = fit["key_mean"] + 0.1 * heavy_tailed(6, KV_HEADS, 64)
+    x[position == 0] += shift
+    key, value = parse(text).codecs(64, 64, fit)
+    read = key.read_packed(x, position)
+    for token, expected in enumerate(x):
+        own = shift if position[token] == 0 else torch.zeros_like(shift)
+        decoded = key.decode(key.encode((expected - own)[None]))[0] + own
+        torch.testing.assert_close(read[token], decoded, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    lost = (read - x).flatten(1).norm(dim=1)
+    assert lost[position == 0].max() < 2 * lost[position > 0].max()
+    assert torch.equal(value.read_packed(x, position), value.decode(value.encode(x)))
+
+
 @pytest.mark.parametrize(("text", "dims"), CASES)
 @pytest.mark.parametrize("centred", [False, True])
 def test_recipes_encode_and_decode_within_the_bound(text, dims, centred):
     recipe = parse(text)
     fit = fitted(text, dims, KV_HEADS, centred)
     x = heavy_tailed(2, 20, KV_HEADS, dims, seed=dims)
-    x[0, 0] = (200 if name_of(text).startswith("fold") else 60000) * x[0, 0] / x[0, 0].abs().max()
+    largest = 10 if name_of(text).startswith("fold") else 60000  # 8-bit scales have a smaller range
+    x[0, 0] = largest * x[0, 0] / x[0, 0].abs().max()
     x[0, 1] = 1.5
     x[0, 2] *= 1e-6
-    x[0, 3, :, 7] = 500
+    x[0, 3, :, 7] = min(largest, 500)
     if centred and recipe.centre:
         x[0, 4:6] += fit["key_mean"]
     for which, codec in enumerate(recipe.codecs(dims, dims, fit)):
@@ -371,7 +389,7 @@ def test_recipes_encode_and_decode_within_the_bound(text, dims, centred):
         mean = fit[("key_mean", "value_mean")[which]].double().numpy() if centred and recipe.centre else 0.0
         transformed = mapped(exact - mean, matrix)
 
-        by_hand = decoded_by_hand(slots, codec.layout, torch.bfloat16, codec.centroids, codec.unit)
+        by_hand = decoded_by_hand(slots, codec.layout, torch.bfloat16, codec.centroids)
         # float32 sums of dims terms, as large as the matrix and the vectors make them
         size = np.linalg.norm(exact - mean, axis=-1, keepdims=True) * np.linalg.norm(matrix, ord=2, axis=(-2, -1)).max()
         back = np.linalg.norm(by_hand, axis=-1, keepdims=True) * np.linalg.norm(inverse, ord=2, axis=(-2, -1)).max()
@@ -394,7 +412,7 @@ def test_recipes_encode_and_decode_within_the_bound(text, dims, centred):
                     assert is_codebook_decoding(by_hand[part], y, segment.bits, rounding)
                     continue
                 if segment.rule == "even":
-                    assert keeps_products(by_hand[part], y, segment.bits, codec.unit)
+                    assert keeps_products(by_hand[part], y, segment.bits)
                     continue
                 bound = 2**-8 * np.abs(y) if text == "bf16" else error_bound(y, recipe.bits)
                 assert (np.abs(by_hand[part] - y) <= bound + 2 * rounding).all()

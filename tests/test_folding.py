@@ -4,10 +4,12 @@ from collections.abc import Callable
 from copy import deepcopy
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from page_views import value_views
-from rounded_rotations import as_multiplied
+from rounded_rotations import as_multiplied, eight_bits
+from scipy.linalg import block_diag, hadamard
 from tiny_models import HYBRIDS, random_tokens, tiny
 
 from kvfold.artifact import Artifact
@@ -140,7 +142,12 @@ def test_the_new_artifact_is_of_the_folded_model_alone(folded, name, recipe, tmp
     assert case.own.metadata.recipes == (fitted,)
     new = ("value_mean", f"{fitted}/value_folded")
     others = {name: tensor for name, tensor in case.own.tensors.items() if name not in new}
-    kept = {"key_mean", "text", *(f"{fitted}/{name}" for name in ("key_rotation", "key_spectrum", "value_spectrum"))}
+    kept = {
+        "key_mean",
+        "key_first",
+        "text",
+        *(f"{fitted}/{name}" for name in ("key_rotation", "key_spectrum", "value_spectrum")),
+    }
     assert set(others) == kept | {f"{fitted}/key_clip", f"{fitted}/value_clip"}
     assert all(torch.equal(tensor, case.artifact.tensors[name]) for name, tensor in others.items())
     assert f"{fitted}/value_rotation" in case.artifact.tensors, "the old artifact stays as it was"
@@ -150,6 +157,37 @@ def test_the_new_artifact_is_of_the_folded_model_alone(folded, name, recipe, tmp
         logits(case.model, cache(case.model, case.recipe, loaded)),
         logits(case.model, cache(case.model, case.recipe, case.own)),
     )
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@torch.no_grad()
+def test_a_map_that_is_not_orthogonal_is_folded(name, tmp_path):
+    """fold's directions of values, mixed by Hadamard matrices of each width: W_V takes the map, W_O its inverse."""
+    case = fold(name, "fold3")
+    exact, d = logits(case.plain), case.own.metadata.model.value_dim
+    assert (logits(case.model) - exact).abs().max() < 1e-4 * exact.abs().max()
+    mixing = block_diag(*[hadamard(d // 2) * (d // 2) ** -0.5] * 2)  # half of the coordinates have 4 bits, half 2
+    states = torch.randn(5, case.plain.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    for layer in range(2):
+        basis = case.artifact.tensors["fold3/value_basis"][layer].double().numpy()
+        v, turned = (
+            model.model.layers[layer].self_attn.v_proj(states).unflatten(1, (-1, d)).double().numpy()
+            for model in (case.plain, case.model)
+        )
+        means = (artifact.tensors["value_mean"][layer].double().numpy() for artifact in (case.artifact, case.own))
+        for head, (mean, turned_mean) in enumerate(zip(*means, strict=True)):
+            matrix = eight_bits(basis[head] @ mixing)
+            assert np.abs(matrix @ matrix.T - np.eye(d)).max() > 0.1, "it is a rotation"
+            np.testing.assert_allclose(turned[:, head], v[:, head] @ matrix, atol=1e-4)
+            np.testing.assert_allclose(turned_mean, mean @ matrix, atol=1e-4)
+    own = ("key_order", "key_scale", "value_folded")
+    assert set(case.own.tensors) == {"key_mean", "value_mean", "key_first", "text", *(f"fold3/{name}" for name in own)}
+    case.own.save(tmp_path)
+    recipe, made = parse("fold3:block=4"), Artifact.load(tmp_path)
+    before = logits(case.plain, cache(case.plain, recipe, case.artifact))
+    after = logits(case.model, cache(case.model, recipe, made))
+    assert (before - exact).norm() > 0.01 * exact.norm(), "nothing was quantized"
+    assert (after - before).norm() < 0.2 * (before - exact).norm()
 
 
 def weights(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -245,10 +283,11 @@ def test_models_whose_output_would_change_are_refused(name):
     assert unchanged(model, before)
 
 
+@pytest.mark.parametrize("name", ["oscar-int2", "fold4"])
 @torch.no_grad()
-def test_a_real_model_in_bfloat16_is_folded(embedded):
+def test_a_real_model_in_bfloat16_is_folded(embedded, name):
     """Rounding alone turns the outputs of its control tokens. That must not look like a fold gone wrong."""
-    recipe, model = parse("oscar-int2"), deepcopy(embedded[0])
+    recipe, model = parse(name), deepcopy(embedded[0])
     words = embedded[1]("Any text will do, as long as it is one.", return_tensors="pt").input_ids
     before = model.bfloat16().float()(words).logits
     artifact = calibrate(model.bfloat16(), random_tokens(200), 100, [recipe])

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvfold
-from kvfold.artifact import Artifact, CheckResult, Measure
+from kvfold.artifact import MEANS, Artifact, CheckResult, Measure
 from kvfold.cli import main
 from kvfold.publish.card import card
 from kvfold.recipes import parse
@@ -135,7 +135,7 @@ def check_right(folder: Path) -> None:
     tensors = load_file(folder / TENSORS)
     assert artifact.tensors.keys() == tensors.keys()
     assert all(torch.equal(artifact.tensors[name], tensor) for name, tensor in tensors.items())
-    assert max(tensors[name].abs().max() for name in ("key_mean", "value_mean")) <= 65504
+    assert max(tensors[name].abs().max() for name in MEANS) <= 65504
     text = card(artifact, "./there", None)
     assert all(line.isprintable() for line in text.split("\n"))
     assert "rm -rf" not in text

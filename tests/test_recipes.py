@@ -226,6 +226,19 @@ def test_centring_can_be_turned_off():
 
 
 @pytest.mark.parametrize(
+    ("text", "first"),
+    [("int4", 4.0), ("bf16", None), ("int4:centre=false", None), ("kivi-2:centre=true", None)],
+)
+def test_which_recipes_have_a_first_key(text, first):
+    """Those that centre keys of single tokens. It lies as far from the mean as it lay."""
+    fit = {"key_mean": torch.ones(2, 64), "value_mean": torch.ones(2, 64), "key_first": torch.full((2, 64), 5.0)}
+    key, value = parse(text).codecs(64, 64, fit)
+    assert value.first is None
+    assert key.first is None if first is None else torch.equal(key.first, torch.full((2, 64), first))
+    assert all(codec.first is None for codec in parse(text).codecs(64, 64, {}))
+
+
+@pytest.mark.parametrize(
     ("text", "orders"),
     [
         ("int4", (None, None)),

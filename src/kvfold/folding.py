@@ -63,7 +63,7 @@ def fold_values(model: "PreTrainedModel", recipe: Recipe, artifact: Artifact) ->
             f"{type(model).__name__}: values cannot be folded, something else than o_proj reads what attention returns"
         )
     means = artifact.tensors["value_mean"].double().unsqueeze(2) @ torch.stack(rotations)
-    done = [f"{recipe.fitted_as}/{name}" for name in ("value_rotation", "value_order")]
+    done = [f"{recipe.fitted_as}/{name}" for name in ("value_rotation", "value_basis")]
     own = {
         key: tensor
         for key, tensor in artifact.tensors.items()
@@ -83,8 +83,8 @@ def _value_rotation(recipe: Recipe, artifact: Artifact, layer: int) -> Tensor:
     _, rotation = recipe.rotations(shape.key_dim, shape.value_dim, artifact.fit(recipe, layer))
     if rotation is None:
         raise ValueError(f"{recipe} has no rotation of values left that could be folded")
-    terms, factors = rotation.terms(shape.value_dim, torch.float64, torch.device("cpu"))
-    return terms[0] * factors
+    terms = rotation.terms(shape.value_dim, torch.float64, torch.device("cpu"))
+    return terms.matrix * terms.factors
 
 
 def _output(model: "PreTrainedModel") -> Tensor:

@@ -53,7 +53,7 @@ class Recipe(BaseModel):
     def fit(self, layer: "LayerStatistics", rope: "Rope", means: Means) -> Fit:
         """What the method learns from a layer's statistics: tensors by name. `fit_tensors` lists all names.
 
-        The clip, the centroids and the unit of a side go to its codec. The method itself reads every other name.
+        The clip and the centroids of a side go to its codec. The method itself reads every other name.
         """
         return {}
 
@@ -83,23 +83,25 @@ class Recipe(BaseModel):
         from kvfold.format.codec import Codec
         from kvfold.transforms import Transform
 
-        key, value = (
-            Codec(
+        codecs = []
+        for side, layout, rotation in zip(
+            ("key", "value"),
+            self.layouts(key_dim, value_dim, fit),
+            self.rotations(key_dim, value_dim, fit),
+            strict=True,
+        ):
+            transform = Transform(fit.get(f"{side}_mean") if self.centre else None, rotation)
+            first = fit.get(f"{side}_first") if self.centre and not layout.per_page else None
+            codec = Codec(
                 layout,
-                Transform(fit.get(f"{side}_mean") if self.centre else None, rotation),
+                transform,
                 raw_dtype or bfloat16,
                 float(fit[f"{side}_clip"]) if f"{side}_clip" in fit else None,
                 fit.get(f"{side}_centroids"),
-                float(fit.get(f"{side}_unit", 1.0)),
+                None if first is None else transform.forward(first),
             )
-            for side, layout, rotation in zip(
-                ("key", "value"),
-                self.layouts(key_dim, value_dim, fit),
-                self.rotations(key_dim, value_dim, fit),
-                strict=True,
-            )
-        )
-        return key, value
+            codecs.append(codec)
+        return codecs[0], codecs[1]
 
     def with_options(self, options: dict[str, Any]) -> Self:
         """This recipe with other options. Values may be text: {"order": "64", "centre": "false", "skip": "0+29"}."""

@@ -51,7 +51,7 @@ RECIPES: dict[str, Recipe] = {
             name="fold4",
             key=(8, 4, 4, 2),
             value=(4, 4, 4, 4),
-            summary="kvfold's own: evenly spaced levels, more bits for RoPE blocks that matter more; 4 bits",
+            summary="kvfold's own: evenly spaced levels, more bits for coordinates that matter more; 4 bits",
         ),
         Fold(name="fold3", key=(4, 4, 2, 2), value=(4, 4, 2, 2), block=128, summary="kvfold's own, 3 bits"),
         Fold(name="fold2", key=(4, 4, 1, 1), value=(2, 2, 2, 2), block=128, summary="kvfold's own, 2 bits"),

@@ -154,7 +154,6 @@ def test_what_is_missing_is_calibrated_at_once_and_kept_apart(model):
     [
         ["eval", "MODEL", "-r", RECIPE, "-r", "int4", "--tokens", "256", "--context", "128"],
         ["generate", "MODEL", "-r", RECIPE, "-p", "Hello", "--max-tokens", "1"],
-        ["bench", "decode", "MODEL", "-r", RECIPE, "--context", "16", "--steps", "1"],
     ],
     ids=lambda words: words[0],
 )

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import HYBRIDS
@@ -113,6 +114,81 @@ def test_passages_are_read_alone(tiny, text):
     assert layer.logits == parts[0][3] == Logits(32**-0.5)
 
 
+def keys_at_the_first_position(model, tokens):
+    """float64[layers, tokens, kv_heads, d], of each token alone, from transformers' own cache."""
+    found = []
+    for token in tokens:
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(token.view(1, 1), past_key_values=cache)
+        found.append(np.stack([layer.keys[0, :, 0].double().numpy() for layer in cache.layers]))
+    return np.stack(found, axis=1)
+
+
+def median(x):
+    """Of x [layers, n, …] over n, the lower one of two."""
+    return np.sort(x, axis=1)[:, (x.shape[1] - 1) // 2]
+
+
+def firsts(model, tokens, context):
+    return np.stack([layer.first.numpy() for layer in capture(model, tokens, context=context).layers])
+
+
+@pytest.mark.parametrize("n", [41, 40])
+def test_first_keys_are_near_those_of_any_token_alone(tiny, text, n):
+    model, tokens = tiny(), text(n)
+    expected = median(keys_at_the_first_position(model, tokens))
+    np.testing.assert_allclose(firsts(model, tokens, 20), expected, atol=1e-5)
+
+
+def test_first_keys_are_those_of_bos_if_the_text_begins_with_it(tiny, text):
+    model, tokens = tiny(bos_token_id=2), 3 + text(103) % 90
+    tokens[0] = 2
+    of_bos = keys_at_the_first_position(model, torch.tensor([2]))[:, 0]
+    np.testing.assert_allclose(firsts(model, tokens, 20), of_bos, atol=1e-5)
+    tokens[0] = 3
+    assert np.abs(firsts(model, tokens, 20) - of_bos).max() > 0.1
+
+
+def test_first_keys_of_a_long_text_are_those_of_a_few_tokens_from_all_over_it(tiny):
+    """Three quarters of it are one token, the last quarter another: the first one's key is the median."""
+    model = tiny(num_hidden_layers=1)
+    tokens = torch.cat((torch.full((750,), 5), torch.full((250,), 6)))
+    batches = []
+    hook = model.model.register_forward_pre_hook(lambda _, args: batches.append(args[0]))
+    found = firsts(model, tokens, 500)
+    hook.remove()
+    *_, seen = (batch[:, 0] for batch in batches if batch.shape[1] == 1)  # earlier ones measured RoPE
+    assert 60 <= len(seen) <= 64
+    assert 0.7 < (seen == 5).double().mean() < 0.8
+    np.testing.assert_allclose(found, keys_at_the_first_position(model, torch.tensor([5]))[:, 0], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["Llama", "MiMoV2Flash"])  # the second has values of another dimension than keys
+def test_costs_of_outputs_are_those_behind_their_projection(tiny, text, name):
+    """Σ W·Wᵀ over the query heads of each KV head, where W [d, hidden] reads one head's output."""
+    model = tiny(name)
+    packed = HYBRIDS[name][1] if name in HYBRIDS else (0, 1)
+    for number, layer in zip(packed, capture(model, text(20)).layers, strict=True):
+        weight = model.model.layers[number].self_attn.o_proj.weight.detach().double().numpy()
+        kv_heads, d = layer.output_costs.shape[:2]
+        ratio = weight.shape[1] // (kv_heads * d)
+        for head in range(kv_heads):
+            expected = np.zeros((d, d))
+            for query_head in range(head * ratio, (head + 1) * ratio):
+                part = weight[:, query_head * d : (query_head + 1) * d].T
+                expected += part @ part.T
+            np.testing.assert_allclose(layer.output_costs[head].numpy(), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_without_a_plain_output_projection_all_directions_cost_the_same(tiny, text):
+    model = tiny()
+    model.model.layers[1].self_attn.o_proj = torch.nn.Sequential(model.model.layers[1].self_attn.o_proj)
+    first, second = (layer.output_costs for layer in capture(model, text(20)).layers)
+    assert (first - torch.eye(32)).abs().max() > 0.5
+    assert torch.equal(second, torch.eye(32, dtype=torch.float64).expand(2, -1, -1))
+
+
 def test_samples_are_spread_over_the_text():
     short, long = _spread(100, 20), _spread(100_000, 2048)
     assert short.tolist() == [i for i in range(100) if i % 20 >= FIRST_TOKENS]
@@ -132,7 +208,9 @@ def test_size_does_not_grow_with_the_text(tiny, text):
     }
     heads, d = 2, 32
     moments = 7 * 8 * heads * (1 + d + d * d)
-    assert sizes == {moments + 4 * d * (4 * QUERIES + 2 * 2 * PROMPT) + 2 * 4 * SAMPLES * heads * d + 8}
+    assert sizes == {
+        moments + 4 * d * (4 * QUERIES + 2 * 2 * PROMPT) + 2 * 4 * SAMPLES * heads * d + 8 * heads * d * (1 + d) + 8
+    }
 
 
 def test_broken_off_and_resumed_is_the_same(tiny, text, tmp_path):
@@ -152,7 +230,7 @@ def test_broken_off_and_resumed_is_the_same(tiny, text, tmp_path):
     shares = []
     resumed = capture(model, tokens, context=50, checkpoint=path, progress=shares.append)
     hook.remove()
-    assert len(runs) == 1  # one passage was left, and RoPE is not measured again
+    assert len(runs) == 2  # first keys, and the one passage that was left; RoPE is not measured again
     assert sum(shares) == pytest.approx(1)
     again = capture(model, tokens, context=50, checkpoint=path)  # it holds the whole run now
     assert all(equal(one, other) for one, other in zip(whole.layers, again.layers, strict=True))

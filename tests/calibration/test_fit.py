@@ -66,13 +66,15 @@ def same(one: Artifact, other: Artifact) -> bool:
 
 
 def test_centres_are_the_mean_key_and_the_mean_of_values_as_read(model, tokens, artifact):
-    for layer, key, value in zip(
+    for layer, key, value, first in zip(
         capture(model, tokens, CONTEXT).layers,
         artifact.tensors["key_mean"],
         artifact.tensors["value_mean"],
+        artifact.tensors["key_first"],
         strict=True,
     ):
-        assert key.shape == value.shape == (KV_HEADS, D)
+        assert key.shape == value.shape == first.shape == (KV_HEADS, D)
+        assert torch.equal(first, layer.first.float())
         assert torch.equal(key, layer.k.mean.float())
         assert torch.equal(value, layer.read_v.mean.float())
         assert (value - layer.v.mean).abs().max() > 1e-4, "what is read makes a difference"
@@ -122,7 +124,7 @@ def test_open_blocks_and_skipped_layers_are_not_fitted(model, tokens, artifact):
     assert {name for name in found.tensors if "/" in name} == {f"oscar-int2/{name}" for name in PANEL["oscar-int2"]}
     assert torch.equal(found.tensors["oscar-int2/key_rotation"], artifact.tensors["oscar-int2/key_rotation"])
     means = calibrate(model, tokens, CONTEXT)
-    assert set(means.tensors) == {"key_mean", "value_mean", "text"}
+    assert set(means.tensors) == {"key_mean", "value_mean", "key_first", "text"}
 
 
 def test_without_centring_the_fit_is_another(model, tokens, artifact):
@@ -161,7 +163,7 @@ def test_a_run_that_was_broken_off_goes_on(model, tokens, artifact, tmp_path, mo
     hook = model.model.register_forward_pre_hook(lambda *_: passages.append(1))
     resumed = calibrate(model, tokens, CONTEXT, panel, checkpoint=checkpoint)
     hook.remove()
-    assert len(passages) == 1, "only the last passage was left"
+    assert len(passages) == 2, "only first keys and the last passage were left"
     assert checkpoint.exists()  # until the artifact is saved
     assert same(resumed, artifact)
 

@@ -27,7 +27,7 @@ def statistics():
     layers = []
     for seed, logits in ((0, Logits(0.25)), (5, Logits(0.3, 4.0, torch.tensor([1.0, -2.0, 0.5, 3.0])))):
         first = replace(seen(20, seed), logits=logits)
-        layer = LayerStatistics.begin(first, 6)
+        layer = LayerStatistics.begin(first, 6, first.k[:1])
         layer.add(first, torch.tensor([4, 9, 19]), 0)
         layers.append(layer)
     return Statistics(layers, Rope(8, ((0, 4), (1, 5)), (1.0, 0.1)), "abc", 1)
@@ -52,7 +52,7 @@ def test_moments_average_over_tokens_and_query_heads():
 
 def test_first_tokens_stay_out_of_moments_but_not_of_the_prompt():
     first, second = seen(PROMPT + 20), seen(10, seed=3)
-    layer = LayerStatistics.begin(first, 5)
+    layer = LayerStatistics.begin(first, 5, first.k[:1])
     layer.add(first, torch.tensor([4, 300]), 0)
     layer.add(second, torch.tensor([5, 6, 9]), 2)
     kept = torch.cat([first.k[FIRST_TOKENS:], second.k[FIRST_TOKENS:]]).double()
@@ -131,7 +131,7 @@ def test_centres_lose_less_than_plain_means():
     weights = torch.softmax(logits.masked_fill(~torch.ones(200, 200).tril().bool(), -math.inf), -1)
     assert 0.5 < weights[:, 100:, 0].mean() < 0.95
     state = Seen(0, q, k, v, first.out, Logits(0.35))
-    layer = LayerStatistics.begin(state, 0)
+    layer = LayerStatistics.begin(state, 0, state.k[:1])
     layer.add(state, torch.tensor([], dtype=torch.int64), 0)
 
     def lost(centre):
@@ -166,7 +166,7 @@ def test_weights_of_the_prompt(is_decoded):
 
 
 def test_queries_are_spread_over_the_second_half_of_long_prompts():
-    layer = LayerStatistics.begin(seen(700), 5)
+    layer = LayerStatistics.begin(seen(700), 5, torch.zeros(1, *seen(700).k.shape[1:]))
     assert layer.prompt[0].shape == (4, 175, 8)
     assert layer.far.shape == (175, 700)
     assert layer.far[3].nonzero().squeeze(1).tolist() == list(range(4, 350 + 6 - 175 + 1))

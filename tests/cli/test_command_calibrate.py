@@ -27,6 +27,7 @@ def test_calibrate_writes_an_artifact(means: Path):
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
         "key_mean": (LAYERS, KV_HEADS, HEAD_DIM),
         "value_mean": (LAYERS, KV_HEADS, HEAD_DIM),
+        "key_first": (LAYERS, KV_HEADS, HEAD_DIM),
         "text": (3,),  # hashes of the whole blocks of 32 among 100 tokens
     }
 
@@ -171,7 +172,7 @@ def test_calibrate_goes_on_after_it_was_broken_off(error_of, small: Path, fits: 
         from kvfold.calibration import capture
 
         add = capture._add_passage
-        patched.setattr(capture, "_add_passage", lambda *arguments: (passages.append(arguments[-1]), add(*arguments)))
+        patched.setattr(capture, "_add_passage", lambda *arguments: (passages.append(arguments[4]), add(*arguments)))
         run(*command)
     assert passages == [64, 128, 192], "where the passages begin that were left"
     assert sorted(path.name for path in folder.iterdir()) == ["kvfold.json", "tensors.safetensors"]

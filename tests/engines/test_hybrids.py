@@ -6,6 +6,7 @@ The definition is a stock model with transformers' own cache. Its packed layers 
 import pytest
 import torch
 from model_configs import MODELS
+from packed_reads import packed_and_read
 from tiny_models import HYBRIDS, tiny
 from transformers import AutoConfig, Cache, DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer
@@ -51,9 +52,9 @@ class Defined(DynamicLayer):
     def read(self, codec: Codec, x: torch.Tensor) -> torch.Tensor:
         n = x.shape[2]
         rows = x.transpose(1, 2).flatten(0, 1)
-        packed = codec.decode(codec.encode(rows))
-        raw = codec.transform.inverse(codec.transform.forward(rows).bfloat16().float())
         j = torch.arange(n).repeat(len(x))
+        packed = codec.transform.inverse(packed_and_read(codec, rows, j))
+        raw = codec.transform.inverse(codec.transform.forward(rows).bfloat16().float())
         near = j >= raw_from(n - 1, self.block)
         return torch.where(near[:, None, None], raw, packed).unflatten(0, (-1, n)).transpose(1, 2)
 

@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from packed_reads import packed_and_read
 from random_layers import fitted
 from recorded_graphs import KERNELS
 
@@ -274,7 +275,7 @@ class World:
         sides, block = [], self.plan.block
         for codec, x in zip(self.plan.codecs[0], (self.keys[row], self.values[row]), strict=True):
             y = codec.transform.forward(x[: position + 1])
-            packed = codec.dequantize(*codec.quantize(y.unsqueeze(-2))).squeeze(-2)
+            packed = packed_and_read(codec, x[: position + 1], torch.arange(position + 1))
             for j in range(position + 1):
                 if block and j // block == position // block:
                     packed[j] = y[j].bfloat16()
@@ -437,6 +438,8 @@ def test_ranks_hold_their_own_heads(tmp_path, embedded):
         assert part.kv_heads == len(heads)
         key, _ = part.codecs[5]
         torch.testing.assert_close(key.transform.mean, whole.tensors["key_mean"][5, heads])
+        first = key.transform.inverse(key.first)
+        torch.testing.assert_close(first, whole.tensors["key_first"][5, heads], rtol=1e-4, atol=1e-4)
 
 
 def test_an_artifact_of_another_model_is_refused(tmp_path, embedded):

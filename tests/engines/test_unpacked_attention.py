@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from packed_reads import packed_and_read
 
 from kvfold.engines.unpacked_attention import attend_masked, attend_unpacked
 from kvfold.ops.pages import Logits
@@ -73,14 +74,16 @@ def test_tokens_of_an_image_see_each_other(logits, block):
     mask = torch.ones(10, 10, dtype=torch.bool).tril().repeat(2, 1, 1, 1)
     mask[:, :, 4:8, 4:8] = True
     mask[1, :, :, :2] = False
-    fit = {"key_mean": k.mean(dim=(0, 2)), "value_mean": v.mean(dim=(0, 2))}
+    fit = {"key_mean": k.mean(dim=(0, 2)), "value_mean": v.mean(dim=(0, 2)), "key_first": 1.2 * k[0, :, 0]}
+    position = torch.stack([torch.arange(10), torch.arange(10) - 2])
     codecs = parse("int4").codecs(16, 8, fit)
     out = attend_masked(q, k, v, mask, logits, codecs, block, torch.bfloat16)
     read = []
     for codec, x in zip(codecs, (k, v), strict=True):
         tokens = x.permute(0, 2, 1, 3)
         raw = codec.transform.inverse(codec.transform.forward(tokens).bfloat16().float())
-        packed = codec.decode(codec.encode(tokens.flatten(0, 1))).unflatten(0, (2, 10))
+        packed = codec.transform.inverse(packed_and_read(codec, tokens.flatten(0, 1), position.flatten()))
+        packed = packed.unflatten(0, (2, 10))
         read.append((packed, raw))
     for row, padding in enumerate((0, 2)):
         for head in range(4):

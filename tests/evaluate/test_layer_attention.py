@@ -205,11 +205,28 @@ def test_centred_and_fitted_recipes_are_read_as_the_cache_reads_them(model, stat
         codes, meta = key_views(packed.paged.layouts[0], pages)
         codec = packed.codecs[0][0]
         slots = torch.cat((codes, meta.contiguous().view(torch.uint8)), dim=-1)  # [pages, kv_heads, page_size, bytes]
-        stored = codec.decode(slots.transpose(1, 2).flatten(0, 1))[:TOKENS].transpose(0, 1).double().numpy()
+        decoded = codec.decode(slots.transpose(1, 2).flatten(0, 1))[:TOKENS]
+        decoded[0] += artifact.tensors["key_first"][0] - artifact.tensors["key_mean"][0]
+        stored = decoded.transpose(0, 1).double().numpy()
         kl, top10, logit_mae = expected(q, k, stored)
         assert rows[0].softmax_kl == pytest.approx(kl, rel=2e-2, abs=1e-6)
         assert rows[0].top10 == pytest.approx(top10, abs=1e-2)
         assert rows[0].logit_mae == pytest.approx(logit_mae, rel=1e-2)
+
+
+def test_the_first_key_has_a_centre_of_its_own(model, states):
+    """Against integers of k − mean, and of k0 − first, in float64."""
+    artifact = calibrate(model, random_tokens(80, seed=2), 80)
+    found = diagnose(model, random_tokens(TOKENS), {"it": cache(model, "int2", artifact)}, artifact.metadata.rope)
+    for layer, (row, (q, k)) in enumerate(zip(found["it"], states, strict=True)):
+        centres = np.repeat(artifact.tensors["key_mean"][layer, :, None].double().numpy(), TOKENS, axis=1)
+        plain = by_token(2)(k - centres) + centres
+        centres[:, 0] = artifact.tensors["key_first"][layer].double().numpy()
+        kl, top10, logit_mae = expected(q, k, by_token(2)(k - centres) + centres)
+        assert row.softmax_kl == pytest.approx(kl, rel=1e-2, abs=1e-6)
+        assert row.top10 == pytest.approx(top10, abs=5e-3)
+        assert row.logit_mae == pytest.approx(logit_mae, rel=1e-3, abs=1e-6)
+        assert 10 * abs(row.softmax_kl - kl) < abs(kl - expected(q, k, plain)[0]), "it makes a difference"
 
 
 def test_an_evaluation_looks_into_layers_where_asked(embedded):

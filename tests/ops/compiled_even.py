@@ -60,6 +60,11 @@ class Case(NamedTuple):
         return _shape(self.layout, self.ratio, self.queries)
 
     @property
+    def near(self) -> bool:
+        """Whether keys at position 0 are near something."""
+        return self.bits != 3
+
+    @property
     def block_numbers(self) -> int:
         """Of a block of a ring, per KV head: 8 of them belong to no token."""
         return 2 * self.ring[1] * self.dims + 8
@@ -119,9 +124,19 @@ def _compile(case: Case) -> Any:
         constants |= {"query_starts": None, "tokens": None, "groups": None, "starts": None}
     if not case.block:
         constants |= {"ring": None, "rings": None, "ring_stride": None, "ring_blocks": None, "starts": None}
-    types = {"q": "*fp32", "outs": "*fp32", "weights": "*fp32", "pool": "*i32", "table": "*i64", "lengths": "*i32"}
+    if not case.near:
+        constants |= {"near": None}
+    types = {
+        "q": "*fp32",
+        "near": "*fp32",
+        "outs": "*fp32",
+        "weights": "*fp32",
+        "pool": "*i32",
+        "table": "*i64",
+        "lengths": "*i32",
+    }
     types |= {"query_starts": "*i32", "ring": f"*{case.raw}", "rings": "*i64", "starts": "*i32"}
-    types |= {"scale": "fp32", "key_unit": "fp32", "value_unit": "fp32"}
+    types |= {"scale": "fp32"}
     names = kernel.decode.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     aligned = [name for name in ("q", "outs", "weights", "pool", "ring") if name not in constants]

@@ -32,8 +32,8 @@ class Decode:
             q: Tensor, outs: Tensor, weights: Tensor, pool: Tensor, table: Tensor, lengths: Tensor, scale: float,
             q_stride: int, table_stride: int, table_pages: int, query_starts: Tensor | None, tokens: int | None,
             groups: int | None, ring: Tensor | None, rings: Tensor, ring_stride: int, ring_blocks: int,
-            starts: Tensor | None, key_unit: float = 1.0, value_unit: float = 1.0, *, RATIO: int, ORDER: int,
-            BLOCK: int, RING: RingBlock | None, **options: Any,
+            starts: Tensor | None, near: Tensor | None, *, RATIO: int,
+            ORDER: int, BLOCK: int, RING: RingBlock | None, **options: Any,
         ) -> None:  # fmt: skip
             splits, sequences = grid[0] // (groups or 1), grid[2]
             rows = range(sequences + 1) if query_starts is None else query_starts.tolist()
@@ -46,7 +46,7 @@ class Decode:
             for sequence, row in ((s, row) for s in range(sequences) for row in range(rows[s], rows[s + 1])):
                 length = int(lengths[sequence]) - (rows[sequence + 1] - 1 - row)  # up to this query
                 border = raw_from(length - 1, BLOCK)
-                packed = self._read(pool, table[sequence], torch.arange(border), (key_unit, value_unit))
+                packed = self._read(pool, table[sequence], torch.arange(border))
                 parts = [*zip(*(side.tensor_split(splits) for side in packed), strict=True)]
                 if ring is not None and RING is not None:
                     raw = self._read_ring(ring, rings[sequence], torch.arange(border, length), RING)
@@ -54,18 +54,20 @@ class Decode:
                 for part, (k, v) in enumerate(parts):  # [tokens, kv_heads, d]
                     for head in range(q.shape[1] if len(k) else 0):
                         logits = scale * (k[:, head // RATIO] @ turned[row, head])  # of powers of two
+                        if near is not None and part == 0:
+                            logits[0] += scale * (near[head // RATIO].double() @ q[row, head].double())
                         shares = torch.softmax(logits * math.log(2), dim=0)
                         outs[part, row, head] = (shares @ v[:, head // RATIO]).float()
                         weights[part, row, head] = torch.logsumexp(logits * math.log(2), dim=0) / math.log(2)
 
         return launch
 
-    def _read(self, pool: Tensor, pages: Tensor, tokens: Tensor, units: tuple[float, float]) -> tuple[Tensor, Tensor]:
+    def _read(self, pool: Tensor, pages: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         size, memory = self.layout.page_size, pool.view(torch.uint8)
         sides, views = [], self.layout.views(memory, False)
-        for slot, view, unit in zip((self.layout.key, self.layout.value), views, units, strict=True):
+        for slot, view in zip((self.layout.key, self.layout.value), views, strict=True):
             codes, meta = view.read(pages[tokens // size], tokens % size)
-            sides.append(Codec(slot, unit=unit).dequantize(codes, meta).squeeze(-2).double())
+            sides.append(Codec(slot).dequantize(codes, meta).squeeze(-2).double())
         return sides[0], sides[1]
 
     def _read_ring(self, ring: Tensor, blocks: Tensor, tokens: Tensor, about: RingBlock) -> tuple[Tensor, Tensor]:

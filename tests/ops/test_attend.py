@@ -141,7 +141,11 @@ def compare(
     each = zip(*host, q.split(host.counts), errors.split(host.counts), strict=True)
     for row, (start, length, queries, off) in enumerate(each):
         allowed = [
-            fp16_error(scaled(pages, query, logits), *naive.read(pages, row, position, new), seen(pages, query, logits))
+            fp16_error(
+                scaled(pages, query, logits),
+                *naive.read(pages, row, position, new),
+                seen(pages, query, logits, position),
+            )
             for query, position in zip(queries, range(start, length), strict=True)
         ]
         if allowed:
@@ -162,15 +166,18 @@ class Seen:
     cap: float | None = None
     sinks: Tensor | None = None
     zero: Tensor | None = None  # [kv_heads, 1, d], transformed
+    first: Tensor | None = None  # [kv_heads, d], transformed: the first token is packed as its difference from it
 
 
-def seen(pages: LayerPages, q: Tensor, logits: Logits) -> Seen:
-    """By queries [q_heads, d]."""
+def seen(pages: LayerPages, q: Tensor, logits: Logits, position: int) -> Seen:
+    """By queries [q_heads, d] at a position."""
     heads, key, value = pages.pool.shape[1], pages.key.transform, pages.value.transform
     found = Seen(cap=None if logits.cap is None else LOG2_E * logits.cap)
     if key.mean is not None:
         grouped = q.double().unflatten(0, (heads, -1))
         found.of_mean = LOG2_E * logits.scale * grouped @ key.mean.double().unsqueeze(-1)
+    if raw_from(position, pages.block) > 0:
+        found.first = pages.key.first
     if logits.sinks is not None:
         found.sinks = LOG2_E * logits.sinks.double().view(heads, -1, 1)
         found.zero = value.forward(torch.zeros(heads, pages.value.layout.dims, device=DEVICE)).double().unsqueeze(1)
@@ -182,7 +189,11 @@ def attention(
 ) -> Tensor:
     """Of queries [kv_heads, ratio, d] over k, v [tokens, kv_heads, d], in float64 but for what `narrow` does."""
     seen = seen or Seen()
-    logits = torch.einsum("hgd,jhd->hgj", narrow(query), narrow(k)) + seen.of_mean
+    near = torch.zeros_like(k)
+    if seen.first is not None:
+        near[0] = seen.first
+    logits = torch.einsum("hgd,jhd->hgj", narrow(query), narrow(k - near)) + seen.of_mean
+    logits += torch.einsum("hgd,jhd->hgj", query.double(), near.double())
     if seen.cap is not None:
         logits = seen.cap * torch.tanh(logits / seen.cap)
     highest = logits.amax(dim=-1, keepdim=True)
@@ -281,15 +292,15 @@ def test_layouts(key, value):
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "units", "page_size"),
+    ("key", "value", "page_size"),
     [
-        ([(32, 4), (64, 2), (32, 1)], [(128, 2)], (0.5, 2.0), 16),
-        ([(32, 4), (16, 2), (16, 1)], [(32, 4), (32, 2)], (2.0**-3, 2.0**4), 5),
-        ([(32, 8), (32, 4), (64, 2)], [(128, 4)], (2.0, 2.0**-5), 64),
+        ([(32, 4), (64, 2), (32, 1)], [(128, 2)], 16),
+        ([(32, 4), (16, 2), (16, 1)], [(32, 4), (32, 2)], 5),
+        ([(32, 8), (32, 4), (64, 2)], [(128, 4)], 64),
     ],
 )
-def test_evenly_spaced_levels(key, value, units, page_size):
-    key, value = (codec.to(DEVICE) for codec in even_codecs(key, value, units))
+def test_evenly_spaced_levels(key, value, page_size):
+    key, value = (codec.to(DEVICE) for codec in even_codecs(key, value))
     world = World((key, value), 2, block=8, page_size=page_size)
     world.fill(39, 0)
     world.step(2, 1)

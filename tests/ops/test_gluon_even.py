@@ -27,7 +27,7 @@ from kvfold.ops.attend.gluon.open_block import raw_parts
 from kvfold.ops.cards import card_of
 
 REGISTERS = 65536  # of an SM
-SPILLED = {SEVERAL[0]: 56}  # bytes per thread, at most: docs/gpus.md says why
+SPILLED = {SEVERAL[0]: 64}  # bytes per thread, at most: docs/gpus.md says why
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ class Layer(NamedTuple):
     pool: Tensor
     table: Tensor
     lengths: tuple[int, ...]
-    units: tuple[float, float]
+    near: Tensor  # float32[kv_heads, d]: what keys at position 0 are near
     raw: Tensor  # float64[sides, sequences, kv_heads, tokens, d]
     ring: Tensor
     rings: Tensor
@@ -74,22 +74,25 @@ class Layer(NamedTuple):
                 for side, at in enumerate((place, tokens + place)):
                     numbers = slice(at * case.dims, (at + 1) * case.dims)
                     ring[rings[sequence, block], :, numbers] = raw[side, sequence, :, token]
-        units = (4.0, 0.25) if layout.key.even else (1.0, 1.0)
-        return cls(case, pool, table, lengths, units, raw.double(), ring, rings)
+        near = 3 * torch.randn(2, case.dims, generator=generator) if case.near else torch.zeros(2, case.dims)
+        return cls(case, pool, table, lengths, near, raw.double(), ring, rings)
 
     def read(self, sequence: int, position: int) -> list[Tensor]:
         """Keys and values that a query reads, float64[tokens, kv_heads, d]."""
         layout, border = self.case.layout, raw_from(position, self.case.block)
         tokens = torch.arange(border)
         page, offset = self.table[sequence, tokens // layout.page_size], tokens % layout.page_size
-        slots = zip((layout.key, layout.value), layout.views(self.pool, False), self.units, self.raw, strict=True)
-        return [
+        slots = zip((layout.key, layout.value), layout.views(self.pool, False), self.raw, strict=True)
+        k, v = (
             torch.cat((
-                Codec(slot, unit=unit).dequantize(*views.read(page, offset))[:, :, 0].double(),
+                Codec(slot).dequantize(*views.read(page, offset))[:, :, 0].double(),
                 raw[sequence, :, border : position + 1].transpose(0, 1),
             ))
-            for slot, views, unit, raw in slots
-        ]  # fmt: skip
+            for slot, views, raw in slots
+        )  # fmt: skip
+        if border > 0:
+            k[0] += self.near
+        return [k, v]
 
 
 def expected(layer: Layer, q: Tensor, counts: tuple[int, ...], scale: float) -> tuple[Tensor, Tensor]:
@@ -122,7 +125,7 @@ def test_the_kernel_computes_attention(number: int, kernels: list[Compiled]) -> 
         lengths = (210, 129, 0, *([1, block - 1, block, block + 1] if block else []))
         counts, padding = (1,) * len(lengths), tuple(length == 0 for length in lengths)
     starts = [length - count + padded for length, count, padded in zip(lengths, counts, padding, strict=True)]
-    layout, layer = case.layout, Layer.random(case, lengths, tuple(starts))
+    layer = Layer.random(case, lengths, tuple(starts))
     rows = sum(counts) + several
     q = torch.randn(rows, 2 * case.ratio, case.dims, generator=torch.Generator().manual_seed(1))
     scale = q.shape[-1] ** -0.5
@@ -140,8 +143,9 @@ def test_the_kernel_computes_attention(number: int, kernels: list[Compiled]) -> 
         numbers += *rings, *[case.ring[0]] * 2
     if several and block:
         numbers += [memory.add(np.array(starts, np.int32))]
-    units = layer.units if layout.value.even else []
-    arguments = *pointers, scale * math.log2(math.e), *numbers, *units
+    if case.near:
+        numbers += [memory.add(layer.near.numpy())]
+    arguments = *pointers, scale * math.log2(math.e), *numbers
     Program(kernel.ptx).launch((splits * groups, 2, len(lengths)), memory, kernel.shared, *arguments)
 
     assert np.isnan(weights[:, sum(counts) :]).all()

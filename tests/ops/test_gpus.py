@@ -37,6 +37,7 @@ SPILLED = {  # bytes per thread, at most: docs/gpus.md says why
     ("_store", "saw-int4:values=true,block=64", 256): 176,
     ("_store", "oscar-int2", 256): 136,
     ("_store", "int8", 128): 32,
+    ("_store", "saw-int4", 128): 56,
     ("_dequantize", "gtq-k2v2", 128): 16,
     ("_dequantize", "gtq-k3v3", 64): 40,
     ("_attend", "saw-int4", 128): 168,

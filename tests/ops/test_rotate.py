@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvfold.ops import rotate
-from kvfold.transforms import Hadamard, Matrix, PermutedHadamard, Transform
+from kvfold.transforms import Hadamard, Matrix, Transform
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KV_HEADS, Q_HEADS = 2, 6
@@ -15,10 +15,9 @@ def rotation(name: str, dims: int):
         return Hadamard(dims & -dims)
     heads = KV_HEADS if name == "per head" else 1
     generator = torch.Generator().manual_seed(dims)
-    if name == "permuted":
-        order = torch.stack([torch.randperm(dims, generator=generator) for _ in range(KV_HEADS)])
-        return PermutedHadamard(order.to(DEVICE), (dims // 4, dims // 2, dims // 4))
-    return Matrix(torch.linalg.qr(torch.randn(heads, dims, dims, generator=generator))[0].to(DEVICE))
+    matrices = torch.linalg.qr(torch.randn(heads, dims, dims, generator=generator))[0]
+    scales = torch.linspace(0.25, 4, dims)[torch.randperm(dims, generator=generator)]
+    return Matrix((matrices * scales if name == "scaled" else matrices).to(DEVICE))
 
 
 def by_head(x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
@@ -34,7 +33,7 @@ def drawn(tokens: int, dims: int, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.pairs
 @pytest.mark.parametrize(("tokens", "many"), [(1, 1 << 14), (37, 1 << 14), (37, 1)])
-@pytest.mark.parametrize(("name", "dims"), [("hadamard", 96), ("permuted", 128), ("one", 64), ("per head", 128)])
+@pytest.mark.parametrize(("name", "dims"), [("hadamard", 96), ("scaled", 128), ("one", 64), ("per head", 128)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_queries(tokens, many, name, dims, dtype, monkeypatch):
     monkeypatch.setattr(rotate, "MANY_VECTORS", many)

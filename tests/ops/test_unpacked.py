@@ -103,7 +103,7 @@ def test_unpacked_tokens_are_those_of_the_codec(slot, dtype):
     """Bit for bit, those of several sequences together, and nothing is written beside them."""
     if dtype == torch.bfloat16 and DEVICE == "cpu":
         pytest.skip("Triton's interpreter cuts bits off where a GPU rounds them")
-    world = World((Codec(slot, unit=0.5), Codec(affine_slot(slot.dims, 4))), 2)
+    world = World((Codec(slot), Codec(affine_slot(slot.dims, 4))), 2)
     pages, _ = world.fill(20, 60)
     spans = [Span(1, range(5, 42), 42), Span(0, range(3, 20), 20)]
     room = torch.full((2, 60, 2, slot.dims), 7, dtype=dtype, device=DEVICE)

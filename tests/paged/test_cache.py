@@ -85,6 +85,11 @@ class Setup:
         mean = torch.randn(2, self.kv_heads, 256, generator=generator)
         return 4 * mean[0, :, : self.dims], mean[1, :, : self.both[1]]
 
+    def first(self, layer: int) -> torch.Tensor:
+        """What keys at position 0 are near."""
+        noise = torch.randn(self.kv_heads, 256, generator=torch.Generator().manual_seed(200 + layer))
+        return 8 * noise[:, : self.dims]
+
     @property
     def both(self) -> tuple[int, int]:
         """Dims of keys and of values."""
@@ -101,7 +106,9 @@ class Setup:
         statistics = random_layer(self.dims, self.kv_heads, seed=layer)
         means = (None, None) if key_mean is None or not recipe.centre else (key_mean.double(), value_mean.double())
         fit = recipe.fit(statistics.statistics, statistics.rope, means)
-        return dict(fit) if key_mean is None else {"key_mean": key_mean, "value_mean": value_mean, **fit}
+        if key_mean is None:
+            return dict(fit)
+        return {"key_mean": key_mean, "value_mean": value_mean, "key_first": self.first(layer), **fit}
 
     def codecs(self) -> list[tuple[Codec, Codec]]:
         if self.value_dims is not None:
@@ -202,24 +209,31 @@ class Side:
     matrix: np.ndarray  # [kv_heads or 1, d, d]; of a Hadamard rotation, its signs
     inverse: np.ndarray
     order: int
+    first: np.ndarray | None  # [kv_heads, d]
 
     def stored(self, x: torch.Tensor) -> np.ndarray:
-        """Tokens [n, kv_heads, d] -> float64[n, 2, kv_heads, d]: as queries read them in 16 bits, and packed; NaN where
-        that depends on the page."""
+        """Tokens [n, kv_heads, d] -> float64[n, 3, kv_heads, d]: as queries read them in 16 bits, packed, and packed at
+        position 0; NaN where that depends on the page."""
         centred = x.float().numpy() - self.mean.astype(np.float32)
         y = (by_head(centred.astype(np.float64), self.matrix) * self.order**-0.5).astype(np.float32)
         wide = torch.from_numpy(y).to(self.codec.raw_dtype).double().numpy()
         if self.codec.layout.segments[0].rule == "raw":
-            return np.stack((wide, wide), axis=1)
+            return np.stack((wide, wide, wide), axis=1)
         if self.codec.layout.per_page:
-            return np.stack((wide, np.full_like(wide, np.nan)), axis=1)
-        return np.stack((wide, decoded(self.codec.encode(x), self.codec)), axis=1)
+            return np.stack((wide, *[np.full_like(wide, np.nan)] * 2), axis=1)
+        packed = decoded(self.codec.encode(x), self.codec)
+        if self.first is None:
+            return np.stack((wide, packed, packed), axis=1)
+        near = (by_head((self.first - self.mean)[None], self.matrix) * self.order**-0.5).astype(np.float32)
+        parts = self.codec.quantize(torch.from_numpy(y - near).unsqueeze(-2))
+        slots = torch.cat([part.view(torch.uint8) for part in parts], dim=-1).squeeze(-2)
+        return np.stack((wide, packed, decoded(slots, self.codec) + near), axis=1)
 
     def packed(self, stored: np.ndarray, page_size: int) -> np.ndarray:
-        """All tokens of a sequence [tokens, 2, kv_heads, d] -> their packed form; NaN in a page that is not full and is
+        """All tokens of a sequence [tokens, 3, kv_heads, d] -> their packed form; NaN in a page that is not full and is
         quantized as a whole."""
         if not self.codec.layout.per_page:
-            return stored[:, 1]
+            return np.concatenate((stored[:1, 2], stored[1:, 1]))
         (segment,), packed = self.codec.layout.segments, stored[:, 1].copy()
         full = len(stored) // page_size * page_size
         for start in range(0, full, page_size):
@@ -258,7 +272,9 @@ def sides(setup: Setup, layer: int) -> tuple[Side, Side]:
         if isinstance(rotation, Matrix):  # tests/methods build them from their definitions
             matrix = as_multiplied(rotation.matrix.double().numpy())
             inverse = np.linalg.inv(matrix)
-        result.append(Side(codec, mean64, matrix, inverse, order))
+        has_first = which == 0 and mean is not None and not codec.layout.per_page
+        first = setup.first(layer).double().numpy() if has_first else None
+        result.append(Side(codec, mean64, matrix, inverse, order, first))
     return result[0], result[1]
 
 
@@ -267,13 +283,13 @@ class Token:
     """Keys and values are filled up to the same d."""
 
     raw: torch.Tensor  # [layers, 2, kv_heads, d]: what was fed
-    stored: np.ndarray  # float64[layers, 2 (K, V), 2 (16 bits, packed), kv_heads, d]
+    stored: np.ndarray  # float64[layers, 2 (K, V), 3 (16 bits, packed, packed at position 0), kv_heads, d]
 
 
 def attention(setup: Setup, layer: int, tokens: Sequence[Token], q: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     """What the last n tokens of a sequence must get for queries q [n, q_heads, d], and how far float32 may be off."""
     keys, values = sides(setup, layer)
-    stored = np.stack([token.stored[layer] for token in tokens])  # [tokens, 2 (K, V), 2 (16 bits, packed), …]
+    stored = np.stack([token.stored[layer] for token in tokens])  # [tokens, 2 (K, V), 3, …]
     k, v = (
         np.stack((own[:, 0], np.nan_to_num(side.packed(own, setup.page_size))))
         for i, (side, dims) in enumerate(zip((keys, values), setup.both, strict=True))
@@ -324,7 +340,7 @@ class World:
     def tokens(self, count: int) -> list[Token]:
         setup = self.setup
         raw = (2 * self.randn(count, LAYERS, 2, setup.kv_heads, max(setup.both))).to(setup.dtype)
-        stored = np.zeros((count, LAYERS, 2, 2, setup.kv_heads, max(setup.both)))
+        stored = np.zeros((count, LAYERS, 2, 3, setup.kv_heads, max(setup.both)))
         for layer, which in itertools.product(range(LAYERS), range(2)):
             mean, dims = setup.means(layer)[which], setup.both[which]
             if mean is not None:
@@ -860,7 +876,7 @@ def test_what_the_last_position_reads(setup):
         for j in range(TOKENS):
             expected = stored[j, 0] if j >= opened else all_packed[j]
             error = np.abs(reads[layer][which][j].numpy() - expected).max()
-            assert error <= 2**-22 * np.abs(expected).max()
+            assert error <= 2**-21 * np.abs(expected).max()  # at position 0 a sum of larger numbers
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -77,8 +77,13 @@ def test_the_artifact_is_saved_and_read_back(calibrated, tmp_path: Path):
     first, second = (again.fit(TUNED, layer) for layer in geometry.packed)
     quarters = (first["key_widths"], first["value_widths"], second["key_widths"], second["value_widths"])
     assert [widths[0, ::8].tolist() for widths in quarters] == [[2, 2, 1, 1], [4] * 4, [8, 4, 4, 2], [2] * 4]
-    assert torch.equal(second["key_order"], artifact.fit(parse("fold4"), 1)["key_order"])
-    assert torch.equal(second["value_unit"], artifact.fit(parse("fold2"), 1)["value_unit"])
+    for side, like, own in (("key", "fold4", ("order", "scale", "unit")), ("value", "fold2", ("basis", "unit"))):
+        names = {f"{side}_{name}" for name in own}
+        assert names | {f"{side}_mean", f"{side}_widths"} == {
+            name for name in second if name.startswith(side) and name != "key_first"
+        }
+        assert all(torch.equal(second[name], artifact.fit(parse(like), 1)[name]) for name in names)
+    assert torch.equal(second["key_first"], artifact.tensors["key_first"][1])
     twice = with_choices(again, geometry, MIXED[::-1], text)
     assert twice.metadata.recipes == again.metadata.recipes
     assert torch.equal(twice.tensors[TEXT], again.tensors[TEXT])

@@ -1,6 +1,7 @@
 """What packed layers cost, against a packed cache that reads the same passages."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import tiny_models
@@ -50,6 +51,15 @@ def kl(tuner: Tuner, codecs: dict[int, tuple]) -> list[float]:
     return torch.stack(found).tolist()
 
 
+def roots(kls: list[float]) -> list[float]:
+    """KL grows with the square of errors. These add up: that of the open block is another here, which has bfloat16."""
+    return [each**0.5 for each in kls]
+
+
+def near(kls: list[float]) -> Any:
+    return pytest.approx(roots(kls), rel=0.05, abs=1e-3)
+
+
 @pytest.mark.parametrize(
     ("name", "length"), [("Llama", 96), ("Llama", 300), ("Gemma2", 96), ("GptOss", 96), ("Gemma3n", 96)]
 )
@@ -59,7 +69,7 @@ def test_all_layers_packed(name: str, length: int):
     for choice in EQUAL["fold2"], EQUAL["fold4"]:
         point = tuner.measure([("fold", (choice,) * len(tuner.geometry.packed))])[0]
         packed = {layer: tuner._codecs(layer, choice) for layer in tuner.geometry.packed}
-        assert [point.kl, point.copy_kl] == pytest.approx(kl(tuner, packed), rel=0.1, abs=1e-6)
+        assert roots([point.kl, point.copy_kl]) == near(kl(tuner, packed))
         assert point.kl > 1e-6, "the test sees something"
 
 
@@ -71,12 +81,8 @@ def test_curves_are_of_one_side_of_one_layer():
     for layer in range(2):
         for choice in ((0, 0), (1, 1), (3, 2)):
             key, value = tuner._codecs(layer, choice)
-            assert found["key"][layer, choice[0]].tolist() == pytest.approx(
-                kl(tuner, {layer: (key, None)}), rel=0.1, abs=1e-6
-            )
-            assert found["value"][layer, choice[1]].tolist() == pytest.approx(
-                kl(tuner, {layer: (None, value)}), rel=0.1, abs=1e-6
-            )
+            assert roots(found["key"][layer, choice[0]].tolist()) == near(kl(tuner, {layer: (key, None)}))
+            assert roots(found["value"][layer, choice[1]].tolist()) == near(kl(tuner, {layer: (None, value)}))
     assert tuner.model.config._attn_implementation == "kvfold", "what it was before"
 
 

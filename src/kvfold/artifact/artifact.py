@@ -26,7 +26,7 @@ from kvfold.recipes import parse
 
 METADATA, TENSORS, CARD = "kvfold.json", "tensors.safetensors", "README.md"
 TEXT = "text"
-MEANS = "key_mean", "value_mean"
+MEANS = "key_mean", "value_mean", "key_first"  # the last: what keys at position 0 are near
 MOST_BYTES, MOST_HEADER = 2**30, 2**20  # of tensors.safetensors; a few megabytes are usual
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -35,8 +35,8 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 class Artifact:
     """Means, for any recipe that centres, and the fits of recipes that learn more.
 
-    Tensors are [packed layers, kv_heads or 1, …]: `key_mean`, `value_mean`, and `RECIPE/NAME` per tensor of a recipe's
-    fit. `text` holds hashes of the calibration text, so that evaluation recognises it.
+    Tensors are [packed layers, kv_heads or 1, …]: MEANS, and `RECIPE/NAME` per tensor of a recipe's fit.
+    `text` holds hashes of the calibration text, so that evaluation recognises it.
     """
 
     metadata: Metadata
@@ -55,7 +55,7 @@ class Artifact:
     def _try_recipes(self) -> None:
         """Refuse tensors that a recipe cannot work with, before it is used. One layer and KV head are tried: all others
         have tensors of the same shapes."""
-        means = [self.tensors[name][:1, :1] for name in MEANS]  # [1, 1, d]
+        means = [self.tensors[name][:1, :1] for name in MEANS[:2]]  # [1, 1, d]
         model = self.metadata.model
         for name in self.metadata.recipes:
             fit = {key: tensor[:1] for key, tensor in self.fit(parse(name), model.packed[0]).items()}
@@ -76,7 +76,7 @@ class Artifact:
         row = self.metadata.model.packed.index(layer)
         own = {name.rpartition("/"): tensor for name, tensor in self.tensors.items()}
         fit = {name: tensor[row] for (of, _, name), tensor in own.items() if of == recipe.fitted_as}
-        return {"key_mean": self.tensors["key_mean"][row], "value_mean": self.tensors["value_mean"][row], **fit}
+        return {**{name: self.tensors[name][row] for name in MEANS}, **fit}
 
     def fit_sha256(self, recipe: Recipe) -> str:
         """A hash of all that the recipe takes from the artifact: the means, and its own tensors."""
@@ -191,7 +191,7 @@ def _check_shapes(metadata: Metadata, tensors: Mapping[str, Tensor]) -> None:
     model, shard = metadata.model, metadata.shard
     kv_heads = model.kv_heads // shard.ranks if shard else model.kv_heads
     heads = (len(model.packed), kv_heads)
-    for name, dims in zip(MEANS, (model.key_dim, model.value_dim), strict=True):
+    for name, dims in zip(MEANS, (model.key_dim, model.value_dim, model.key_dim), strict=True):
         tensor, shape = tensors.get(name), (*heads, dims)
         if tensor is None or tensor.shape != shape or tensor.dtype != torch.float32:
             found = "missing" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}"

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 LARGEST = torch.finfo(torch.float16).max  # of means and scales: what 16 bits hold
+FARTHEST = 2.0**15  # from 1, of scales of coordinates and of the singular values of a basis
+RANGE = f"1/{FARTHEST:,.0f} to {FARTHEST:,.0f}"
 NEARLY = 1e-4  # largest |A·Aᵀ − 1| of an orthogonal float32 matrix A; rounding gives 1e-6
 
 
@@ -32,8 +34,12 @@ def _widths(x: Tensor) -> Tensor:
     return ((x >= 1) & (x <= 8)).all() & (x[..., 1:] <= x[..., :-1]).all()
 
 
-def _units(x: Tensor) -> Tensor:
-    return ((x > 0) & (x.log2() == x.log2().round())).all() & in_range(x)
+def _scales(x: Tensor) -> Tensor:
+    return ((x >= 1 / FARTHEST) & (x <= FARTHEST)).all()
+
+
+def _invertible(x: Tensor) -> Tensor:
+    return _scales(torch.linalg.svdvals(x.double()))
 
 
 def in_range(x: Tensor) -> Tensor:
@@ -47,7 +53,8 @@ KINDS = {
     "folded": Kind(torch.float32, (), lambda x: (x == 1).all(), "be 1"),
     "centroids": Kind(torch.float32, ("centroids", "d"), in_range, f"be at most {LARGEST:,.0f}"),
     "widths": Kind(torch.uint8, ("d",), _widths, "hold widths from 8 bits down to 1, the largest first"),
-    "unit": Kind(torch.float32, (), _units, f"be powers of two, at most {LARGEST:,.0f}"),
+    "scale": Kind(torch.float32, ("d",), _scales, f"be from {RANGE}"),
+    "basis": Kind(torch.bfloat16, ("d", "d"), _invertible, f"hold matrices with singular values from {RANGE}"),
     "order": Kind(torch.int16, ("d",), _permutations, "hold permutations of the coordinates of a head"),
 }
 

@@ -54,7 +54,10 @@ def attend(
     token = torch.arange(length, device=q.device)
     page, offset = step.table[row, token // step.page_size], token % step.page_size
     seen = token <= position  # [n, tokens]
-    read = [(pages.unpack(page, offset), seen)]  # k, v [tokens, kv_heads, d], and which queries read them
+    packed = pages.unpack(page, offset)  # k, v [tokens, kv_heads, d]
+    if pages.key.first is not None:
+        packed[0][0] += pages.key.first
+    read = [(packed, seen)]  # and which queries read them
     if new is not None:
         raw = token >= raw_from(position, pages.block)
         begin, end, first = (int(x) for x in (*pages.fresh.starts[row : row + 2], pages.fresh.first[row]))
@@ -99,16 +102,20 @@ def attend(
 def store_error(pages: LayerPages, k: Tensor, v: Tensor, new: New) -> tuple[float, float]:
     """The relative and the allowed error of what a step stored and returned as `new`. The codecs are the definition."""
     step = pages.step
-    sides = zip((pages.key, pages.value), (k, v), strict=True)
+    sides = list(zip((pages.key, pages.value), (k, v), strict=True))
     y = [codec.transform.forward(x) for codec, x in sides]
     narrow = [side.to(k.dtype) for side in y]
+    near, narrow_near = (
+        [codec.without_first(side, step.rows[1]) for (codec, _), side in zip(sides, parts, strict=True)]
+        for parts in (y, narrow)
+    )
     page, offset = step.places
     stored, exact, rounded = [], [], []
     for views in pages.views:
         part, codec = views.sides, pages.codec(views.sides)
         stored.append(codec.dequantize(*views.read(page, offset)))
-        exact.append(codec.dequantize(*codec.quantize(torch.stack(y[part], dim=2))))
-        rounded.append(codec.dequantize(*codec.quantize(torch.stack(narrow[part], dim=2).float())))
+        exact.append(codec.dequantize(*codec.quantize(torch.stack(near[part], dim=2))))
+        rounded.append(codec.dequantize(*codec.quantize(torch.stack(narrow_near[part], dim=2).float())))
     error, allowed = (relative_error(flat(parts), flat(exact)) for parts in (stored, rounded))
     if new is not None:
         rows = slice(None) if pages.fresh.rows is None else pages.fresh.rows

@@ -38,6 +38,7 @@ def random_artifact(config: Mapping[str, Any], recipes: Sequence[Recipe], folded
     tensors = {
         "key_mean": torch.zeros(layers, geometry.kv_heads, geometry.key_dim),
         "value_mean": torch.zeros(layers, geometry.kv_heads, geometry.value_dim),
+        "key_first": torch.zeros(layers, geometry.kv_heads, geometry.key_dim),
         TEXT: torch.zeros(0, dtype=torch.int64),
     }
     for recipe in recipes:
@@ -66,11 +67,12 @@ def _fit(recipe: Recipe, q_heads: int, kv_heads: int, key_dim: int, value_dim: i
     shapes = (q_heads, key_dim), (kv_heads, key_dim), (kv_heads, value_dim), (q_heads, value_dim)
     q, k, v, out = (random_states((FIT_TOKENS, *shape), generator) for shape in shapes)
     seen = Seen(0, q, k, v, out, Logits(key_dim**-0.5))
-    layer = LayerStatistics.begin(seen, FIT_TOKENS)
+    layer = LayerStatistics.begin(seen, FIT_TOKENS, k[:1])
     layer.add(seen, torch.arange(FIT_TOKENS), 0)
     means = (layer.k.mean, layer.read_v.mean) if recipe.centre else (None, None)
-    centred = {"key_mean": layer.k.mean.float(), "value_mean": layer.read_v.mean.float()} if recipe.centre else {}
-    return {**centred, **recipe.fit(layer, _rope(key_dim), means)}
+    centred = {"key_mean": layer.k.mean, "value_mean": layer.read_v.mean, "key_first": layer.first}
+    of_means = {name: mean.float() for name, mean in centred.items()} if recipe.centre else {}
+    return {**of_means, **recipe.fit(layer, _rope(key_dim), means)}
 
 
 def _rope(head_dim: int) -> Rope:

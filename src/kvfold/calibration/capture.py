@@ -7,7 +7,7 @@ from itertools import count
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvfold.calibration.rope_probe import probe
@@ -16,6 +16,7 @@ from kvfold.calibration.tap import Seen, tapped
 from kvfold.geometry import Geometry, UnsupportedModel
 from kvfold.ops.pages import Logits
 
+BEGINNINGS = 64  # tokens whose keys at position 0 are looked at, at most
 SAMPLES = 4096  # tokens whose keys and values are kept, at most
 
 
@@ -37,11 +38,12 @@ def capture(
     if len(tokens) <= FIRST_TOKENS:
         raise ValueError(f"calibration needs more than {FIRST_TOKENS} tokens")
     statistics = _begin(model, tokens, context, checkpoint)
+    first_keys = _first_keys(model, _beginnings(model, tokens))
     sampled = _spread(len(tokens), context)
     saved = time.monotonic()
     for index, passage in enumerate(tokens.split(context)):
         if index >= statistics.passages and len(passage) > FIRST_TOKENS:
-            _add_passage(statistics.layers, model, passage, sampled, index * context)
+            _add_passage(statistics.layers, model, passage, sampled, index * context, first_keys)
             statistics.passages = index + 1
             if checkpoint and time.monotonic() - saved >= checkpoint_seconds:
                 statistics.save(checkpoint)
@@ -74,7 +76,7 @@ def collect(model: PreTrainedModel, tokens: Tensor) -> dict[int, tuple[Tensor, T
         q, k, v = (states.transpose(0, 1).float().cpu() for states in (seen.q, seen.k, seen.v))
         layers[seen.layer] = (q, k, v, seen.logits)
 
-    _run(model, tokens, keep)
+    _run(model, tokens.unsqueeze(0), keep)
     return layers
 
 
@@ -101,7 +103,12 @@ def _spread(tokens: int, context: int) -> Tensor:
 
 
 def _add_passage(
-    layers: list[LayerStatistics], model: PreTrainedModel, passage: Tensor, sampled: Tensor, start: int
+    layers: list[LayerStatistics],
+    model: PreTrainedModel,
+    passage: Tensor,
+    sampled: Tensor,
+    start: int,
+    first_keys: list[Tensor],
 ) -> None:
     """Run the passage that begins at token `start` of the text, and add it to the statistics of every layer."""
     first, end = torch.searchsorted(sampled, torch.tensor([start, start + len(passage)])).tolist()
@@ -110,14 +117,42 @@ def _add_passage(
 
     def add(seen: Seen) -> None:
         if (number := next(numbers)) == len(layers):
-            layers.append(LayerStatistics.begin(seen, len(sampled)))
+            costs = _output_costs(model, seen)
+            layers.append(LayerStatistics.begin(seen, len(sampled), first_keys[number], costs))
         layers[number].add(seen, sampled[first:end] - start, first)
 
-    _run(model, passage, add)
+    _run(model, passage.unsqueeze(0), add)
 
 
-def _run(model: PreTrainedModel, passage: Tensor, tap: Callable[[Seen], None]) -> None:
-    """One forward pass of the decoder. `tap` sees the packed layers in order."""
+def _beginnings(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """Tokens that texts may begin with: BOS if this text begins with it, else some of the text's tokens. Their keys at
+    position 0 are nearly the same, if the model uses it as an attention sink."""
+    if int(tokens[0]) == model.config.get_text_config().bos_token_id:
+        return tokens[:1]
+    return tokens[:: max(1, len(tokens) // BEGINNINGS)][:BEGINNINGS]
+
+
+def _first_keys(model: PreTrainedModel, tokens: Tensor) -> list[Tensor]:
+    """Per packed layer, the keys [n, kv_heads, d] of n tokens at position 0."""
+    keys: list[Tensor] = []
+    _run(model, tokens.unsqueeze(1), lambda seen: keys.append(seen.k))
+    return keys
+
+
+def _output_costs(model: PreTrainedModel, seen: Seen) -> Tensor | None:
+    """Σ W·Wᵀ over the query heads of each KV head, float64[kv_heads, d, d]. W [d, hidden] is the part of a head in the
+    output projection. None where the layer has no plain one."""
+    (_, kv_heads, dims), q_heads = seen.v.shape, seen.q.shape[1]
+    layers = getattr(model.get_decoder(), "layers", None)
+    linear = getattr(getattr(layers[seen.layer], "self_attn", None), "o_proj", None) if layers is not None else None
+    if not isinstance(linear, nn.Linear) or linear.in_features != q_heads * dims:
+        return None
+    heads = linear.weight.double().unflatten(1, (kv_heads, -1, dims))  # [hidden, kv_heads, ratio, d]
+    return torch.einsum("nhrd,nhre->hde", heads, heads)
+
+
+def _run(model: PreTrainedModel, passages: Tensor, tap: Callable[[Seen], None]) -> None:
+    """One forward pass of the decoder over passages [n, tokens]. `tap` sees the packed layers in order."""
     expected = iter(Geometry.from_config(model.config.to_dict()).packed)
 
     def check(seen: Seen) -> None:
@@ -129,6 +164,6 @@ def _run(model: PreTrainedModel, passage: Tensor, tap: Callable[[Seen], None]) -
         tap(seen)
 
     with tapped(model, check) as decoder:
-        decoder(passage.unsqueeze(0).to(model.device), use_cache=False)
+        decoder(passages.to(model.device), use_cache=False)
     if (missing := next(expected, None)) is not None:
         raise UnsupportedModel(f"{type(model).__name__}: its layer {missing} did not call the attention function")

@@ -46,6 +46,7 @@ def calibrate(
     tensors = {
         "key_mean": torch.stack([layer.k.mean for layer in statistics.layers]).float(),
         "value_mean": torch.stack([layer.read_v.mean for layer in statistics.layers]).float(),
+        "key_first": torch.stack([layer.first for layer in statistics.layers]).float(),
         TEXT: text_hashes(tokens),
         **(into.tensors if into else {}),
     }

@@ -71,8 +71,7 @@ class LayerStatistics:
 
     Moments of what is read are weighted by what errors cost (see `_costs`). The mean of values is their centre: a token
     loses in proportion to its distance from the centre. So centres lie near attention sinks, above all near the value
-    of the first token, where a plain mean would cost most. The centre of keys is their plain mean: around one near the
-    key of the first token, far from all others, KL was higher.
+    of the first token, where a plain mean would cost most.
     """
 
     q: Moments
@@ -84,11 +83,17 @@ class LayerStatistics:
     read_v: Moments
     prompt: tuple[Tensor, Tensor, Tensor]  # float32: q [q_heads, m, d], k and v [kv_heads, n, d] of the first passage
     samples: tuple[Tensor, Tensor]  # float32: k and v [m, kv_heads, d] of tokens spread evenly over the text
+    first: Tensor  # float64[kv_heads, d]: what keys at position 0 are near, whatever their token
+    output_costs: Tensor  # float64[kv_heads, d, d]: what errors of attention's outputs cost behind their projection
     logits: Logits
 
     @classmethod
-    def begin(cls, first: Seen, samples: int) -> Self:
-        """Empty moments, room for `samples` tokens, and the prompt from the first passage."""
+    def begin(cls, first: Seen, samples: int, first_keys: Tensor, output_costs: Tensor | None = None) -> Self:
+        """Empty moments, room for `samples` tokens, and the prompt from the first passage.
+
+        `first_keys` [n, kv_heads, d] are keys at position 0. Their median is kept: a few tokens have other keys there.
+        Without `output_costs`, all directions of outputs cost the same.
+        """
         k, v = first.k[:PROMPT], first.v[:PROMPT]
         q = first.q[_asking(len(k)).to(first.q.device)]
         prompt = [states.transpose(0, 1).float().cpu().contiguous() for states in (q, k, v)]
@@ -104,6 +109,10 @@ class LayerStatistics:
             read_v=of_values(),
             prompt=(prompt[0], prompt[1], prompt[2]),
             samples=(room[0], room[1]),
+            first=first_keys.double().median(dim=0).values.cpu(),
+            output_costs=torch.eye(v.shape[2], dtype=torch.float64).expand(v.shape[1], -1, -1).contiguous()
+            if output_costs is None
+            else output_costs.cpu(),
             logits=first.logits
             if first.logits.sinks is None
             else first.logits._replace(sinks=first.logits.sinks.cpu()),
@@ -161,6 +170,7 @@ class LayerStatistics:
             named["sinks"] = self.logits.sinks
         for name, moments in self.moments.items():
             named |= {f"{name}.{sums}": tensor for sums, tensor in vars(moments).items()}
+        named |= {"first": self.first, "output_costs": self.output_costs}
         named |= {f"prompt.{name}": states for name, states in zip("qkv", self.prompt, strict=True)}
         return named | {f"samples.{name}": states for name, states in zip("kv", self.samples, strict=True)}
 
@@ -174,7 +184,14 @@ class LayerStatistics:
         cap = float(named["cap"]) if "cap" in named else None
         logits = Logits(float(named["scale"]), cap, named.get("sinks"))
         samples = named["samples.k"], named["samples.v"]
-        return cls(**moments, prompt=prompt, samples=samples, logits=logits)
+        return cls(
+            **moments,
+            prompt=prompt,
+            samples=samples,
+            first=named["first"],
+            output_costs=named["output_costs"],
+            logits=logits,
+        )
 
 
 def _asking(n: int) -> Tensor:

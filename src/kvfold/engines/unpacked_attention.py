@@ -67,7 +67,7 @@ def attend_masked(
     t, j = position.unsqueeze(3), position.unsqueeze(2)
     near = j >= raw_from(t, block)  # [batch, 1, n, n]
     (packed_k, raw_k), (packed_v, raw_v) = (
-        _decoded(codec, x, raw_dtype) for codec, x in zip(codecs, (k, v), strict=True)
+        _decoded(codec, x, position, raw_dtype) for codec, x in zip(codecs, (k, v), strict=True)
     )
     heads = []
     for head, own in enumerate(by_head(logits, kv_heads)):
@@ -78,12 +78,12 @@ def attend_masked(
     return torch.cat(heads, dim=1).transpose(1, 2)
 
 
-def _decoded(codec: Codec | None, x: Tensor, raw_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Vectors [batch, heads, n, d] as they are read packed and raw, in float32."""
+def _decoded(codec: Codec | None, x: Tensor, position: Tensor, raw_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Vectors [batch, heads, n, d] at positions [batch, 1, n] as they are read packed and raw, in float32."""
     if codec is None:
         return x.float(), x.float()
     tokens = x.transpose(1, 2).flatten(0, 1)
     raw = codec.transform.inverse(codec.transform.forward(tokens).to(raw_dtype).float())
-    both = codec.decode(codec.encode(tokens)), raw
+    both = codec.read_packed(tokens, position.flatten()), raw
     packed, raw = (y.unflatten(0, (len(x), -1)).transpose(1, 2) for y in both)
     return packed, raw

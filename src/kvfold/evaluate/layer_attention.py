@@ -52,10 +52,11 @@ def diagnose(
 
 
 def _decoded(codec: Codec, k: Tensor, page_size: int) -> Tensor:
-    """Keys [kv_heads, n, d], quantized and decoded. A codec of whole pages quantizes only full pages."""
+    """Keys [kv_heads, n, d] from position 0 on, quantized and decoded. A codec of whole pages quantizes only full
+    pages."""
     tokens = k.transpose(0, 1)
     if not codec.layout.per_page:
-        return codec.decode(codec.encode(tokens)).transpose(0, 1)
+        return codec.read_packed(tokens, torch.arange(len(tokens), device=k.device)).transpose(0, 1)
     whole = len(tokens) // page_size * page_size
     pages = codec.transform.forward(tokens[:whole]).unflatten(0, (-1, page_size)).unsqueeze(3)
     decoded = codec.transform.inverse(codec.dequantize(*codec.quantize(pages)).squeeze(3).flatten(0, 1))

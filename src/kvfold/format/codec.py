@@ -33,11 +33,24 @@ class Codec:
     raw_dtype: torch.dtype = torch.bfloat16  # the 16-bit type of raw segments
     clip: float | None = None  # where affine segments are clipped: see quantizers/affine.py
     centroids: Tensor | None = None  # float32[kv_heads, centroids, d], in transformed coordinates
-    unit: float = 1.0  # of 8-bit scales
+    first: Tensor | None = None  # float32[kv_heads, d], as well: what vectors at position 0 are near
 
     def to(self, device: torch.device | str) -> "Codec":
-        centroids = self.centroids if self.centroids is None else self.centroids.to(device)
-        return replace(self, transform=self.transform.to(device), centroids=centroids)
+        centroids, first = (None if x is None else x.to(device) for x in (self.centroids, self.first))
+        return replace(self, transform=self.transform.to(device), centroids=centroids, first=first)
+
+    def without_first(self, y: Tensor, position: Tensor) -> Tensor:
+        """What is quantized of transformed vectors [tokens, kv_heads, d]: at position 0, their difference from `first`.
+        Whoever dequantizes position 0 adds it again."""
+        return y if self.first is None else torch.where((position == 0)[:, None, None], y - self.first, y)
+
+    def read_packed(self, x: Tensor, position: Tensor) -> Tensor:
+        """Vectors [tokens, kv_heads, d] at these positions, as they are read after they were packed."""
+        near = self.without_first(self.transform.forward(x), position)
+        y = self.dequantize(*self.quantize(near.unsqueeze(-2))).squeeze(-2)
+        if self.first is not None:
+            y = torch.where((position == 0)[:, None, None], y + self.first, y)
+        return self.transform.inverse(y)
 
     def quantizes_like(self, other: "Codec") -> bool:
         """Whether keys and values may go through `quantize` and `dequantize` together."""
@@ -110,7 +123,7 @@ class Codec:
                 part_codes, part_meta = affine.quantize(part, segment.bits, self.clip)
                 codes.append(pack(part_codes, segment.bits))
             elif segment.rule == "even":
-                part_codes, part_meta = even.quantize(part, segment.bits, self.unit)
+                part_codes, part_meta = even.quantize(part, segment.bits)
                 codes.append(pack(part_codes, segment.bits))
             elif segment.rule == "codebook":
                 part_codes, part_meta = codebook.quantize(part, segment.bits)
@@ -133,7 +146,7 @@ class Codec:
             elif segment.rule == "affine":
                 parts.append(affine.dequantize(unpack(part_codes, segment.bits), part_meta))
             elif segment.rule == "even":
-                parts.append(even.dequantize(unpack(part_codes, segment.bits), segment.bits, part_meta, self.unit))
+                parts.append(even.dequantize(unpack(part_codes, segment.bits), segment.bits, part_meta))
             elif segment.rule == "codebook":
                 unpacked = unpack(part_codes, segment.bits)[..., : segment.dims]
                 parts.append(codebook.dequantize(unpacked, segment.bits, part_meta))

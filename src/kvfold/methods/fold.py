@@ -1,11 +1,11 @@
-"""fold: kvfold's own recipe. More bits for RoPE blocks that matter more, in evenly spaced levels."""
+"""fold: kvfold's own recipe. More bits for coordinates that matter more, in evenly spaced levels."""
 
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
 
 from kvfold.format.layout import SlotLayout, even_slot
 from kvfold.methods.allocation import runs
-from kvfold.methods.importance import ranked_blocks
+from kvfold.methods.importance import block_energies
 from kvfold.recipe import Fit, Means, Number, Recipe, Rotations
 
 if TYPE_CHECKING:
@@ -13,18 +13,26 @@ if TYPE_CHECKING:
 
     from kvfold.calibration.statistics import LayerStatistics
     from kvfold.rope import Rope
-    from kvfold.transforms import PermutedHadamard
+    from kvfold.transforms import Matrix
 
 Quarters = tuple[int, int, int, int]  # bits per quarter of a head's coordinates, the most important quarter first
 Segments = list[tuple[int, int]]  # (dims, bits)
 
+DAMPED = 1e-3  # of the mean variance and of the mean cost, added to those of every direction
+
 
 class Fold(Recipe):
-    """Coordinates are sorted by importance. Those of equal width are a segment, which a Hadamard matrix mixes.
+    """Coordinates are sorted by importance. Those of equal width are a segment, which a Hadamard matrix mixes. So all
+    of them have the same error.
 
-    - Keys: a RoPE block matters as much as E‖q_i‖²·E‖k_i‖². Every KV head has an order of its own.
-    - Values: a coordinate matters as much as its variance. This rotation can be folded into the weights.
-    - Tokens and queries count as much as their errors cost (see `LayerStatistics`).
+    Let a coordinate have variance σ², and let an error of 1 cost c. It matters as much as c·σ². Before it is mixed, it
+    is divided by its error's fair share: multiplied by (c/σ²)^¼. Of all scales, this makes the cost of a segment's
+    errors least: (Σ σ√c)² instead of Σ σ²·Σ c.
+
+    - Keys: a coordinate stands for its RoPE block. σ² is E‖k_i‖², and c is E‖q_i‖². Every KV head has its own. Tokens
+      and queries count as much as errors of their logits cost (see `LayerStatistics`).
+    - Values: coordinates are directions, in which neither errors of outputs nor values are correlated. c is what the
+      output projection makes of an error. This map can be folded into the weights.
     - Levels are evenly spaced, with one 8-bit scale per token and segment. So kernels multiply codes as integers.
 
     Widths are those of the recipe, or of the layer if `kvfold tune` chose them. Keys and values are always centred.
@@ -41,23 +49,27 @@ class Fold(Recipe):
         return even_slot(key), even_slot(value)
 
     def rotations(self, key_dim: int, value_dim: int, fit: Fit) -> Rotations:
-        key = _rotation(fit["key_order"], self._segments("key", key_dim, fit))
+        from torch.nn.functional import one_hot
+
+        picked = one_hot(fit["key_order"].long(), key_dim).double().mT  # [kv_heads, d, d]
+        key = _mixed(picked * fit["key_scale"].double().unsqueeze(-2), self._segments("key", key_dim, fit))
         if "value_folded" in fit:
             return key, None
-        return key, _rotation(fit["value_order"], self._segments("value", value_dim, fit))
+        return key, _mixed(fit["value_basis"].double(), self._segments("value", value_dim, fit))
 
     def fit(self, layer: "LayerStatistics", rope: "Rope", means: Means) -> Fit:
         import torch
 
-        _, key_order = ranked_blocks(layer.read_q, layer.read_k, rope, means[0])
-        variance = layer.read_v.second(means[1]).diagonal(dim1=1, dim2=2)
-        orders = {"key": key_order, "value": variance.argsort(dim=1, descending=True, stable=True)}
-        fit: dict[str, Tensor] = {}
-        for (side, order), states, mean in zip(orders.items(), layer.prompt[1:], means, strict=True):
-            segments = self._segments(side, order.shape[1], {})
-            fit[f"{side}_order"] = order.to(torch.int16)
-            fit[f"{side}_unit"] = torch.tensor([_unit(states, mean, order, segments)])
-        return fit
+        of_q, of_k, blocks = block_energies(layer.read_q, layer.read_k, rope, means[0])
+        ranked = (of_q * of_k).argsort(dim=1, descending=True, stable=True)
+        of_q, of_k = (_damped(x).gather(1, ranked).repeat_interleave(2, dim=1) for x in (of_q, of_k))
+        basis, of_v = _directions(layer.v.second(means[1]), layer.v.count, layer.output_costs)
+        value_scale = _scale(of_v, torch.ones_like(of_v), self._segments("value", of_v.shape[1], {}))
+        return {
+            "key_order": blocks[ranked].flatten(1).to(torch.int16),
+            "key_scale": _scale(of_k, of_q, self._segments("key", of_k.shape[1], {})).float(),
+            "value_basis": (basis * value_scale.unsqueeze(1)).bfloat16(),
+        }
 
     def _segments(self, side: str, dims: int, fit: Fit) -> Segments:
         if dims % 8:
@@ -80,22 +92,58 @@ def widths_of(quarters: Quarters, dims: int) -> list[int]:
     return [bits for bits, (start, end) in zip(quarters, pairwise(ends), strict=True) for _ in range(start, end)]
 
 
-def _rotation(order: "Tensor", segments: Segments) -> "PermutedHadamard":
-    """A segment whose size is no power of two has several Hadamard matrices of one order."""
-    from kvfold.transforms import PermutedHadamard
-
-    blocks = (block for size, _ in segments for block in [size & -size] * (size // (size & -size)))
-    return PermutedHadamard(order.long(), tuple(blocks))
+def _damped(x: "Tensor", share: "float | Tensor" = DAMPED) -> "Tensor":
+    """Numbers [kv_heads, n] plus a share of their mean. 1 if all are 0."""
+    mean = x.mean(dim=1, keepdim=True)
+    return (x + share * mean).where(mean > 0, 1.0)
 
 
-def _unit(states: "Tensor", mean: "Tensor | None", order: "Tensor", segments: Segments) -> float:
-    """The unit of scales, from states [kv_heads, tokens, d] of calibration."""
+def _scale(variance: "Tensor", cost: "Tensor", segments: Segments) -> "Tensor":
+    """What coordinates [kv_heads, n] are multiplied by: (cost / variance)^¼. And per segment, a factor that brings its
+    usual step to 1, the middle of the range of 8-bit scales."""
     import torch
 
-    from kvfold.quantizers import even
+    from kvfold.quantizers.even import usual_step
 
-    x = states.transpose(0, 1).float()
-    y = _rotation(order, segments).apply(x if mean is None else x - mean.float())
-    parts = y.split([size for size, _ in segments], dim=-1)
-    scales = [even.scaled(part, bits)[1].flatten() for part, (_, bits) in zip(parts, segments, strict=True)]
-    return even.unit_of(torch.cat(scales))
+    scale = (cost / variance) ** 0.25
+    sizes = [size for size, _ in segments]
+    energies = (variance * scale.square()).split(sizes, dim=1)
+    steps = [
+        energy.mean(dim=1, keepdim=True).sqrt().expand_as(energy) * usual_step(bits)
+        for energy, (_, bits) in zip(energies, segments, strict=True)
+    ]
+    return scale / torch.cat(steps, dim=1)
+
+
+def _directions(moments: "Tensor", vectors: "Tensor", costs: "Tensor") -> tuple["Tensor", "Tensor"]:
+    """The columns [kv_heads, d, d] on which centred values are projected, the most important first, and the variances
+    there [kv_heads, d]. `moments` and `costs` are those of values and of their errors, [kv_heads, d, d].
+
+    Moments of n `vectors` get d/n of their mean in every direction: few vectors say little of most directions.
+
+    With costs = L·Lᵀ, an error e costs ‖e·L‖². The eigenvectors of Lᵀ·moments·L are the directions: costs are 1 there,
+    and variances are the eigenvalues.
+    """
+    import torch
+
+    from kvfold.transforms.covariance import eigenvectors
+
+    def regular(x: "Tensor", share: "float | Tensor") -> "Tensor":
+        diagonal = x.diagonal(dim1=1, dim2=2)
+        return x + torch.diag_embed(_damped(diagonal, share) - diagonal)
+
+    moments = regular(moments, moments.shape[1] / vectors.unsqueeze(1) + DAMPED)
+    costs = regular(costs, DAMPED)
+    lower = torch.linalg.cholesky(costs)
+    columns = lower @ eigenvectors(lower.mT @ moments @ lower)
+    return columns, (columns * (moments @ columns)).sum(dim=1)
+
+
+def _mixed(columns: "Tensor", segments: Segments) -> "Matrix":
+    """Projection on columns [kv_heads, d, d], then a Hadamard matrix per segment. A segment whose size is no power of
+    two has several, of one order."""
+    import torch
+
+    from kvfold.transforms import Matrix, hadamard_matrix
+
+    return Matrix((columns @ torch.block_diag(*[hadamard_matrix(size) for size, _ in segments])).float())

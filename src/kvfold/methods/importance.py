@@ -11,6 +11,18 @@ if TYPE_CHECKING:
 Score = Literal["product", "mean"]
 
 
+def block_energies(
+    q: "Moments", k: "Moments", rope: "Rope", mean: "Tensor | None"
+) -> tuple["Tensor", "Tensor", "Tensor"]:
+    """E‖q_i‖² and E‖k_i‖² of every block and KV head [kv_heads, blocks], and the coordinates of blocks [blocks, 2]."""
+    import torch
+
+    blocks = torch.tensor(rope.blocks())
+    moments = q.second(), k.second(mean)
+    of_q, of_k = (moment.diagonal(dim1=1, dim2=2)[:, blocks].sum(dim=-1) for moment in moments)
+    return of_q, of_k, blocks
+
+
 def ranked_blocks(
     q: "Moments", k: "Moments", rope: "Rope", mean: "Tensor | None", score: Score = "product"
 ) -> tuple["Tensor", "Tensor"]:
@@ -21,11 +33,7 @@ def ranked_blocks(
       proportion to its norm.
     - mean: ½(E‖q_i‖² + E‖k_i‖²).
     """
-    import torch
-
-    blocks = torch.tensor(rope.blocks())  # [blocks, 2]
-    moments = q.second(), k.second(mean)
-    of_q, of_k = (moment.diagonal(dim1=1, dim2=2)[:, blocks].sum(dim=-1) for moment in moments)
+    of_q, of_k, blocks = block_energies(q, k, rope, mean)
     scores, ranked = (of_q * of_k if score == "product" else (of_q + of_k) / 2).sort(
         dim=1, descending=True, stable=True
     )

@@ -111,7 +111,7 @@ def array(address, shape, dtype):
 # --- slots
 
 SEGMENT = np.dtype([(name, "i8") for name in SegmentRow._fields])
-SIDE = np.dtype([("segments", "i8"), ("clip", "f8"), ("unit", "f8")])  # clip: 0 for none
+SIDE = np.dtype([("segments", "i8"), ("clip", "f8")])  # clip: 0 for none
 PAGES = ("pool", "pool_bytes", "page_stride", "head_stride", "sides", "segments", "most", "half")
 
 
@@ -127,19 +127,19 @@ def unsupported(layout: PageLayout) -> str | None:
 
 def described(pages: LayerPages) -> tuple[int, ...]:
     """The pages of a layer as kernels see them, in the order of `PAGES`."""
-    sides, segments = _sides(pages.layout, *((codec.clip or 0.0, codec.unit) for codec in (pages.key, pages.value)))
+    sides, segments = _sides(pages.layout, *(codec.clip or 0.0 for codec in (pages.key, pages.value)))
     pool, half = pages.pool, pages.key.raw_dtype == torch.float16
     tables = sides.data_ptr(), segments.data_ptr(), segments.shape[1]
     return pool.data_ptr(), pool.nbytes, *pool.stride()[:2], *tables, half
 
 
 @lru_cache
-def _sides(layout: PageLayout, *clip_and_unit: tuple[float, float]) -> tuple[Tensor, Tensor]:
+def _sides(layout: PageLayout, *clips: float) -> tuple[Tensor, Tensor]:
     """SIDE[2] and SEGMENT[2, most segments of a side]."""
     slots = layout.key, layout.value
     sides, segments = np.zeros(2, SIDE), np.zeros((2, max(len(slot.segments) for slot in slots)), SEGMENT)
     for i, slot in enumerate(slots):
-        sides[i] = len(slot.segments), *clip_and_unit[i]
+        sides[i] = len(slot.segments), clips[i]
         for j, row in enumerate(segment_rows(layout, i)):
             segments[i, j] = row
     # as tensors, which give their address faster than arrays
@@ -224,7 +224,7 @@ def read(pool, words, page, place, side, segments, levels, half, rows):
         for i in range(len(rows)):
             part, entry = rows[i, segment.start :], meta // 2
             if segment.rule == EVEN:
-                scale = f4(side.unit) * scale_of(pool[meta])
+                scale = scale_of(pool[meta])
                 middle = f4(f4((1 << segment.bits) - 1) / f4(2))
                 _unpack(pool, byte, segment.stored, segment.bits, scale, -middle * scale, part)
             elif segment.rule == AFFINE:
@@ -249,7 +249,7 @@ def segment_at(segment, page, place):
 
 @njit(**EXACT)
 def scale_of(byte):
-    """An 8-bit scale, without its unit (see quantizers/even.py)."""
+    """An 8-bit scale (see quantizers/even.py)."""
     return i4((np.int64(byte) + even.LEAST) << even.DROPPED).view(np.float32) if byte >> even.MANTISSA else f4(0)
 
 
@@ -313,9 +313,9 @@ def _dense(transform: Transform, dims: int) -> Dense:
     if transform.rotation is None:
         none = torch.empty(0, dims, dims, dtype=torch.float64)
         return Dense(mean, none, none, none[:, 0], none)
-    terms, factors = transform.rotation.terms(dims, torch.float64, mean.device)
-    dual = torch.stack(terms).sum(dim=0)
-    return Dense(mean, terms[0], dual, factors, (dual * factors).mT.contiguous())
+    matrix, duals, factors = transform.rotation.terms(dims, torch.float64, mean.device)
+    dual = torch.stack(duals).sum(dim=0)
+    return Dense(mean, matrix, dual, factors, (dual * factors).mT.contiguous())
 
 
 @njit(**EXACT)

@@ -40,7 +40,7 @@ class _Tile(NamedTuple):
 
 
 UNROTATED, ROTATED = _Tile(4096, 4), _Tile(8192, 4)
-PACKED = tl.constexpr(-1)  # see `Tokens`
+PACKED, FIRST = tl.constexpr(-1), tl.constexpr(-2)  # see `Tokens`
 
 
 class Span(NamedTuple):
@@ -65,7 +65,8 @@ class Tokens(NamedTuple):
     """Tokens that are unpacked together, of any sequences of a step, in any order."""
 
     locations: Tensor  # int64[tokens]: page · page_size + offset
-    sources: Tensor  # int32[tokens]: PACKED, or the token's row in what `store` returned
+    # int32[tokens]: PACKED, or FIRST if it is packed and has position 0, or the token's row in what `store` returned
+    sources: Tensor
 
     @classmethod
     def of(cls, step: Step, block: int, spans: Sequence[Span]) -> Self:
@@ -82,7 +83,8 @@ class Tokens(NamedTuple):
         place = np.arange(len(of)) - (np.cumsum(counts) - counts)[of]
         rows, firsts, borders = np.array([(span.row, span.tokens.start, span.raw_from) for span in spans]).T
         row, token = rows[of], firsts[of] + np.where(place < sizes[of], place, 0)
-        sources = np.where(token >= borders[of], token - first[row] + begin[row], PACKED.value)
+        packed = np.where(token == 0, FIRST.value, PACKED.value)
+        sources = np.where(token >= borders[of], token - first[row] + begin[row], packed)
         entry = row * step.table.shape[1] + token // step.page_size  # of the table
         # `sources` is first, and so aligned: a kernel reads it
         sources, entry, offset = on_device(np.stack((sources, entry, token % step.page_size)), step.table.device)
@@ -129,8 +131,7 @@ def _launcher(pages: LayerPages, back: tuple[bool, bool]) -> tuple[int, Launcher
     return together, Launcher(
         _dequantize,
         pool=_Pool(pool, *words, lloyd_max.level_table(pool.device)),
-        key_unit=pages.key.unit,
-        value_unit=pages.value.unit,
+        key_first=pages.key.first,
         key_matrix=key[0] if key else None,
         key_stride=head_stride(key),
         value_matrix=value[0] if value else None,
@@ -166,8 +167,7 @@ def _dequantize(
     times,  # how often `value_mean` is added: one kernel serves both
     count,
     pool,  # `_Pool`
-    key_unit,  # of 8-bit scales
-    value_unit,
+    key_first,  # float32[kv_heads, d]: see `Codec.first`
     key_matrix,  # [kv_heads or 1, d, d], and its stride from KV head to KV head
     key_stride,
     value_matrix,
@@ -182,19 +182,19 @@ def _dequantize(
 ):
     if tl.program_id(2) == 0:
         _dequantize_side(
-            k, pool, new_k, locations, sources, key_unit, key_matrix, key_stride, None, 0.0, count, KEY, PAGE,
-            PAGE_BYTES, KV_HEADS, TOKENS,
+            k, pool, new_k, locations, sources, key_first, key_matrix, key_stride, None, 0.0, count, KEY,
+            PAGE, PAGE_BYTES, KV_HEADS, TOKENS,
         )  # fmt: skip
     else:
         _dequantize_side(
-            v, pool, new_v, locations, sources, value_unit, value_matrix, value_stride, value_mean, times, count, VALUE,
-            PAGE, PAGE_BYTES, KV_HEADS, TOKENS,
+            v, pool, new_v, locations, sources, None, value_matrix, value_stride, value_mean, times, count,
+            VALUE, PAGE, PAGE_BYTES, KV_HEADS, TOKENS,
         )  # fmt: skip
 
 
 @triton.jit
 def _dequantize_side(
-    x, pool, new, locations, sources, unit, matrix, matrix_stride, mean, times, count,
+    x, pool, new, locations, sources, first, matrix, matrix_stride, mean, times, count,
     SIDE: tl.constexpr, PAGE: tl.constexpr, PAGE_BYTES: tl.constexpr, KV_HEADS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Write keys or values to x [count, kv_heads, d]."""
@@ -205,16 +205,20 @@ def _dequantize_side(
     location = tl.load(locations + place, mask=exists, other=0)
     slot, offset = location // PAGE, (location % PAGE).to(tl.int32)
     packed = exists
-    if new is not None:
+    if (new is not None) | (first is not None):
         source = tl.load(sources + place, mask=exists, other=PACKED)
-        packed = exists & (source == PACKED)
+    if new is not None:
+        packed = exists & (source < 0)
         is_raw = exists & ~packed
         raw = new + (source.to(tl.int64) * KV_HEADS + head) * DIMS
         raw = tl.multiple_of(raw, 16)  # bytes: d is a multiple of 8, which the compiler does not see here
     to, back = x + (place.to(tl.int64) * KV_HEADS + head) * DIMS, tl.zeros([TOKENS, padded(DIMS)], tl.float32)
     for i in tl.static_range(len(SIDE.parts)):
-        y, column = _segment(pool, unit, slot * KV_HEADS + head, offset, packed, SIDE, i, PAGE_BYTES), _columns(SIDE, i)
+        y, column = _segment(pool, slot * KV_HEADS + head, offset, packed, SIDE, i, PAGE_BYTES), _columns(SIDE, i)
         inside = (column < SIDE.start[i] + SIDE.dims[i])[None, :]
+        if first is not None:
+            mask = (exists & (source == FIRST))[:, None] & inside
+            y += tl.load((first + head * DIMS + column)[None, :], mask=mask, other=0.0)
         if new is not None:
             numbers = tl.load(raw[:, None] + column[None, :], mask=is_raw[:, None] & inside, other=0.0)
             y = tl.where(is_raw[:, None], numbers.to(tl.float32), y)
@@ -249,7 +253,7 @@ def _matrix_rows(matrix, SIDE: tl.constexpr, SEGMENT: tl.constexpr):
 
 
 @triton.jit
-def _segment(pool, unit, page, offset, exists, SIDE: tl.constexpr, SEGMENT: tl.constexpr, PAGE_BYTES: tl.constexpr):
+def _segment(pool, page, offset, exists, SIDE: tl.constexpr, SEGMENT: tl.constexpr, PAGE_BYTES: tl.constexpr):
     """A segment of tokens, float32[tokens, columns].
 
     Unlike in tiles.py, columns are coordinates in order. So stores are coalesced.
@@ -263,7 +267,7 @@ def _segment(pool, unit, page, offset, exists, SIDE: tl.constexpr, SEGMENT: tl.c
         y = tl.load(raws + (byte // 2)[:, None] + coordinate[None, :], mask=mask, other=0.0).to(tl.float32)
     elif SIDE.rule[SEGMENT] == EVEN:
         codes = pick_codes(bytes + byte, mask, coordinate, BITS, SIDE.eighth[SEGMENT])
-        scale = load_scales(bytes + page * PAGE_BYTES, offset, exists, SIDE, SEGMENT) * unit
+        scale = load_scales(bytes + page * PAGE_BYTES, offset, exists, SIDE, SEGMENT)
         y = (codes.to(tl.float32) - middle(BITS)) * scale[:, None]
     else:
         codes = pick_codes(bytes + byte, mask, coordinate, BITS, SIDE.eighth[SEGMENT])

@@ -24,12 +24,13 @@ def store(pages: LayerPages, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | No
     page, offset = step.places
     live = torch.nonzero(step.locations >= 0).squeeze(1)
     y = pages.key.transform.forward(k), pages.value.transform.forward(v)
+    near = pages.key.without_first(y[0], step.rows[1]), pages.value.without_first(y[1], step.rows[1])
     lost = torch.zeros(*k.shape[:2], 2, dtype=torch.bool, device=k.device)
     if pages.block:
         lost = torch.stack([~x.to(pages.ring.dtype).isfinite().all(dim=-1) for x in y], dim=2)
     for views in pages.views:
         sides, codec = views.sides, pages.codec(views.sides)
-        new = torch.stack(_zeroed(y, lost)[sides], dim=2)  # [tokens, kv_heads, sides, d]
+        new = torch.stack(_zeroed(near, lost)[sides], dim=2)  # [tokens, kv_heads, sides, d]
         if codec.layout.per_page:
             lost[:, :, sides] |= ~channelwise.storable(new.to(pages.ring.dtype), codec.layout.segments[0].bits)
             continue
@@ -111,6 +112,8 @@ def read(pages: LayerPages, row: int, position: int, new: tuple[Tensor, Tensor] 
     step = pages.step
     tokens = torch.arange(position + 1, device=pages.pool.device)
     x = pages.unpack(step.table[row, tokens // step.page_size], tokens % step.page_size)
+    if pages.key.first is not None:
+        x[0][0] += pages.key.first
     if new is None:
         return x
     start, first = int(pages.fresh.starts[row]), int(pages.fresh.first[row])

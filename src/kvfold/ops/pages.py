@@ -159,6 +159,11 @@ class Step(Once):
         row = row.clamp_max(max(0, len(self.starts) - 1))  # padding behind the last sequence
         return row, (self.starts[row] + token - self.query_starts[row]).long()
 
+    @cached_property
+    def begins(self) -> Tensor:
+        """Which new tokens have position 0: uint8[tokens]."""
+        return (self.rows[1] == 0).byte()
+
     def in_rings(self, row: Tensor, position: Tensor, tokens: int) -> Tensor:
         """Where tokens of sequences lie in rings whose blocks have `tokens` tokens: block · tokens + offset."""
         place = position % (self.rings.shape[1] * tokens)

@@ -67,33 +67,39 @@ def _of_queries(transform: Transform, dims: int, dtype: torch.dtype, device: tor
     assert transform.rotation is not None
     if dtype == torch.float32:
         return _Matrices((transform.rotation.dense(dims, device),), None, False, "tf32x3")
-    terms, factors, _ = terms_and_shift(transform, dims, dtype, device)
-    return _Matrices(terms, factors, False, "ieee")
+    terms = transform.rotation.terms(dims, dtype, device)
+    factors = terms.factors.float()
+    return _Matrices(loadable(*terms.duals), factors, False, "ieee")
 
 
-def terms_and_shift(
+def matrix_and_shift(
     transform: Transform, dims: int, dtype: torch.dtype, device: torch.device
-) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor | None]:
-    """Terms and factors of `Rotation.terms`, and shift, with which (x − mean)·A = factors·x·terms[0] + shift.
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Matrix, factors and shift with which (x − mean)·A = factors·x·matrix + shift.
 
-    - terms: 16-bit [kv_heads or 1, d, d], for 16-bit x; empty without a rotation.
+    - matrix: 16-bit [kv_heads or 1, d, d], for 16-bit x; None without a rotation.
     - factors: float32[d]; None without a rotation.
     - shift: float32[kv_heads, d]; None without a mean.
-
-    They are in device memory when this returns: kernels read them before they wait (see pdl.py).
     """
-    terms: tuple[Tensor, ...] = ()
-    factors, shift = None, None if transform.mean is None else -transform.mean
-    if transform.rotation is not None:
-        terms, exact = transform.rotation.terms(dims, dtype, device)
-        factors = exact.float()
-        if shift is not None:
-            shift = (shift.double().unsqueeze(-2) @ (exact * terms[0].double())).squeeze(-2).float()
-        kept = torch.float32 if knobs.runtime.interpret else dtype  # Triton's interpreter cannot multiply bfloat16
-        terms = tuple(term.to(kept).contiguous() for term in terms)
+    shift = None if transform.mean is None else -transform.mean
+    if transform.rotation is None:
+        return None, None, shift
+    matrix, _, factors = transform.rotation.terms(dims, dtype, device)
+    if shift is not None:
+        shift = (shift.double().unsqueeze(-2) @ (factors * matrix.double())).squeeze(-2).float()
+    factors = factors.float()
+    return loadable(matrix)[0], factors, shift
+
+
+def loadable(*matrices: Tensor) -> tuple[Tensor, ...]:
+    """16-bit matrices as kernels load them. They are in device memory when this returns: kernels read them before they
+    wait (see pdl.py)."""
+    device = matrices[0].device
+    kept = torch.float32 if knobs.runtime.interpret else matrices[0].dtype  # the interpreter cannot multiply bfloat16
+    loaded = tuple(matrix.to(kept).contiguous() for matrix in matrices)
     if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
         torch.cuda.current_stream(device).synchronize()
-    return terms, factors, shift
+    return loaded
 
 
 def head_stride(matrices: tuple[Tensor, ...]) -> int:

@@ -189,7 +189,7 @@ def _interleaved(parts):
 
 @triton.jit
 def load_scales(page, offset, exists, SIDE: tl.constexpr, SEGMENT: tl.constexpr):
-    """The scales of evenly spaced levels, without their unit: float32 (see quantizers/even.py). `page` points to pages
+    """The scales of evenly spaced levels: float32 (see quantizers/even.py). `page` points to pages
     of bytes."""
     stored = tl.load(page + SIDE.meta[SEGMENT] + offset * SIDE.meta_stride[SEGMENT], mask=exists, other=0).to(tl.int32)
     return tl.where(stored < SMALLEST, 0.0, ((stored + LEAST) << DROPPED).to(tl.float32, bitcast=True))

@@ -3,8 +3,8 @@
 A code is a number that integer products take as it is. The middle of the grid is the same for all tokens, so it goes
 into a constant of the query. Levels are symmetric, so no offset is stored.
 
-A scale is a byte 16·e + m. It stands for (1 + m/16)·2^(e − 8)·unit, and for 0 if e = 0. `unit` is a power of two that
-calibration finds per layer, so that scales of usual tokens lie near the middle of the range.
+A scale is a byte 16·e + m. It stands for (1 + m/16)·2^(e − 8), and for 0 if e = 0. Recipes scale
+coordinates so that scales of usual tokens are near 1, the middle of the range: see `usual_step`.
 """
 
 import math
@@ -30,16 +30,16 @@ LEAST = (127 - 8) << MANTISSA  # the bits of 2^-8, without the lower bits of a f
 DROPPED = 23 - MANTISSA
 
 
-def quantize(x: Tensor, bits: int, unit: float = 1.0) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """float32[..., n] -> uint8[..., n] codes, uint8[..., 1] scale.
 
     An 8-bit scale is off by up to 3 %, which is more than codes of 8 bits are. So these are computed again, with the
     scale as stored.
     """
     codes, scale = scaled(x, bits)
-    stored = _encode(scale / unit)
+    stored = _encode(scale)
     if bits >= FINE:
-        codes = _nearest(x, decode(stored) * unit, bits)
+        codes = _nearest(x, decode(stored), bits)
     return codes.to(torch.uint8), stored
 
 
@@ -73,8 +73,13 @@ def _nearest(x: Tensor, step: Tensor, bits: int) -> Tensor:
     return codes.round_().clamp_(0, 2**bits - 1)
 
 
-def dequantize(codes: Tensor, bits: int, scale: Tensor, unit: float = 1.0) -> Tensor:
-    return codes.float().sub_((2**bits - 1) / 2).mul_(decode(scale) * unit)
+def dequantize(codes: Tensor, bits: int, scale: Tensor) -> Tensor:
+    return codes.float().sub_((2**bits - 1) / 2).mul_(decode(scale))
+
+
+def usual_step(bits: int) -> float:
+    """The step for a vector whose root mean square is 1, more or less: its largest magnitude is about 3."""
+    return STEPS[bits][0] * (3 if bits >= BY_LARGEST else 1)
 
 
 def decode(scale: Tensor) -> Tensor:
@@ -89,9 +94,3 @@ def _encode(scale: Tensor) -> Tensor:
     nearest = ((bits + (1 << DROPPED - 1) - 1 + (bits >> DROPPED & 1)) >> DROPPED) - LEAST
     stored = torch.where(nearest < 1 << MANTISSA, 0, nearest.clamp_max(UNSTORABLE))
     return torch.where(scale < math.inf, stored, UNSTORABLE).to(torch.uint8)
-
-
-def unit_of(scales: Tensor) -> float:
-    """The power of two nearest to the median of positive scales [...]; 1 if there is none."""
-    found = scales[scales > 0]
-    return 2.0 ** round(math.log2(float(found.median()))) if found.numel() else 1.0

@@ -3,12 +3,10 @@
 from kvfold.transforms.base import Rotation, Transform
 from kvfold.transforms.hadamard import Hadamard, hadamard_matrix
 from kvfold.transforms.matrix import Matrix, random_rotation
-from kvfold.transforms.permuted_hadamard import PermutedHadamard
 
 __all__ = [
     "Hadamard",
     "Matrix",
-    "PermutedHadamard",
     "Rotation",
     "Transform",
     "hadamard_matrix",

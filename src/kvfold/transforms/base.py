@@ -1,7 +1,7 @@
 """Centring and rotation of keys, values and queries."""
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -9,8 +9,16 @@ from torch import Tensor
 from kvfold.once import Once
 
 
+class Terms(NamedTuple):
+    """A rotation for tensor cores: apply(x) = factors·x·matrix, and dual(q) = factors·Σ q·term."""
+
+    matrix: Tensor  # 16-bit [kv_heads or 1, d, d], with no rounding
+    duals: tuple[Tensor, ...]  # one such term, or two whose sum has 16 bits at least
+    factors: Tensor  # of columns, float64[d]
+
+
 class Rotation(Protocol):
-    """A linear map of the last dimension."""
+    """An invertible linear map of the last dimension."""
 
     def apply(self, x: Tensor) -> Tensor: ...
     def invert(self, y: Tensor) -> Tensor: ...
@@ -22,12 +30,7 @@ class Rotation(Protocol):
         """The matrix D of dual(q) = q·D and invert(y) = y·Dᵀ, float32[kv_heads or 1, d, d]."""
         ...
 
-    def terms(self, dims: int, dtype: torch.dtype, device: torch.device) -> tuple[tuple[Tensor, ...], Tensor]:
-        """For tensor cores: one or two 16-bit matrices [kv_heads or 1, d, d], and factors of their columns, float64[d].
-
-        apply(x) is factors·x·terms[0], with no rounding of the matrix. dual(q) is factors·Σ q·term.
-        """
-        ...
+    def terms(self, dims: int, dtype: torch.dtype, device: torch.device) -> "Terms": ...
 
     def to(self, device: torch.device | str) -> Self: ...
 

@@ -7,6 +7,8 @@ import torch
 from scipy.linalg import hadamard
 from torch import Tensor
 
+from kvfold.transforms.base import Terms
+
 
 @lru_cache(maxsize=64)
 def _matrix(dims: int, order: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -39,10 +41,11 @@ class Hadamard:
         _, orthonormal = self._matrices(dims, device)
         return orthonormal.unsqueeze(0)
 
-    def terms(self, dims: int, dtype: torch.dtype, device: torch.device) -> tuple[tuple[Tensor, ...], Tensor]:
+    def terms(self, dims: int, dtype: torch.dtype, device: torch.device) -> Terms:
         """One term: signs, which every type holds exactly."""
         signs, _ = self._matrices(dims, device)
-        return (signs.to(dtype).unsqueeze(0),), torch.full_like(signs[0], self.order**-0.5)
+        matrix = signs.to(dtype).unsqueeze(0)
+        return Terms(matrix, (matrix,), torch.full_like(signs[0], self.order**-0.5))
 
     def to(self, device: torch.device | str) -> "Hadamard":
         return self

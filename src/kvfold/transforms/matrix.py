@@ -1,4 +1,4 @@
-"""Dense rotations of the head dimension, one for all KV heads or one per KV head."""
+"""Dense maps of the head dimension, one for all KV heads or one per KV head."""
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -8,13 +8,15 @@ import torch
 from scipy.linalg import hadamard
 from torch import Tensor
 
+from kvfold.transforms.base import Terms
+
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """y = x·A. A is `matrix`, an orthogonal float32[kv_heads or 1, d, d], rounded to what 16 bits hold.
+    """y = x·A. A is `matrix`, an invertible float32[kv_heads or 1, d, d], rounded to what 16 bits hold.
 
     Every entry of A is a number of both bfloat16 and float16. So tensor cores multiply 16-bit vectors by A itself, with
-    one matrix. Rounding makes A not quite orthogonal: so queries and outputs take D = A⁻ᵀ, for which q·D · k·A = q·k.
+    one matrix. Queries and outputs take D = A⁻ᵀ, for which q·D · k·A = q·k. Rounded, no A is quite orthogonal.
 
     Computed in float64, so that the result for a token does not depend on the batch.
     """
@@ -52,12 +54,14 @@ class Matrix:
     def dense(self, dims: int, device: torch.device) -> Tensor:
         return self._dual.float()
 
-    def terms(self, dims: int, dtype: torch.dtype, device: torch.device) -> tuple[tuple[Tensor, ...], Tensor]:
-        """With `sizes`, signs and zeros. Otherwise A and, in 16 bits, D − A: with both, D has at least 16 bits."""
+    def terms(self, dims: int, dtype: torch.dtype, device: torch.device) -> Terms:
+        """With `sizes`, signs and zeros. Otherwise A, and D rounded to 16 bits with what this lacks."""
         if self.sizes is not None:
-            return (self.matrix.sign().to(dtype),), self.sizes.double()
-        factors = torch.ones(dims, dtype=torch.float64, device=self.matrix.device)
-        return (self._forward.to(dtype), (self._dual - self._forward).to(dtype)), factors
+            signs = self.matrix.sign().to(dtype)
+            return Terms(signs, (signs,), self.sizes.double())
+        high = self._dual.to(dtype)
+        low = (self._dual - high.double()).to(dtype)
+        return Terms(self._forward.to(dtype), (high, low), torch.ones(dims, dtype=torch.float64, device=high.device))
 
     def to(self, device: torch.device | str) -> "Matrix":
         return Matrix(self.matrix.to(device), None if self.sizes is None else self.sizes.to(device))

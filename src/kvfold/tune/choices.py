@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvfold.artifact import TEXT, Artifact
+from kvfold.artifact import MEANS, TEXT, Artifact
 from kvfold.calibration.text_overlap import text_hashes
 from kvfold.fitted import Fitted
 from kvfold.geometry import Geometry
@@ -17,7 +17,7 @@ from kvfold.recipes import TUNED, parse
 
 
 class Option(NamedTuple):
-    """Widths of one side. Orders of coordinates and units of scales are those that a named recipe was fitted with."""
+    """Widths of one side. All else of its fit is that of a named recipe."""
 
     quarters: Quarters
     like: str
@@ -70,7 +70,7 @@ def layer_fit(artifact: Artifact, geometry: Geometry, layer: int, choice: Choice
     fit = dict(_widths(geometry, choice))
     for (side, options), number in zip(OPTIONS.items(), choice, strict=True):
         fitted = artifact.fit(parse(options[number].like), layer)
-        fit |= {f"{side}_{name}": fitted[f"{side}_{name}"] for name in ("mean", "order", "unit")}
+        fit |= {name: tensor for name, tensor in fitted.items() if name.startswith(f"{side}_")}
     return fit
 
 
@@ -78,7 +78,7 @@ def with_choices(artifact: Artifact, geometry: Geometry, chosen: Sequence[Choice
     """The artifact with the fits of `fold`: a choice per packed layer. `tokens` (1-D) are the text that it was chosen
     on, which evaluation has to refuse too."""
     fits = [layer_fit(artifact, geometry, *each) for each in zip(geometry.packed, chosen, strict=True)]
-    learned = [name for name in fits[0] if not name.endswith("_mean")]
+    learned = [name for name in fits[0] if name not in MEANS]
     tensors = {f"{TUNED.name}/{name}": torch.stack([fit[name] for fit in fits]) for name in learned}
     seen = torch.cat((artifact.tensors[TEXT], text_hashes(tokens))).unique()
     recipes = tuple(dict.fromkeys((*artifact.metadata.recipes, TUNED.name)))

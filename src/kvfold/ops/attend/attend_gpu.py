@@ -119,8 +119,7 @@ def _attend_packed(
             pages.pool.view(pages.ring.dtype),
             lloyd_max.level_table(q.device),
             *centroids,
-            pages.key.unit,
-            pages.value.unit,
+            pages.key.first,
             step.query_starts,
             step.lengths,
             step.table,
@@ -147,8 +146,7 @@ def _attend(
     levels,
     key_centroids,  # float32[kv_heads, centroids, d], or None
     value_centroids,
-    key_unit,  # of 8-bit scales
-    value_unit,
+    key_first,  # float32[kv_heads, d], or None: see `Codec.first`
     query_starts,
     lengths,
     table,
@@ -187,7 +185,14 @@ def _attend(
     if cap is not None:
         lacked = lacking(cap, query.to(tl.int64) * Q_HEADS + q_head, live)
     qs, sums, means = (), (), ()
+    of_first = tl.zeros([ROWS], tl.float32)  # what logits of the token at position 0 lack
     for i in tl.static_range(len(KEY.parts)):
+        if key_first is not None:
+            coordinate, real = coordinates(KEY, i)
+            near = tl.load(key_first + head * KEY.head_dim + coordinate, mask=real, other=0.0)
+            own = q + query.to(tl.int64) * q_stride + q_head * q_head_stride
+            states = tl.load(own[:, None] + coordinate[None, :], mask=live[:, None] & real[None, :], other=0.0)
+            of_first += tl.sum(states.to(tl.float32) * near[None, :], 1) * scale
         qs += (_queries(q + query.to(tl.int64) * q_stride + q_head * q_head_stride, live, scale, KEY, i),)
         sums += (tl.sum(qs[i].to(tl.float32), 1),)
     for i in tl.static_range(len(VALUE.parts)):
@@ -220,7 +225,7 @@ def _attend(
                 factor = tl.load(meta, mask=exists, other=0.0).to(tl.float32)
                 logits += tl.dot(qs[i], tl.trans(x)) * factor[None, :]
             elif KEY.rule[i] == EVEN:
-                factor = load_scales(pool + page * PAGE_BYTES, offset, exists, KEY, i) * key_unit
+                factor = load_scales(pool + page * PAGE_BYTES, offset, exists, KEY, i)
                 logits += (tl.dot(qs[i], tl.trans(x)) - sums[i][:, None] * middle(KEY.bits[i])) * factor[None, :]
             else:
                 logits = tl.dot(qs[i], tl.trans(x), logits)
@@ -228,6 +233,8 @@ def _attend(
                 named = key_centroids + head * KEY_CENTROIDS * KEY.head_dim
                 c = _centroids(named, pool_meta, page, offset, exists, KEY, i, PAGE_BYTES)
                 logits = tl.dot(qs[i], tl.trans(c.to(tl.float16)), logits)
+        if key_first is not None:
+            logits += tl.where((token == 0)[None, :], of_first[:, None], 0.0)
         if cap is not None:
             logits = capped(logits, cap, lacked)
         seen = exists[None, :] & (token[None, :] < packed_to[:, None])
@@ -243,7 +250,7 @@ def _attend(
                 x = tl.fma(x, factor[:, None], shift[:, None])
             elif VALUE.rule[i] == CODEBOOK:
                 x = x * tl.load(meta, mask=exists, other=0.0).to(tl.float32)[:, None]
-            elif VALUE.rule[i] == EVEN:  # float16 has room for 8-bit scales, but not for their unit
+            elif VALUE.rule[i] == EVEN:
                 factor = load_scales(pool + page * PAGE_BYTES, offset, exists, VALUE, i).to(tl.float16)
                 x = (x - middle(VALUE.bits[i])) * factor[:, None]
             if value_centroids is not None:
@@ -257,8 +264,6 @@ def _attend(
     for i in tl.static_range(len(VALUE.parts)):
         coordinate, real = coordinates(VALUE, i)
         mean = means[i] / tl.where(total > 0, total, 1.0)[:, None]
-        if VALUE.rule[i] == EVEN:
-            mean *= value_unit
         at = outs + place[:, None] * VALUE.head_dim + coordinate[None, :]
         tl.store(at, mean, mask=live[:, None] & real[None, :])
 

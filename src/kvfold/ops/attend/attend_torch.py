@@ -83,6 +83,8 @@ def _unpack(pages: LayerPages, chunk: "_PackedChunk") -> tuple[Tensor, Tensor]:
         x = codec.dequantize(codes, meta, heads=-5)
         x = x.view(*x.shape[:2], sequences, tokens, x.shape[-1]).narrow(3, 0, chunk.tokens)
         unpacked += x.transpose(0, 2).unbind(1)
+    if chunk.begins and pages.key.first is not None:
+        unpacked[0][:, :, 0] += pages.key.first
     return unpacked[0], unpacked[1]
 
 
@@ -157,6 +159,7 @@ def _softmax(
 class _PackedChunk:
     pages: Tensor  # int64[sequences · pages]
     tokens: int  # per sequence, from the first page on; no query reads the rest
+    begins: bool  # whether the first token has position 0
     columns: slice  # the queries that read any of these tokens
     mask: Tensor | None  # float[sequences, 1, columns, tokens]: 0 or UNSEEN; None: they read all tokens
     unwritten: Tensor | None  # bool[sequences, last pages, page_size, 1]: no packed token of the sequence
@@ -187,7 +190,7 @@ def _packed_chunks(step: Step, block: int, group: int, chunk_tokens: int) -> lis
             first = max(page, int(written.min()) // step.page_size)
             tokens = torch.arange(first * step.page_size, (page + table.shape[1]) * step.page_size)
             unwritten = (tokens >= written.unsqueeze(1)).view(len(written), -1, step.page_size, 1).to(device)
-        chunks.append(_PackedChunk(table.flatten(), stop - start, columns, mask, unwritten))
+        chunks.append(_PackedChunk(table.flatten(), stop - start, page == 0, columns, mask, unwritten))
     return chunks
 
 

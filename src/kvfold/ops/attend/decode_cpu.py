@@ -48,6 +48,7 @@ Arguments = arguments(
     "table", "table_stride", "starts", "lengths",
     "key_rotation", "key_rotations", "key_factors", "value_rotation", "value_rotations", "value_mean",
     "sinks", "sink_values", "of_mean",
+    "first",
     "sequences", "chunks", "kv_heads", "ratio", "key_dims", "value_dims", "page_size", "block",
     floats=("scale", "cap"),
 )  # fmt: skip
@@ -67,6 +68,7 @@ def attend(
     sinks = [] if logits.sinks is None else [sink_part(pages, q, logits)[1] * LOG2_E, sink_values(pages)]
     of_mean = None if logits.cap is None else logits.of_mean(pages.key.transform, q)
     of_mean = None if of_mean is None else of_mean * LOG2_E
+    first = None if pages.key.first is None else pages.key.first.contiguous()
     q = q.float().contiguous()
     result = (
         out
@@ -91,6 +93,7 @@ def attend(
         key.dual.data_ptr(), key.dual.shape[0], key.factors.data_ptr(),
         value.inverse.data_ptr(), value.inverse.shape[0],
         value.mean.data_ptr(), *([x.data_ptr() for x in sinks] or (0, 0)), 0 if of_mean is None else of_mean.data_ptr(),
+        0 if first is None else first.data_ptr(),
         sequences, chunks, kv_heads, q_heads // kv_heads, key_dims, value_dims, pages.layout.page_size,
         0 if new is None else pages.block,
         logits.scale * LOG2_E, (logits.cap or 0) * LOG2_E,
@@ -199,6 +202,7 @@ def _attend_chunks(p):
     new_keys = array(a.new_keys, (a.sequences, a.kv_heads, a.key_dims), np.uint16)
     new_values = array(a.new_values, (a.sequences, a.kv_heads, a.value_dims), np.uint16)
     of_mean = array(a.of_mean, (a.sequences, a.kv_heads, a.ratio), np.float32)
+    first_keys = array(a.first, (a.kv_heads, a.key_dims), np.float32)
     scratch = array(a.scratch, (a.workers, TILE + a.ratio, a.width), np.float32)[take(p, WORKER)]
     tile, shares = scratch[:TILE], scratch[TILE:]
     half, task = a.half != 0, take(p, TASK)
@@ -229,6 +233,8 @@ def _attend_chunks(p):
                     else:
                         at = page * a.page_stride + head * a.head_stride
                         read(pool, words, at, place, sides[side], segments[side], levels, half, tile[i : i + run])
+                        if a.first and side == 0 and token == 0:
+                            tile[0, :dims] += first_keys[head]
                     i += run
                 for r in range(a.ratio):
                     if side == 0:

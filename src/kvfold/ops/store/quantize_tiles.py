@@ -70,7 +70,7 @@ def _spread(ys):
 
 
 @triton.jit
-def quantized(ys, clip, levels, boundaries, per_unit, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
+def quantized(ys, clip, levels, boundaries, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
     """Packed codes (see `_packed`; raw segments: numbers), whether their type can hold all, and metadata: float16
     [TOKENS, entries] or, for evenly spaced levels, bytes [TOKENS].
     """
@@ -79,7 +79,7 @@ def quantized(ys, clip, levels, boundaries, per_unit, PACKING: tl.constexpr, SEG
     elif PACKING.side.rule[SEGMENT] == CODEBOOK:
         segment = _codebook(ys, levels, boundaries, PACKING, SEGMENT)
     elif PACKING.side.rule[SEGMENT] == EVEN:
-        segment = _even(ys, per_unit, PACKING, SEGMENT)
+        segment = _even(ys, PACKING, SEGMENT)
     else:
         segment = (ys, storable(ys, PACKING.bfloat))
     return segment
@@ -212,9 +212,8 @@ def lowest_plane(bits):
 
 
 @triton.jit
-def _even(ys, per_unit, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
-    """As `even.quantize`, but multiplies by 1/step instead of dividing. `per_unit` is 1/unit. Under a scale of 0, codes
-    may be any."""
+def _even(ys, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
+    """As `even.quantize`, but multiplies by 1/step instead of dividing. Under a scale of 0, codes may be any."""
     BITS: tl.constexpr = PACKING.side.bits[SEGMENT]
     TOP: tl.constexpr = (1 << BITS) - 1.0
     DIMS: tl.constexpr = PACKING.side.dims[SEGMENT]
@@ -231,13 +230,13 @@ def _even(ys, per_unit, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
         per_step = tl.where(cosine > best, tried, per_step)
         product = tl.where(cosine > best, with_tried, product)
         best = tl.maximum(cosine, best)
-    scale = tl.where(square > 0, square / product, square) * per_unit
+    scale = tl.where(square > 0, square / product, square)
     # the nearest 8-bit scale, ties to even
     bits = scale.to(tl.int32, bitcast=True)
     nearest = ((bits + BELOW_HALF + ((bits >> DROPPED) & 1)) >> DROPPED) - LEAST
     stored = tl.where(nearest < SMALLEST, 0, nearest)
     if BITS >= FINE:
-        per_step = per_unit / ((stored + LEAST) << DROPPED).to(tl.float32, bitcast=True)
+        per_step = 1 / ((stored + LEAST) << DROPPED).to(tl.float32, bitcast=True)
     codes = ()
     for part in tl.static_range(len(ys)):
         codes += (_rounded(ys[part], per_step, TOP).to(tl.int32, bitcast=True),)
@@ -393,6 +392,20 @@ def store_parts(ys, pointers, rows, PACKING: tl.constexpr, SEGMENT: tl.constexpr
     for part in tl.static_range(len(ys)):
         mask = within(rows, coded(PACKING.side.dims[SEGMENT], PACKING.side.run[SEGMENT], part), ys[0].shape[1])
         tl.store(pointers[:, None] + part * PACKING.side.run[SEGMENT] + column, ys[part], mask=mask)
+
+
+@triton.jit
+def without_first(ys, first, rows, PACKING: tl.constexpr, SEGMENT: tl.constexpr):
+    """The parts of a segment, in `rows` less `Codec.first` of the head. There are few such rows, and mostly none."""
+    RUN: tl.constexpr = PACKING.side.run[SEGMENT]
+    if tl.max(rows.to(tl.int32), axis=0) > 0:
+        left = ()
+        for part in tl.static_range(len(ys)):
+            mask = within(rows, coded(PACKING.side.dims[SEGMENT], RUN, part), PACKING.width[SEGMENT])
+            column = PACKING.side.start[SEGMENT] + part * RUN + tl.arange(0, PACKING.width[SEGMENT])
+            left += (ys[part] - tl.load((first + column)[None, :], mask=mask, other=0.0),)
+        ys = left
+    return ys
 
 
 @triton.jit

@@ -39,7 +39,7 @@ INTEGERS = f4(2**23)  # float32 numbers from 2^23 to 2^24 are integers: adding t
 
 Arguments = arguments(
     *PAGES, "levels", "boundaries",
-    "key", "value", "key_mean", "value_mean",
+    "key", "value", "key_mean", "value_mean", "first", "positions",
     "key_rotation", "key_rotations", "key_factors", "value_rotation", "value_rotations", "value_factors",
     "raw_keys", "raw_values", "rows", "locations", "kept", "ring", "ring_blocks", "ring_tokens", "ring_numbers",
     "faults", "tokens", "raw_tokens", "kv_heads", "key_dims", "value_dims", "page_size",
@@ -54,11 +54,14 @@ def store(pages: LayerPages, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | No
     raw = pages.new_fresh() if pages.block else None
     rows = torch.arange(tokens) if raw is None or pages.fresh.rows is None else pages.fresh.rows
     kept = torch.full((tokens,), -1) if raw is None else pages.fresh.kept
+    first = None if pages.key.first is None else pages.key.first.contiguous()
+    positions = step.rows[1].contiguous()
     by_key, by_value = dense(pages.key.transform, key_dims), dense(pages.value.transform, value_dims)
     told = Arguments(
         0, 0, 0, *described(pages),
         lloyd_max.level_table(k.device).data_ptr(), lloyd_max.boundary_table(k.device).data_ptr(),
         key.data_ptr(), value.data_ptr(), by_key.mean.data_ptr(), by_value.mean.data_ptr(),
+        0 if first is None else first.data_ptr(), positions.data_ptr(),
         by_key.matrix.data_ptr(), by_key.matrix.shape[0], by_key.factors.data_ptr(),
         by_value.matrix.data_ptr(), by_value.matrix.shape[0], by_value.factors.data_ptr(),
         *([side.data_ptr() for side in raw] if raw else (0, 0)), rows.data_ptr(), locations.data_ptr(), kept.data_ptr(),
@@ -148,7 +151,7 @@ def _nearest(x, step, bits, codes):
 
 
 @njit(**EXACT)
-def _even(x, bits, unit, codes):
+def _even(x, bits, codes):
     """See quantizers/even.py. Returns the byte of the scale."""
     square = _square(x)
     size = _largest(x) if bits >= even.BY_LARGEST else f4(np.sqrt(square / len(x)))
@@ -160,7 +163,7 @@ def _even(x, bits, unit, codes):
             best, product, step = with_levels * with_levels / of_levels, with_levels, tried
     if step != tried:
         _nearest(x, step, bits, codes)
-    scale = f4(f4(square / product if square > 0 else square) / f4(unit))
+    scale = f4(square / product if square > 0 else square)
     if not scale < np.inf:
         return even.UNSTORABLE
     word, drop = np.int64(scale.view(np.int32)), even.DROPPED
@@ -168,7 +171,7 @@ def _even(x, bits, unit, codes):
     stored = 0 if nearest < 1 << even.MANTISSA else min(nearest, even.UNSTORABLE)
     if bits >= even.FINE:
         rounded = i4((stored + even.LEAST) << drop).view(np.float32) if stored else f4(0)
-        _nearest(x, rounded * f4(unit), bits, codes)
+        _nearest(x, rounded, bits, codes)
     return stored
 
 
@@ -199,7 +202,7 @@ def _narrow(x, half, words):
 
 
 @njit(**EXACT)
-def _slot(x, segments, clip, unit, levels, boundaries, half, unpacked, pool, words, page, place):
+def _slot(x, segments, clip, levels, boundaries, half, unpacked, pool, words, page, place):
     """Quantize x into the slot at offset `place` of the page, which begins at byte `page`. Returns whether x and the
     slot are finite. Overwrites x."""
     all_finite = True
@@ -218,7 +221,7 @@ def _slot(x, segments, clip, unit, levels, boundaries, half, unpacked, pool, wor
             all_finite &= _codebook(part, levels[first:], boundaries[first : 2 * first - 1], stored, entries)
             _pack(stored, segment.bits, packed)
         elif segment.rule == EVEN:
-            scale = _even(part, segment.bits, unit, stored)
+            scale = _even(part, segment.bits, stored)
             all_finite &= scale != even.UNSTORABLE
             pool[meta] = scale
             _pack(stored, segment.bits, packed)
@@ -238,6 +241,7 @@ def _store(p):
     pool, words = array(a.pool, a.pool_bytes, np.uint8), array(a.pool, a.pool_bytes // 2, np.uint16)
     pages = a.pool_bytes // a.page_stride
     faults = array(a.faults, pages * a.page_size, np.uint8)
+    first_keys, positions = array(a.first, (a.kv_heads, a.key_dims), np.float32), array(a.positions, a.tokens, np.int64)
     rows, kept = array(a.rows, a.tokens, np.int64), array(a.kept, a.tokens, np.int64)
     ring = array(a.ring, (a.ring_blocks, a.kv_heads, a.ring_numbers), np.uint16)
     most = max(a.key_dims, a.value_dims)
@@ -264,12 +268,14 @@ def _store(p):
             factors = array(a.value_factors if side else a.key_factors, dims, np.float64)
             rotate(x, rotations, head, factors, y)
             held = _narrow(y, half, raw[row]) if a.raw_tokens else True
+            if a.first and side == 0 and positions[token] == 0:
+                y -= first_keys[head]
             s, of_head = sides[side], page * a.page_stride + head * a.head_stride
             own = segments[side, : s.segments]
-            held &= _slot(y, own, s.clip, s.unit, levels, boundaries, half, unpacked, pool, words, of_head, place)
+            held &= _slot(y, own, s.clip, levels, boundaries, half, unpacked, pool, words, of_head, place)
             if not held:
                 y[:], faults[location] = f4(0), 1
-                _slot(y, own, s.clip, s.unit, levels, boundaries, half, unpacked, pool, words, of_head, place)
+                _slot(y, own, s.clip, levels, boundaries, half, unpacked, pool, words, of_head, place)
                 if a.raw_tokens:
                     raw[row] = 0
             if at_ring >= 0:

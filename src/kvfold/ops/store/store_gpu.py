@@ -12,13 +12,14 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kvfold.format.codec import Codec
 from kvfold.ops import tiles
 from kvfold.ops.attend.parts import sms
 from kvfold.ops.cards import Card
 from kvfold.ops.launch import Launcher
 from kvfold.ops.pages import LayerPages
 from kvfold.ops.pdl import AFTER, ALONE, release, wait
-from kvfold.ops.rotate import head_stride, terms_and_shift
+from kvfold.ops.rotate import head_stride, matrix_and_shift
 from kvfold.ops.sizes import ceil_div, power_of_two
 from kvfold.ops.store.quantize_tiles import (
     coded,
@@ -27,11 +28,11 @@ from kvfold.ops.store.quantize_tiles import (
     storable,
     store_codes,
     store_parts,
+    without_first,
 )
 from kvfold.ops.store.transform_tiles import QUAD, load_matrix, prefetch, split_columns, transformed
 from kvfold.ops.tiles import EVEN, RAW, Side
 from kvfold.quantizers import lloyd_max
-from kvfold.transforms import Transform
 
 NARROWEST = 16  # columns, the fewest that MMA takes
 
@@ -77,6 +78,7 @@ class _Source(NamedTuple):
     new: Tensor | None  # raw, as `store` returns it
     rows: Tensor | None  # see `Fresh`
     kept: Tensor | None
+    begins: Tensor | None  # `Step.begins`, if there is a `Codec.first`
 
 
 class _Operands(NamedTuple):
@@ -86,6 +88,7 @@ class _Operands(NamedTuple):
     head: int  # stride from KV head to KV head
     factors: tuple[Tensor | float, ...] | None  # of columns, per segment; None without a matrix
     shift: Tensor | None  # float32[kv_heads, columns]; None: 0
+    first: Tensor | None  # float32[kv_heads, d]: see `Codec.first`
 
 
 class _Packing(NamedTuple):
@@ -125,7 +128,9 @@ def store(card: Card, pages: LayerPages, k: Tensor, v: Tensor) -> tuple[Tensor, 
     if 0 < at_once < sides * programs:  # keys, then values; fewer CTAs if none of them gets more tiles for it
         programs, sides = ceil_div(programs, ceil_div(programs, at_once)), 1
     raw = (None, None) if new is None else new
-    sources = (_source(pages, x, side) for x, side in zip((k, v), raw, strict=True))
+    sources = (
+        _source(pages, codec, x, side) for codec, x, side in zip((pages.key, pages.value), (k, v), raw, strict=True)
+    )
     kernel((programs, kv_heads, sides), *sources, pages.step.locations, tokens)
     return new
 
@@ -148,7 +153,7 @@ def _launcher(pages: LayerPages, card: Card, dtype: torch.dtype, many: bool) -> 
     # `wgmma` gives a row to one warp. `mma` gives it to two if there are 128 columns, and few columns to one.
     together = card.products == "wgmma"
     key, value = (
-        codec.transform.once(_prepare, side, codec.raw_dtype == torch.bfloat16, together, dtype, device)
+        _prepare(codec, side, together, dtype, device)
         for codec, side in ((pages.key, tiles.key_side(layout)), (pages.value, tiles.value_side(layout)))
     )
     long = max(layout.key.dims, layout.value.dims) > 128
@@ -173,8 +178,6 @@ def _launcher(pages: LayerPages, card: Card, dtype: torch.dtype, many: bool) -> 
         VALUE=value[1],
         key_clip=pages.key.clip,
         value_clip=pages.value.clip,
-        key_per_unit=1 / pages.key.unit,
-        value_per_unit=1 / pages.value.unit,
         memory=memory,
         BFLOAT=pages.ring.dtype == torch.bfloat16,
         PAGE_SIZE=layout.page_size,
@@ -191,25 +194,22 @@ def _launcher(pages: LayerPages, card: Card, dtype: torch.dtype, many: bool) -> 
     )
 
 
-def _source(pages: LayerPages, x: Tensor, new: Tensor | None) -> _Source:
+def _source(pages: LayerPages, codec: Codec, x: Tensor, new: Tensor | None) -> _Source:
     token, head, number = x.stride()
     if number != 1:
         x = x.clone(memory_format=torch.contiguous_format)
         token, head, _ = x.stride()
+    begins = None if codec.first is None else pages.step.begins
     if new is None:
-        return _Source(x, token, head, None, None, None)
-    return _Source(x, token, head, new.view(torch.int16), pages.fresh.rows, pages.fresh.kept)
+        return _Source(x, token, head, None, None, None, begins)
+    return _Source(x, token, head, new.view(torch.int16), pages.fresh.rows, pages.fresh.kept, begins)
 
 
 def _prepare(
-    transform: Transform,
-    side: Side,
-    bfloat: bool,
-    together: bool,
-    dtype: torch.dtype,
-    device: torch.device,
+    codec: Codec, side: Side, together: bool, dtype: torch.dtype, device: torch.device
 ) -> tuple[_Operands, _Packing]:
     """For the keys or the values of a layer, in this dtype. `together`: all segments are multiplied in one product."""
+    transform, bfloat = codec.transform, codec.raw_dtype == torch.bfloat16
     rotated = transform.rotation is not None
     parts, runs = side.parts, side.run
     widths = tuple(
@@ -225,16 +225,16 @@ def _prepare(
         for at, (part, place) in enumerate(split_columns(range(count), width, rotated), first[i]):
             if place < coded(side.dims[i], run, part):
                 order[at] = side.start[i] + part * run + place
-    terms, factors, shift = terms_and_shift(transform, side.head_dim, dtype, device)
-    # coordinate -1 is the padding, zero
-    matrix = pad(terms[0], (0, 1, 0, -side.head_dim % 128))[..., order].contiguous() if terms else None
+    matrix, factors, shift = matrix_and_shift(transform, side.head_dim, dtype, device)
+    if matrix is not None:  # coordinate -1 is the padding, zero
+        matrix = pad(matrix, (0, 1, 0, -side.head_dim % 128))[..., order].contiguous()
     if shift is not None:
         shift = pad(shift, (0, 1))[..., order].contiguous()
     per_segment = None
     if factors is not None:
         in_order = pad(factors, (0, 1))[order]
         per_segment = tuple(_one_or_all(in_order[first[i] : first[i] + n]) for i, n in enumerate(columns))
-    operands = _Operands(matrix, 0 if matrix is None else head_stride((matrix,)), per_segment, shift)
+    operands = _Operands(matrix, 0 if matrix is None else head_stride((matrix,)), per_segment, shift, codec.first)
     column = tuple(first[i] for i in range(len(columns)))
     blocks = ((0, len(order)),) if together else tuple(zip(column, columns, strict=True))
     return operands, _Packing(side, widths, column, len(order), blocks, rotated, bfloat)
@@ -249,19 +249,19 @@ def _one_or_all(factors: Tensor) -> float | Tensor:
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["locations"])
 def _store(
     k, v, locations, tokens, key, KEY: tl.constexpr, value, VALUE: tl.constexpr, key_clip, value_clip,
-    key_per_unit, value_per_unit, memory, BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr,
+    memory, BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr,
     RING_TOKENS: tl.constexpr, RING_NUMBERS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A block of a ring has RING_NUMBERS numbers per KV head: the keys of RING_TOKENS tokens, then their values."""
     if tl.program_id(2) == 0:
         _store_side(
-            k, key, key_clip, key_per_unit, locations, memory, tokens, KEY, 0, RING_TOKENS, RING_NUMBERS, BFLOAT,
+            k, key, key_clip, locations, memory, tokens, KEY, 0, RING_TOKENS, RING_NUMBERS, BFLOAT,
             PAGE_SIZE, PAGE_BYTES, TOKENS, ROWS, OVERLAP,
         )  # fmt: skip
     if tl.program_id(2) == tl.num_programs(2) - 1:
         _store_side(
-            v, value, value_clip, value_per_unit, locations, memory, tokens, VALUE, RING_TOKENS * KEY.side.head_dim,
+            v, value, value_clip, locations, memory, tokens, VALUE, RING_TOKENS * KEY.side.head_dim,
             RING_TOKENS, RING_NUMBERS, BFLOAT, PAGE_SIZE, PAGE_BYTES, TOKENS, ROWS, OVERLAP,
         )  # fmt: skip
     wait(OVERLAP, "end")
@@ -269,7 +269,7 @@ def _store(
 
 @triton.jit
 def _store_side(
-    source, operands, clip, per_unit, locations, memory, tokens, PACKING: tl.constexpr, FIRST: tl.constexpr,
+    source, operands, clip, locations, memory, tokens, PACKING: tl.constexpr, FIRST: tl.constexpr,
     RING_TOKENS: tl.constexpr, RING_NUMBERS: tl.constexpr, BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr,
     PAGE_BYTES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -287,14 +287,14 @@ def _store_side(
         # Always true. With two stages, Triton begins to load the next tile before an `if`, but after anything else.
         if tile * TOKENS < tokens:
             _store_tile(
-                ys, token, location, source, clip, per_unit, memory, tokens, PACKING, FIRST, RING_TOKENS, RING_NUMBERS,
-                BFLOAT, PAGE_SIZE, PAGE_BYTES,
+                ys, token, location, source, operands, clip, memory, tokens, PACKING, FIRST, RING_TOKENS,
+                RING_NUMBERS, BFLOAT, PAGE_SIZE, PAGE_BYTES,
             )  # fmt: skip
 
 
 @triton.jit
 def _store_tile(
-    ys, token, location, source, clip, per_unit, memory, tokens, PACKING: tl.constexpr, FIRST: tl.constexpr,
+    ys, token, location, source, operands, clip, memory, tokens, PACKING: tl.constexpr, FIRST: tl.constexpr,
     RING_TOKENS: tl.constexpr, RING_NUMBERS: tl.constexpr, BFLOAT: tl.constexpr, PAGE_SIZE: tl.constexpr,
     PAGE_BYTES: tl.constexpr,
 ):  # fmt: skip
@@ -309,7 +309,11 @@ def _store_tile(
             sound = sound & storable(ys[i], BFLOAT)
     packed = ()  # per segment: packed codes or numbers, soundness, metadata
     for i in tl.static_range(SEGMENTS):
-        packed += (quantized(ys[i], clip, memory.levels, memory.boundaries, per_unit, PACKING, i),)
+        y = ys[i]
+        if operands.first is not None:
+            begins = tl.load(source.begins + token, mask=stored, other=0) != 0
+            y = without_first(y, operands.first + head * PACKING.side.head_dim, begins, PACKING, i)
+        packed += (quantized(y, clip, memory.levels, memory.boundaries, PACKING, i),)
         sound = sound & packed[i][1]
     tl.store(memory.faults + location, 1, mask=stored & ~sound)
 

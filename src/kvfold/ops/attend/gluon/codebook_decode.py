@@ -15,6 +15,7 @@ from kvfold.format.layout import SlotLayout
 from kvfold.ops.attend.gluon import level_lookup as levels
 from kvfold.ops.attend.gluon.decode_tiles import (
     UNSEEN,
+    differs,
     faded,
     float_pair,
     head_in,
@@ -22,6 +23,7 @@ from kvfold.ops.attend.gluon.decode_tiles import (
     joined,
     log2,
     logits_layout,
+    logits_near,
     own_queries,
     own_tiles,
     packed_to,
@@ -34,6 +36,7 @@ from kvfold.ops.attend.gluon.decode_tiles import (
     wait_by,
     wait_for_stored,
     weights_operand,
+    with_first,
 )
 from kvfold.ops.attend.gluon.level_lookup import Lookup, Word, codebook, coordinate, lane_lookups, lane_words, share
 from kvfold.ops.attend.gluon.open_block import own_raw, read_raw
@@ -99,6 +102,7 @@ def decode(
     ring_stride,
     ring_blocks,
     starts,  # without an open block None as well
+    near,  # float32[kv_heads, DIMS], in the queries' coordinates: what keys at position 0 are near; or None
     KEY: gl.constexpr,
     VALUE: gl.constexpr,
     DIMS: gl.constexpr,
@@ -152,6 +156,7 @@ def decode(
         queries += (_queries(q, live, q_stride, KEY, i, DIMS, RATIO, QUERIES, HEADS, COLUMNS, MMA),)
 
     highest = gl.full([HEADS], UNSEEN, gl.float32, HEAD)
+    lacking = logits_near(q, near, first, live, scale, q_stride, DIMS, RATIO, QUERIES, HEADS, HEAD)
     total = gl.zeros([8, HEADS], gl.float32, gl.SliceLayout(0, LOGITS))
     out = gl.zeros([DIMS, COLUMNS], gl.float32, MMA)
     for tile in range(first, last + 1):
@@ -172,7 +177,8 @@ def decode(
         k = _load_keys(pool, k_page, following, KEY, PAGE, PAGE_WORDS)
         next_k_page, next_v_page = find_pages(table, gl.minimum(tile + 2, final), final_page, kv_heads, PAGE)
 
-        if tile * 64 + 64 > whole:
+        if differs(tile, 1, whole, near):
+            logits = with_first(logits, tile, lacking, near, LOGITS)
             seen = seen_tokens(tile, end, LOGITS)
             by_each = seen_by_each(seen, tile, shortest, BLOCK, LOGITS, RATIO, QUERIES, HEADS)
             logits = gl.where(by_each, logits, UNSEEN)

@@ -172,9 +172,17 @@ def attend(
         *((step.query_starts, tokens, groups) if several else (None,) * 3),
         *((pages.ring, step.rings, step.rings.stride(0), step.rings.shape[1]) if block else (None,) * 4),
         step.starts if several and block else None,
-        *((pages.key.unit, pages.value.unit) if layout.value.even else ()),
+        pages.once(_near, order > 1),
     )
     return merge(outs, weights, pages.value.transform, out, overlaps=card.overlaps, sinks=sinks)
+
+
+def _near(pages: LayerPages, original: bool) -> Tensor | None:
+    """`Codec.first`, for transformed queries or for original ones."""
+    first, rotation = pages.key.first, pages.key.transform.rotation
+    if first is None or rotation is None or not original:
+        return first
+    return rotation.invert(first)
 
 
 def _splits(heads: int, tiles: int, warps: int, device: torch.device) -> int:

@@ -125,6 +125,45 @@ def seen_by_each(seen, tile, length, BLOCK: gl.constexpr, LOGITS: gl.constexpr, 
 
 
 @gluon.jit
+def differs(tile, TILES: gl.constexpr, whole, near):
+    """Whether some tokens of these tiles are not read as all others are: a query does not read them, or the first one
+    is the first of the sequence, whose key lies `near` something (see `Codec.first`)."""
+    special = tile * 64 + 64 * TILES > whole
+    if near is not None:
+        special = special | (tile == 0)
+    return special
+
+
+@gluon.jit
+def logits_near(q, near, tile, live, scale, stride, DIMS: gl.constexpr, RATIO: gl.constexpr, QUERIES: gl.constexpr,
+                HEADS: gl.constexpr, HEAD: gl.constexpr):  # fmt: skip
+    """Per head, scale·q·near: what the logit of a sequence's first token lacks. 0 for CTAs whose first tile is not the
+    sequence's."""
+    lacking = gl.zeros([HEADS], gl.float32, HEAD)
+    if near is not None:  # noqa: SIM102, this is known when the kernel is compiled
+        if tile == 0:
+            LAYOUT: gl.constexpr = _query_layout(DIMS, HEADS)
+            coordinate = gl.arange(0, DIMS, gl.SliceLayout(1, LAYOUT))
+            head = gl.arange(0, HEADS, gl.SliceLayout(0, LAYOUT))
+            at = row_of(head, stride, RATIO, QUERIES, DIMS)[None, :] + coordinate[:, None]
+            x = gl.load(q + at, mask=(head < live)[None, :], other=0.0).to(gl.float32)
+            y = gl.load(near + gl.program_id(1) * DIMS + coordinate)
+            lacking = gl.convert_layout(gl.sum(x * y[:, None], 0) * scale, HEAD, assert_trivial=True)
+    return lacking
+
+
+@gluon.jit
+def with_first(logits, tile, lacking, near, LOGITS: gl.constexpr):
+    """Logits [place, run, head] of a tile, with what that of the sequence's first token lacks."""
+    if near is not None:
+        run = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, LOGITS)))
+        place = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, LOGITS)))
+        token = tile * 64 + run[None, :] * 8 + place[:, None]
+        logits += gl.where((token == 0)[:, :, None], lacking[None, :][None, :, :], 0.0)
+    return logits
+
+
+@gluon.jit
 def softmax(logits, highest, total):
     """The weights of a tile, the factor for earlier tiles, and the running maximum and sum."""
     now = gl.maximum(highest, gl.max(gl.max(logits, 0), 0))
@@ -246,6 +285,16 @@ def logits_layout(heads):
     registers = [[0, 0, 4 << i] for i in range(log2(heads // 4))] + [[1, 0, 0], [2, 0, 0], [4, 0, 0]]
     lanes = [[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
     return gl.DistributedLinearLayout(registers, lanes, [], [], [8, 8, heads])
+
+
+@gluon.constexpr_function
+def _query_layout(dims, heads):
+    """[coordinate, head]: a lane has the heads that it has of logits, and neighbouring coordinates."""
+    own = [[1 << i, 0] for i in range(log2(dims) - 3)]
+    lanes = [[0, 1], [0, 2], *([dims >> i, 0] for i in (3, 2, 1))]
+    return gl.DistributedLinearLayout(
+        [*own, *([0, 4 << i] for i in range(log2(heads // 4)))], lanes, [], [], [dims, heads]
+    )
 
 
 @gluon.constexpr_function

@@ -15,12 +15,14 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from kvfold.ops.attend.gluon.decode_tiles import (
     UNSEEN,
+    differs,
     exp2,
     head_in,
     in_columns,
     joined,
     log2,
     logits_layout,
+    logits_near,
     own_queries,
     own_tiles,
     packed_to,
@@ -31,6 +33,7 @@ from kvfold.ops.attend.gluon.decode_tiles import (
     store_weights,
     wait_by,
     weights_operand,
+    with_first,
 )
 from kvfold.ops.attend.gluon.even_layouts import (
     codes_per_lane,
@@ -84,7 +87,7 @@ def decode(
     pool,
     table,
     lengths,
-    scale,  # of logits, times log2(e) and the unit of keys
+    scale,  # of logits, times log2(e)
     q_stride,
     table_stride,
     table_pages,
@@ -96,8 +99,7 @@ def decode(
     ring_stride,
     ring_blocks,
     starts,  # without an open block None as well
-    key_unit,
-    value_unit,
+    near,  # float32[kv_heads, DIMS], in the queries' coordinates: what keys at position 0 are near; or None
     KEY: gl.constexpr,
     VALUE: gl.constexpr,
     DIMS: gl.constexpr,
@@ -165,11 +167,10 @@ def decode(
     for i in gl.static_range(len(KEY.each)):
         own = q + start_of(KEY, i)
         queries += (
-            _queries(
-                own, scale * key_unit, table_pages >> 31, live, q_stride, of(KEY, i), DIMS, RATIO, QUERIES, HEADS, MMA
-            ),
+            _queries(own, scale, table_pages >> 31, live, q_stride, of(KEY, i), DIMS, RATIO, QUERIES, HEADS, MMA),
         )
 
+    lacking = logits_near(q, near, first, live, scale / LOGIT, q_stride, DIMS, RATIO, QUERIES, HEADS, HEAD)
     total = gl.zeros([8, HEADS], gl.float32, gl.SliceLayout(0, LOGITS))
     shifts, out = (), ()
     for i in gl.static_range(len(VALUE.each)):
@@ -184,8 +185,8 @@ def decode(
         pages = tile_pages(table, tile + 2 * TILES, table_pages, kv_heads, KEY, VALUE, TILES, PAGE)
         factors = _scales(scales, stage, TILES, ROWS, LOGITS)
         logits = _logits(keys, stage, factors, queries, KEY, HEADS, MMA)
-        if tile * 64 + 64 * TILES > whole:
-            logits = _masked(logits, tile, end, shortest, BLOCK, LOGITS, RATIO, QUERIES, HEADS)
+        if differs(tile, TILES, whole, near):
+            logits = _masked(logits, tile, lacking, near, end, shortest, BLOCK, LOGITS, RATIO, QUERIES, HEADS)
         weight, fade, highest, total = _softmax(logits, highest, total)
         shifts, out = _faded(shifts, out, fade, HEADS, MMA)
         for j in gl.static_range(TILES):
@@ -199,9 +200,7 @@ def decode(
     for i in gl.static_range(len(VALUE.each)):
         part = outs + (place * DIMS + start_of(VALUE, i))
         shift = gl.sum(shifts[i], 0)
-        _store_segment(
-            part, out[i], total, shift, value_unit, live, stride, i, of(VALUE, i), DIMS, RATIO, QUERIES, HEADS, COLUMNS
-        )
+        _store_segment(part, out[i], total, shift, live, stride, i, of(VALUE, i), DIMS, RATIO, QUERIES, HEADS, COLUMNS)
     store_weights(weights + place, highest, total, live, stride, RATIO, QUERIES, HEADS)
 
 
@@ -221,13 +220,13 @@ def _scales(scales, stage, TILES: gl.constexpr, ROWS: gl.constexpr, LOGITS: gl.c
 
 
 @gluon.jit
-def _masked(logits, tile, end, shortest, BLOCK: gl.constexpr, LOGITS: gl.constexpr, RATIO: gl.constexpr,
+def _masked(logits, tile, lacking, near, end, shortest, BLOCK: gl.constexpr, LOGITS: gl.constexpr, RATIO: gl.constexpr,
             QUERIES: gl.constexpr, HEADS: gl.constexpr):  # fmt: skip
     masked = ()
     for j in gl.static_range(len(logits)):
         seen = seen_tokens(tile + j, end, LOGITS)
         seen = seen_by_each(seen, tile + j, shortest, BLOCK, LOGITS, RATIO, QUERIES, HEADS)
-        masked += (gl.where(seen, logits[j], UNSEEN),)
+        masked += (gl.where(seen, with_first(logits[j], tile + j, lacking, near, LOGITS), UNSEEN),)
     return masked
 
 
@@ -383,7 +382,7 @@ def _faded_segment(out, fade, NUMBER: gl.constexpr, HEADS: gl.constexpr, MMA: gl
 
 
 @gluon.jit
-def _store_segment(part, out, total, shift, unit, live, stride, NUMBER: gl.constexpr, SEGMENT: gl.constexpr,
+def _store_segment(part, out, total, shift, live, stride, NUMBER: gl.constexpr, SEGMENT: gl.constexpr,
                    DIMS: gl.constexpr, RATIO: gl.constexpr, QUERIES: gl.constexpr, HEADS: gl.constexpr,
                    COLUMNS: gl.constexpr):  # fmt: skip
     """Store outputs [coordinate, column] of a segment as means over this CTA's tokens, float32[RATIO, DIMS] per
@@ -410,7 +409,7 @@ def _store_segment(part, out, total, shift, unit, live, stride, NUMBER: gl.const
     back = UNIT / (1 << (code * SEGMENT.bits)).to(gl.float32)
     MIDDLE: gl.constexpr = (2**SEGMENT.bits - 1) / 2
     mean = out * back[:, None] - (shift * MIDDLE)[None, :]
-    mean = mean * (gl.where(total > 0.0, 1.0 / total, 0.0) * (unit * BACK))[None, :]
+    mean = mean * (gl.where(total > 0.0, 1.0 / total, 0.0) * BACK)[None, :]
     at = row_of(head, stride * DIMS, RATIO, QUERIES, DIMS)
     gl.store(part + (at[None, :] + coordinate[:, None]), mean, mask=(head < live)[None, :])
 

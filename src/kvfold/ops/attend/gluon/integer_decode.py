@@ -35,6 +35,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from kvfold.format.layout import SlotLayout
 from kvfold.ops.attend.gluon.decode_tiles import (
     UNSEEN,
+    differs,
     faded,
     float_pair,
     head_in,
@@ -42,6 +43,7 @@ from kvfold.ops.attend.gluon.decode_tiles import (
     joined,
     log2,
     logits_layout,
+    logits_near,
     own_queries,
     own_tiles,
     packed_to,
@@ -54,6 +56,7 @@ from kvfold.ops.attend.gluon.decode_tiles import (
     wait_by,
     wait_for_stored,
     weights_operand,
+    with_first,
 )
 from kvfold.ops.attend.gluon.integer_layouts import (
     around_bits,
@@ -123,6 +126,7 @@ def decode(
     ring_stride,
     ring_blocks,
     starts,  # without an open block None as well
+    near,  # float32[kv_heads, DIMS], in the queries' coordinates: what keys at position 0 are near; or None
     KEY: gl.constexpr,
     VALUE: gl.constexpr,
     DIMS: gl.constexpr,
@@ -189,6 +193,7 @@ def decode(
     if KEY.segments == 2:
         query1, unit1, sum1 = _queries(q, 1, scale, live, q_stride, KEY, DIMS, RATIO, QUERIES, HEADS, ORDER, MMA)
 
+    lacking = logits_near(q, near, first, live, scale, q_stride, DIMS, RATIO, QUERIES, HEADS, HEAD)
     total = gl.zeros([8, HEADS], gl.float32, gl.SliceLayout(0, LOGITS))
     shift0 = gl.zeros([8, HEADS], gl.float32, gl.SliceLayout(0, LOGITS))
     shift1 = gl.zeros([8, HEADS], gl.float32, gl.SliceLayout(0, LOGITS))
@@ -202,7 +207,8 @@ def decode(
         k, k_meta = _read_keys(keys.index(stage), KEY), _read_meta(key_meta.index(stage), KEY)
         logits = _logits(k, k_meta, query0, unit0, sum0, query1, unit1, sum1, KEY, DIMS, HEADS, MMA)
         scale0, offset0, scale1, offset1 = _scales(_read_meta(value_meta.index(stage), VALUE), VALUE, LOGITS)
-        if tile * 64 + 64 > whole:
+        if differs(tile, 1, whole, near):
+            logits = with_first(logits, tile, lacking, near, LOGITS)
             seen = seen_tokens(tile, end, LOGITS)
             by_each = seen_by_each(seen, tile, shortest, BLOCK, LOGITS, RATIO, QUERIES, HEADS)
             logits = gl.where(by_each, logits, UNSEEN)
