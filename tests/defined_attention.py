@@ -18,10 +18,10 @@ import torch
 from packed_reads import packed_and_read
 from torch import Tensor
 
-from kvfold.engines.serving import Layer
 from kvfold.format.codec import Codec
 from kvfold.format.open_block import raw_from
 from kvfold.ops.pages import Logits, Step
+from kvfold.paged.layer import Layer
 
 RAW, PACKED = range(2)  # ways to read a token
 

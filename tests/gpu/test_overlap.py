@@ -18,10 +18,11 @@ from kvfold.bench.expected_ops import naive_attend_error, on_cpu
 from kvfold.bench.kernel_cases import Case
 from kvfold.bench.kernel_times import fill
 from kvfold.bench.random_fits import random_artifact
-from kvfold.engines.serving import Config, Layer, Plan
+from kvfold.engines.serving import Config, Plan
 from kvfold.geometry import example_configs
 from kvfold.ops import naive
-from kvfold.ops.pages import HostLengths, Logits, Step
+from kvfold.ops.pages import HostLengths, LayerPages, Logits, Step
+from kvfold.paged.layer import Layer
 from kvfold.recipes import parse
 
 DEVICE = torch.device("cuda")
@@ -63,7 +64,8 @@ def a_layer(recipe, pages, requests, folder):
     pool = plan.layouts[0].allocate(pages, plan.kv_heads).to(DEVICE)
     faults = torch.zeros(pages * PAGE, dtype=torch.uint8, device=DEVICE)
     ring = plan.layouts[0].allocate_ring(requests, plan.ring_tokens, plan.kv_heads, plan.raw_dtype, DEVICE)
-    return Layer(plan, 0, pool, ring, faults)
+    pages = LayerPages.of(plan.codecs[0], plan.layouts[0], plan.block, pool, ring, faults)
+    return Layer(pages, plan.ops[0])
 
 
 def steps(starts, lengths, pages):

@@ -123,7 +123,7 @@ def served(requests, kind):
 
 for kind in (fast, hopper):
     layers[0].ops = ops(*kind)
-    layers[0].warm_up()
+    engine.warm(layers[0])
 warm = set(compiled)
 batches = (
     [(0, 300)], [(0, 1), (0, 300)], [(5, 6), (7, 8), (9, 2000)], [(0, 1600), (48, 1700)], [(0, 17), (3, 90)],

@@ -216,6 +216,7 @@ def fill(case: Case, recipe: Recipe, device: torch.device, capability: Capabilit
         [(key.to(device), value.to(device))],
         case.kv_heads,
         case.batch,
+        ratio=case.q_heads // case.kv_heads,
         block=recipe.block,
         page_size=case.page,
         raw_dtype=case.torch_dtype,

@@ -32,4 +32,4 @@ class ScatteredCache(PagedCache):
             ring.new_full((len(ring) * each, kv_heads, TOKENS * layout.raw_numbers + UNUSED), math.nan)
             for ring, layout in zip(self.rings, self.layouts, strict=True)
         ]
-        self._layers = self._views()
+        self.layers = self._made()

@@ -428,7 +428,7 @@ def _poisoned_cache(case: Case, recipe: Recipe, codecs: tuple[Codec, Codec], dev
     size, tokens = case.page, case.tokens
     pages = sum(-(-(old + new + 1) // size) for old, new in zip(tokens.history, tokens.new, strict=True))
     cache = ScatteredCache(
-        [codecs], case.kv_heads, len(tokens.new),
+        [codecs], case.kv_heads, len(tokens.new), ratio=case.ratio, capped=case.cap is not None,
         pages=pages, block=recipe.block, page_size=size, raw_dtype=case.torch_dtype, device=device,
     )  # fmt: skip
     cache.extend([0] * len(tokens.new))

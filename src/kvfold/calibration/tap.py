@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from kvfold.engines.unpacked_attention import attend_unpacked, logits_of
 from kvfold.geometry import Geometry, UnsupportedModel
 from kvfold.ops.pages import Logits
+from kvfold.unpacked_attention import attend_unpacked, logits_of
 
 IMPLEMENTATION = "kvfold-capture"
 

@@ -3,7 +3,7 @@
 import os
 import shlex
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,8 +22,9 @@ from kvfold.format.codec import Codec, sixteen_bit
 from kvfold.format.layout import PageLayout
 from kvfold.format.open_block import ring_tokens
 from kvfold.geometry import Geometry, listed
-from kvfold.ops.dispatch import New, Ops, check_dtype, choose
+from kvfold.ops.dispatch import Ops, check_dtype, choose
 from kvfold.ops.pages import HostLengths, LayerPages, Logits, Step, on_device
+from kvfold.paged.layer import Layer, Steps
 from kvfold.recipe import Recipe
 from kvfold.recipes import parse
 from kvfold.version import __version__
@@ -35,8 +36,6 @@ WARM_UP = (1, 2, 4, 8, 16, 32, 64, 128, 8192)  # new tokens of a request: these 
 MANY_SHORT = ([0] * 64, 128), ([0] * 512, 32)  # starts and new tokens per request: these run yet other kernels
 # Tokens of all requests in a step. With fewer, reading the weights takes nearly all of its time (benchmarks/README.md).
 FEW_TOKENS = 16_384
-
-Steps = Sequence[tuple[slice, Step]]  # the parts of one call of the model, each with the rows of its tokens
 
 
 @dataclass(frozen=True)
@@ -230,68 +229,6 @@ def _checked(config: Config, artifact: Artifact | None, model: str) -> str:
     return f"not checked: run `{shlex.join(['kvfold', 'check', model, '--recipe', str(config.recipe), *where])}`"
 
 
-class Layer:
-    """One layer in an engine. It packs new tokens into the engine's pages and lets the queries read.
-
-    `shared`: other layers read its pages, in the same step.
-    """
-
-    def __init__(
-        self, plan: Plan, number: int, pool: Tensor, ring: Tensor, faults: Tensor, shared: bool = False
-    ) -> None:
-        self.ops, self.ratio, self.shared = plan.ops[number], plan.ratio, shared
-        self.shape = plan.geometry.shape
-        self.new: list[New] = []  # if it is shared: what `store` returned, per part of the last step
-        self.pages = LayerPages.of(plan.codecs[number], plan.layouts[number], plan.block, pool, ring, faults)
-
-    def attend(self, steps: Steps, q: Tensor, k: Tensor, v: Tensor, logits: Logits, out: Tensor) -> None:
-        """Pack k and v [tokens, kv_heads, d], then attend the queries [tokens, q_heads, d]. Outputs go to `out`.
-
-        Requests of one batch may share pages. So the tokens of all other steps are packed before the first step runs.
-        `store_and_attend` packs the tokens of the first step itself.
-        """
-        (tokens, first), *others = ((rows, self.pages.during(step)) for rows, step in steps)
-        stored = [self.ops.store.run(pages, k[rows], v[rows]) for rows, pages in others]
-        if self.shared:
-            new = self.ops.store.run(first, k[tokens], v[tokens])
-            self.ops.attend(first, q[tokens], new, logits, out[tokens])
-            self.new = [new, *stored]
-        else:
-            self.ops.store_and_attend(first, q[tokens], k[tokens], v[tokens], logits, out[tokens])
-        for (rows, pages), new in zip(others, stored, strict=True):
-            self.ops.attend(pages, q[rows], new, logits, out[rows])
-
-    def read(self, steps: Steps, q: Tensor, logits: Logits, out: Tensor) -> None:
-        """Let the queries of another layer read what `attend` packed in the same steps. Outputs go to `out`."""
-        assert self.shared, "what a step stored is kept for layers that are shared"
-        for (rows, step), new in zip(steps, self.new, strict=True):
-            self.ops.read(self.pages.during(step), q[rows], new, logits, out[rows])
-
-    def warm_up(self) -> None:
-        """Compile the kernels, by steps that store nothing."""
-        from kvfold.ops.attend import parts
-
-        pool, layout = self.pages.pool, self.pages.layout
-        blocks = -(-self.pages.block // max(1, self.pages.ring_tokens)) or 1
-        alone = [([start], n) for start, n in product((0, WARM_UP[-1]), WARM_UP)]
-        sinks = torch.zeros(self.ratio * pool.shape[1], device=pool.device) if self.shape.sink else None
-        logits = Logits(1.0, self.shape.cap, sinks)
-        for starts, n in (*alone, *MANY_SHORT):
-            table = torch.zeros(len(starts), -(-(starts[0] + n) // layout.page_size), dtype=torch.int64)
-            host = HostLengths(starts, [start + n for start in starts])
-            rings = torch.zeros(len(starts), blocks, dtype=torch.int64, device=pool.device)
-            step = Step.of(host, table, rings, layout.page_size)
-            step.locations.fill_(-1)
-            tokens = len(step.locations)
-            sides = layout.key, layout.value
-            k, v = (self.pages.ring.new_zeros(tokens, pool.shape[1], side.dims) for side in sides)
-            q, out = (x.repeat_interleave(self.ratio, dim=1) for x in (k, v))
-            self.attend([(slice(tokens), step)], q, k, v, logits, out)
-            if self.shared:
-                self.read([(slice(tokens), step)], q, logits, out)
-        parts.warm_up(self.pages, q[:1], logits, out[:1])
-
-
 class Served:
     """The layers of one rank that share a page table. They have one plan and begin each step together.
 
@@ -323,9 +260,9 @@ class Served:
         kv_heads, numbers] in 16 bits. Each request has as many of these as hold `Plan.ring_tokens` tokens."""
         if len(pool) != self.pages:
             raise ValueError(f"kvfold: layer {number} has {len(pool)} pages, and the engine said {self.pages}")
-        shared = number in self.plan.geometry.targets
-        layer = Layer(self.plan, number, pool, ring, self.faults.marks, shared)
-        self.layers[number] = layer
+        plan = self.plan
+        pages = LayerPages.of(plan.codecs[number], plan.layouts[number], plan.block, pool, ring, self.faults.marks)
+        self.layers[number] = layer = Layer(pages, plan.ops[number], number in plan.geometry.targets)
         return layer
 
     @cached_property
@@ -373,6 +310,31 @@ class Served:
             return
         for layer in {layer.pages.layout: layer for layer in self.layers.values()}.values():  # one per layout
             if layer.ops.store.implementation != "torch":
-                layer.warm_up()
+                self.warm(layer)
         if not in_pool:
             torch.cuda.empty_cache()
+
+    def warm(self, layer: Layer) -> None:
+        """Compile the kernels of a layer, by steps that store nothing."""
+        from kvfold.ops.attend import parts
+
+        pages, ratio, shape = layer.pages, self.plan.ratio, self.plan.geometry.shape
+        pool, layout = pages.pool, pages.layout
+        blocks = -(-pages.block // max(1, pages.ring_tokens)) or 1
+        alone = [([start], n) for start, n in product((0, WARM_UP[-1]), WARM_UP)]
+        sinks = torch.zeros(ratio * pool.shape[1], device=pool.device) if shape.sink else None
+        logits = Logits(1.0, shape.cap, sinks)
+        for starts, n in (*alone, *MANY_SHORT):
+            table = torch.zeros(len(starts), -(-(starts[0] + n) // layout.page_size), dtype=torch.int64)
+            host = HostLengths(starts, [start + n for start in starts])
+            rings = torch.zeros(len(starts), blocks, dtype=torch.int64, device=pool.device)
+            step = Step.of(host, table, rings, layout.page_size)
+            step.locations.fill_(-1)
+            tokens = len(step.locations)
+            sides = layout.key, layout.value
+            k, v = (pages.ring.new_zeros(tokens, pool.shape[1], side.dims) for side in sides)
+            q, out = (x.repeat_interleave(ratio, dim=1) for x in (k, v))
+            layer.attend([(slice(tokens), step)], q, k, v, logits, out)
+            if layer.shared:
+                layer.read([(slice(tokens), step)], q, logits, out)
+        parts.warm_up(pages, q[:1], logits, out[:1])

@@ -32,7 +32,6 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from kvfold.artifact import Artifact, Fingerprint
 from kvfold.calibration.automatic import calibrate_automatically
-from kvfold.engines.unpacked_attention import attend_masked, attend_unpacked, logits_of
 from kvfold.fitted import Fitted
 from kvfold.format.codec import Codec, sixteen_bit
 from kvfold.geometry import Geometry, UnsupportedModel, listed
@@ -42,6 +41,7 @@ from kvfold.ops.pages import Logits
 from kvfold.paged import PagedCache
 from kvfold.recipe import Recipe
 from kvfold.recipes import parse
+from kvfold.unpacked_attention import attend_masked, attend_unpacked, logits_of
 
 IMPLEMENTATION = "kvfold"
 GROWING = (DynamicLayer, LinearAttentionAndFullAttentionLayer)  # what transformers caches all tokens in
@@ -301,6 +301,8 @@ class PackedCache(Cache):
                 list(self.codecs.values()),
                 self.geometry.kv_heads,
                 sequences,
+                ratio=self.geometry.q_heads // self.geometry.kv_heads,
+                capped=self.geometry.shape.cap is not None,
                 block=self.recipe.block,
                 page_size=self.page_size,
                 raw_dtype=self.raw_dtype,

@@ -11,8 +11,9 @@ from torch import Tensor
 from kvfold.format.codec import UNSTORABLE, Codec
 from kvfold.format.layout import PageLayout
 from kvfold.format.open_block import DRAFTED
-from kvfold.ops.dispatch import New, Ops, choose
+from kvfold.ops.dispatch import choose
 from kvfold.ops.pages import NO_STEP, HostLengths, LayerPages, Logits, Step
+from kvfold.paged.layer import Layer
 from kvfold.paged.tables import PageTables
 
 ROLLBACK = 64  # the last tokens of a sequence that can always be removed
@@ -31,6 +32,8 @@ class PagedCache:
         kv_heads: int,
         sequences: int,
         *,
+        ratio: int = 1,  # query heads per KV head
+        capped: bool = False,  # whether logits have a soft-cap
         block: int = 0,  # tokens of the open block
         page_size: int = 16,
         raw_dtype: torch.dtype = torch.bfloat16,
@@ -38,10 +41,9 @@ class PagedCache:
         shared: Collection[int] = (),  # layers whose pages other layers read too
     ) -> None:
         self.codecs = list(codecs)
-        self.kv_heads, self.shared = kv_heads, shared
-        self.new: dict[int, New] = {}  # what `store` returned in the step, by shared layer
-        self.device = torch.device(device)
+        self.shared, self.device = shared, torch.device(device)
         self.layouts = [PageLayout(key.layout, value.layout, page_size) for key, value in self.codecs]
+        self.ops = [choose(layout, ratio, self.device, cap=capped) for layout in self.layouts]
         self.blocks = [layout.block(block) for layout in self.layouts]
         self.block = max(self.blocks, default=0)
         self.ring_tokens = self.block and self.block + max(ROLLBACK, DRAFTED)
@@ -57,9 +59,7 @@ class PagedCache:
             layout.allocate_ring(sequences if own else 0, self.ring_tokens, kv_heads, raw_dtype, self.device)
             for layout, own in zip(self.layouts, self.blocks, strict=True)
         ]
-        self._layers = self._views()
-        # per layer, by query heads per KV head and whether logits are capped
-        self._ops: dict[tuple[int, bool], list[Ops]] = {}
+        self.layers = self._made()
 
     @property
     def lengths(self) -> list[int]:
@@ -93,13 +93,14 @@ class PagedCache:
             return
         self.pools = [_grown(pool, pages) for pool in self.pools]
         self.faults = _grown(self.faults, len(self.pools[0]) * self.tables.page_size, fill=0)
-        self._layers = self._views()
+        self.layers = self._made()
 
-    def _views(self) -> list[LayerPages]:
+    def _made(self) -> list[Layer]:
+        """The layers over the tensors that there are now."""
         tensors = zip(self.codecs, self.layouts, self.blocks, self.pools, self.rings, strict=True)
         return [
-            LayerPages.of(codecs, layout, block, pool, ring, self.faults)
-            for codecs, layout, block, pool, ring in tensors
+            Layer(LayerPages.of(*own, self.faults), self.ops[layer], layer in self.shared)
+            for layer, own in enumerate(tensors)
         ]
 
     def _describe(self, starts: list[int]) -> Step:
@@ -114,7 +115,7 @@ class PagedCache:
 
     def pages(self, layer: int) -> LayerPages:
         """A layer and the current step, as ops take them."""
-        return self._layers[layer].during(self.step)
+        return self.layers[layer].pages.during(self.step)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, logits: Logits, out: Tensor | None = None) -> Tensor:
         """Pack a layer's new tokens and attend its queries, float32 or in `out`.
@@ -123,45 +124,30 @@ class PagedCache:
         are its last columns. Outputs before them are zero. A token that cannot be stored raises, on a GPU with the last
         layer. Then take the step back by `crop`.
         """
-        ops, pages = self._chosen(layer, q, logits), self.pages(layer)
-
-        def run(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None) -> Tensor:
-            if layer not in self.shared:
-                return ops.store_and_attend(pages, q, k, v, logits, out)
-            self.new[layer] = ops.store.run(pages, k, v)
-            return ops.attend(pages, q, self.new[layer], logits, out)
-
-        out = self._run(run, (q, k, v), v.shape[-1], out)
-        if layer == len(self.layouts) - 1 or self.device.type != "cuda":
+        out = self._run(Layer.attend, layer, (q, k, v), logits, out)
+        if layer == len(self.layers) - 1 or self.device.type != "cuda":
             self.check_faults()
         return out
 
     def read(self, layer: int, q: Tensor, logits: Logits, out: Tensor | None = None) -> Tensor:
         """Let the queries of another layer read what `attend` packed for a shared layer in this step. Queries and
         outputs are as there."""
-        ops, pages, new = self._chosen(layer, q, logits), self.pages(layer), self.new[layer]
+        return self._run(Layer.read, layer, (q,), logits, out)
 
-        def run(q: Tensor, out: Tensor | None = None) -> Tensor:
-            return ops.read(pages, q, new, logits, out)
-
-        return self._run(run, (q,), pages.layout.value.dims, out)
-
-    def _chosen(self, layer: int, q: Tensor, logits: Logits) -> Ops:
-        kind = q.shape[2] // self.kv_heads, logits.cap is not None
-        if kind not in self._ops:
-            ratio, cap = kind
-            self._ops[kind] = [choose(layout, ratio, self.device, cap=cap) for layout in self.layouts]
-        return self._ops[kind][layer]
-
-    def _run(self, run: Callable[..., Tensor], states: Sequence[Tensor], dims: int, out: Tensor | None) -> Tensor:
-        """Run an op on the tokens of left-padded states [sequences, n, heads, d]. Outputs have `dims` coordinates."""
-        shape = states[0].shape[:3]
-        out = torch.empty(*shape, dims, device=self.device) if out is None else out
-        if sum(self.counts) == shape[:2].numel():
-            run(*(x.flatten(0, 1) for x in states), out.view(-1, *out.shape[2:]))
+    def _run(
+        self, op: Callable[..., None], layer: int, states: Sequence[Tensor], logits: Logits, out: Tensor | None
+    ) -> Tensor:
+        """Run an op of a layer on the tokens of left-padded states [sequences, n, heads, d]."""
+        own, steps, (*columns, _) = self.layers[layer], [(slice(None), self.step)], states[0].shape
+        dims = self.layouts[layer].value.dims
+        out = torch.empty(*columns, dims, device=self.device) if out is None else out
+        if sum(self.counts) == columns[0] * columns[1]:
+            op(own, steps, *(x.flatten(0, 1) for x in states), logits, out.view(-1, *out.shape[2:]))
         else:
             tokens = self.step.once(_index, tuple(self.counts))
-            out.zero_()[tokens] = run(*(x[tokens] for x in states)).to(out.dtype)
+            found = torch.empty(sum(self.counts), columns[2], dims, device=self.device)
+            op(own, steps, *(x[tokens] for x in states), logits, found)
+            out.zero_()[tokens] = found.to(out.dtype)
         return out
 
     def check_faults(self) -> None:
@@ -213,7 +199,7 @@ class PagedCache:
         blocks = self.ring_table[list(rows)]
         self.rings = [ring[blocks.flatten()] if len(ring) else ring for ring in self.rings]
         self.ring_table = torch.arange(blocks.numel(), device=self.device).view_as(blocks)
-        self._layers = self._views()
+        self.layers = self._made()
 
 
 class _Undo(NamedTuple):

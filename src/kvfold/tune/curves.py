@@ -20,13 +20,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import sdpa_mask
 
 from kvfold.calibration.tap import attending
-from kvfold.engines.unpacked_attention import attend_masked, attend_unpacked, logits_of
 from kvfold.format.codec import Codec, sixteen_bit
 from kvfold.geometry import Geometry
 from kvfold.kept_parts import NOTHING_KEPT, Name, Parts
 from kvfold.ops.dense import divergence
 from kvfold.recipes import TUNED
 from kvfold.text import with_openings
+from kvfold.unpacked_attention import attend_masked, attend_unpacked, logits_of
 
 IMPLEMENTATION = "kvfold-tune"
 TESTS = ("text", "copy")

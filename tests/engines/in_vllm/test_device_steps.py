@@ -16,7 +16,6 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
-from kvfold.engines.serving import Steps
 from kvfold.engines.vllm import backend, engine
 from kvfold.engines.vllm.rings import RingBuilder
 from kvfold.ops import naive
@@ -24,6 +23,7 @@ from kvfold.ops.attend import unpacked_prefill
 from kvfold.ops.attend.flash_attention_3 import VLLM, Ends, Library, Paged
 from kvfold.ops.dispatch import Choice, Ops
 from kvfold.ops.pages import Logits
+from kvfold.paged.layer import Steps
 
 pytestmark = pytest.mark.usefixtures("_poisoned_memory")
 

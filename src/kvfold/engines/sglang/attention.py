@@ -9,10 +9,11 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 from torch import Tensor
 
-from kvfold.engines.serving import Plan, Steps
+from kvfold.engines.serving import Plan
 from kvfold.engines.sglang import logger
 from kvfold.engines.sglang.packed_pool import packed_pool_of
 from kvfold.ops.pages import HostLengths, Logits
+from kvfold.paged.layer import Steps
 
 
 class PackedBackend(AttentionBackend):

@@ -18,11 +18,11 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
-from kvfold.engines.serving import Steps
 from kvfold.engines.vllm.configuration import SIXTEEN_BITS
 from kvfold.engines.vllm.engine import Engine
 from kvfold.format.layout import ALIGNMENT
 from kvfold.ops.pages import HostLengths, Logits
+from kvfold.paged.layer import Steps
 
 
 class PackedBackend(AttentionBackend):

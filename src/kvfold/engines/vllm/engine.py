@@ -17,11 +17,12 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec, iter_layer_specs
 
-from kvfold.engines.serving import Layer, Served, Steps
+from kvfold.engines.serving import Served
 from kvfold.engines.vllm.blocks import fit_blocks
 from kvfold.engines.vllm.plan import DRAFT_MODELS, geometry_of, layers_of, logger, make_plan
 from kvfold.engines.vllm.rings import NAME, RingLayer, RingSpec, of_layers
 from kvfold.geometry import listed
+from kvfold.paged.layer import Layer, Steps
 
 KEPT = "runtime"  # vLLM's pool of memory that it keeps while it sleeps
 RUNNERS = ("vllm.v1.worker.gpu_model_runner:GPUModelRunner", "vllm.v1.worker.gpu.model_runner:GPUModelRunner")  # V1, V2

@@ -6,9 +6,9 @@ import pytest
 import torch
 from packed_reads import packed_and_read
 
-from kvfold.engines.unpacked_attention import attend_masked, attend_unpacked
 from kvfold.ops.pages import Logits
 from kvfold.recipes import parse
+from kvfold.unpacked_attention import attend_masked, attend_unpacked
 
 SINKS = torch.tensor([0.5, -1.0, 2.0, 1.0])
 
