@@ -256,6 +256,19 @@ COMMANDS_WITH_TARGETS = [
 ]
 
 
+@pytest.mark.parametrize("library", ["matplotlib", "jinja2"])
+@pytest.mark.parametrize(
+    "words",
+    [("eval", "nobody/nothing", "-r", "int4", "--html", "a"), ("check", "nobody/nothing", "--html", "a"), ("demo",)],
+    ids=lambda words: words[0],
+)
+def test_a_page_that_cannot_be_written_is_refused_first(error_of, monkeypatch, library: str, words: tuple[str, ...]):
+    monkeypatch.setitem(sys.modules, library, None)
+    for name in ("drawings", "page"):
+        monkeypatch.delitem(sys.modules, f"kvfold.evaluate.{name}", raising=False)
+    assert error_of(*words) == f"error: the HTML page needs {library}: pip install 'kvfold[report]'"
+
+
 @pytest.mark.parametrize("option", ["--json", "--html"])
 def test_a_missing_folder_is_named_before_the_model_is_loaded(error_of, tmp_path: Path, option: str):
     path = tmp_path / "missing" / "report"

@@ -66,8 +66,10 @@ def check(
     """
     from kvfold.evaluate.check import check as run
     from kvfold.evaluate.check import default_context
-    from kvfold.evaluate.page import write_html
     from kvfold.recipes import parse
+
+    if html:
+        from kvfold.evaluate.page import write_html  # before the long work: matplotlib may be missing
 
     parsed, words = parse(recipe), haystack_texts(haystack or ())
     check_files(json_file, html)

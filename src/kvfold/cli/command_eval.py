@@ -61,10 +61,12 @@ def eval_(
     `kvfold eval Qwen/Qwen3-8B -r oscar-int2 --artifact fits --needle 4096 --needle 32768 --tasks gsm8k`, or
     `kvfold eval Qwen/Qwen3-8B -r saw-int4 --tool-calls 16384 --haystack novel.txt --haystack code.txt --trials 10`
     """
-    from kvfold.evaluate.page import write_html
     from kvfold.evaluate.report import Report, rows, table
     from kvfold.evaluate.run import Haystacks, evaluate
     from kvfold.recipes import method_source
+
+    if html:
+        from kvfold.evaluate.page import write_html  # before the long work: matplotlib may be missing
 
     means, words = find_artifact(artifact, model, recipe), read_text(text, "evaluation")
     hay = haystack_texts(haystack or ()) if needle or tool_calls else {}

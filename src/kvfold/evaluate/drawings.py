@@ -1,241 +1,155 @@
-"""The drawings of the HTML page, as SVG without scripts. Their colours are classes of the page's style.
+"""The plots of the HTML page, as SVG in the colours of the page.
 
 They are drawn for a phone: letters of 11 pixels in 360. Wider screens enlarge them.
 """
 
+import cmath
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from html import escape
-from itertools import pairwise, product
-from typing import NamedTuple
+import re
+import textwrap
+from io import StringIO
+from itertools import pairwise
+from typing import Any
 
-from kvfold.evaluate.report import LayerBits, spell_kl
-from kvfold.fitting_table import broken_name
+from kvfold.evaluate.report import Report, Row, spell_kl
 
-WIDTH, LINE, LETTER = 360, 13, 6.3  # pixels: of a drawing, of a line of text, and of a letter
-LEFT, RIGHT, TOP, BOTTOM = 42, 352, 26, 276  # the frame of the Pareto plot
-COLUMNS, SHAPES = (216, 284, RIGHT), ("mean", "most", "tail")  # of the tails
-BIT_TICKS = (1, 2, 3, 4, 6, 8, 12, 16)
+try:
+    from matplotlib import style
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FixedLocator, LogLocator
+    from matplotlib.transforms import Bbox, IdentityTransform
+except ImportError:
+    raise ImportError("the HTML page needs matplotlib: pip install 'kvfold[report]'") from None
+
+WIDTH, LINE, NAME = 360, 13, 24  # pixels of a plot and of a line of text, and letters of a name in one line
+STYLE = ["default", "kvfold.evaluate.plots"]
+COLOURS = {f"#fade0{i}": f"var(--{name})" for i, name in enumerate(("ink", "muted", "line", "accent", "paper"))}
+_, MUTED, _, _, PAPER = COLOURS
+Look = dict[str, Any]
+RING: Look = {"markerfacecolor": PAPER}
+FULL: Look = {"markeredgecolor": PAPER, "markeredgewidth": 1, "markersize": 9}
+MARKS = (("mean", "o", RING, 0.6), ("99 %", "D", FULL | {"markersize": 7}, 0.8), ("99.9 %", "o", FULL, 1))  # of tails
+PIXELS: Look = {"transform": IdentityTransform(), "clip_on": False}
 
 # Where a label may stand, as distances from its point; near ones first.
-PLACES = [
-    (distance * math.cos(math.radians(angle)), distance * math.sin(math.radians(angle)))
-    for distance, angle in product(
-        (9, 18, 28, 42, 60, 84, 112), (0, 180, -25, -155, 25, 155, -50, -130, 50, 130, -75, -105, 75, 105)
-    )
-]
+ANGLES = (0, 180, -25, -155, 25, 155, -50, -130, 50, 130, -75, -105, 75, 105)
+PLACES = [cmath.rect(far, math.radians(angle)) for far in (9, 18, 28, 42, 60, 84, 112) for angle in ANGLES]
 
 
-@dataclass(frozen=True)
-class Point:
-    """A recipe in the Pareto plot. A KL of 0 stands at the foot, one that is not finite at the top."""
-
-    name: str
-    bits: float
-    kl: float
-    reference: bool = False
-    bad_example: bool = False
-
-
-class Box(NamedTuple):
-    left: float
-    top: float
-    right: float
-    bottom: float
-
-    def meets(self, other: "Box") -> bool:
-        return (
-            self.left < other.right and other.left < self.right and self.top < other.bottom and other.top < self.bottom
-        )
-
-
-def frontier(points: Sequence[Point]) -> list[Point]:
-    """Points that no other beats in both bits and KL, from few bits to many. A bad example is none of them."""
-    best = math.inf
-    kept = []
-    finite = [point for point in points if math.isfinite(point.kl) and not point.bad_example]
-    for point in sorted(finite, key=lambda point: (point.bits, point.kl)):
-        if point.kl < best:
-            kept.append(point)
-            best = point.kl
+def frontier(report: Report) -> list[Row]:
+    """Rows that no other beats in both bits and KL, from few bits to many. A bad example is none of them."""
+    kept: list[Row] = []
+    finite = [row for row in report.ordered if math.isfinite(row.kl) and not row.bad_example]
+    for row in sorted(finite, key=lambda row: (report.bits(row), row.kl)):
+        if not kept or row.kl < kept[-1].kl:
+            kept.append(row)
     return kept
 
 
-def fits_in(points: Sequence[Point], kl: float) -> bool:
-    """Whether a line at this KL would not squeeze the points together."""
-    return kl > min((point.kl for point in points if point.kl > 0), default=0.0) / 1000
+@style.context(STYLE)
+def pareto(report: Report, line: tuple[str, float] | None) -> str:
+    """KL against bits. `line` is the name and the KL of a dashed line, if there is one.
 
-
-def pareto(points: Sequence[Point], line: tuple[str, float] | None, counted_at: str) -> str:
-    """KL against bits, both logarithmic. `line` is the name and the KL of a dashed line, if there is one."""
-    measured = [point.kl for point in points if 0 < point.kl < math.inf]
-    lowest = min(measured, default=1e-3)
-    numbers = [*measured, line[1]] if line else measured or [lowest]
-    y = _Scale(min(numbers) / (3 if line else 10), 2 * max(numbers), BOTTOM, TOP)
-    x = _Scale(min(point.bits for point in points) / 1.25, max(point.bits for point in points) * 1.2, LEFT, RIGHT)
-    at = [
-        (x(point.bits), TOP if not math.isfinite(point.kl) else y(point.kl) if point.kl > 0 else BOTTOM)
-        for point in points
-    ]
-    parts = [f'<path class="grid" d="M{LEFT} {y(tick):.1f}H{RIGHT}"/>' for tick in y.ticks]
-    parts += [_text(LEFT - 6, y(tick) + 4, _tick(tick), "end") for tick in y.ticks]
-    shown = [tick for tick in BIT_TICKS if LEFT <= x(tick) <= RIGHT]
-    parts += [f'<path class="grid" d="M{x(tick):.1f} {TOP}V{BOTTOM}"/>' for tick in shown]
-    parts += [_text(x(tick), BOTTOM + 16, str(tick), "middle") for tick in shown]
-    parts.append(_text((LEFT + RIGHT) / 2, BOTTOM + 33, f"bits per number at {counted_at} tokens", "middle"))
-    axis = "KL divergence from the 16-bit cache"
-    parts.append(_text(4, TOP - 14, axis))
-    parts.append(
-        f'<rect id="frame" class="frame" x="{LEFT}" y="{TOP}" width="{RIGHT - LEFT}" height="{BOTTOM - TOP}"/>'
-    )
-    taken = [Box(px - 6, py - 6, px + 6, py + 6) for px, py in at]
-    taken.append(Box(4, 0, 4 + LETTER * len(axis), TOP - 10))
+    The reference is a diamond. Others are full circles on the frontier, and rings elsewhere. A KL of 0 stands at the
+    foot, one that is not finite is a triangle at the top.
+    """
+    rows, best = report.ordered, frontier(report)
+    bits = [report.bits(row) for row in rows]
+    measured = [row.kl for row in rows if 0 < row.kl < math.inf] or [1e-3]
+    shown = [*measured, line[1]] if line else measured
+    low, high, left, right = min(shown) / (3 if line else 10), 2 * max(shown), min(bits) / 1.25, max(bits) * 1.2
+    figure, axes = _plot(316, 42, 40, yscale="log", xlim=(left, right), ylim=(low, high))
+    axes.set(title="KL divergence from the 16-bit cache", xlabel=f"bits per number at {report.counted_at} tokens")
+    axes.xaxis.set_major_locator(FixedLocator((1, 2, 3, 4, 6, 8, 12, 16)))
+    axes.yaxis.set(major_locator=LogLocator(subs=(1, 3) if high / low < 1e5 else (1,)), major_formatter="{x:g}")
+    kls = [max(row.kl, low) if math.isfinite(row.kl) else high for row in rows]
+    at = axes.transData.transform([*zip(bits, kls, strict=True)])
+    taken = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in at]
     if line:
-        name, height = line[0], y(line[1])
-        parts.append(f'<path class="line" d="M{LEFT} {height:.1f}H{RIGHT}"/>')
+        name, kl = line
+        axes.axhline(kl, color=MUTED, linewidth=1, dashes=(4, 3))
         # below all points there is room at the left, above them at the right
-        side, anchor = (LEFT + 4, "start") if line[1] < lowest else (RIGHT - 4, "end")
-        parts.append(_text(side, height - 5, name, anchor))
-        left = side if anchor == "start" else side - LETTER * len(name)
-        taken += [Box(left, height - 16, left + LETTER * len(name), height), Box(LEFT, height, RIGHT, height + 1)]
-    best = frontier(points)
-    steps = [at[points.index(point)] for point in best]
-    for (left, top), (right, bottom) in pairwise(steps):
-        parts.append(f'<path class="frontier" d="M{left:.1f} {top:.1f}H{right:.1f}V{bottom:.1f}"/>')
-        taken += [Box(left, top - 1, right, top + 1), Box(right - 1, top, right + 1, bottom)]
-    for i, (point, place) in enumerate(zip(points, at, strict=True)):
-        parts.append(_marker(i, point, place, point in best))
-        label = point.name if math.isfinite(point.kl) else f"{point.name} ({point.kl})"
-        parts += _label(i, broken_name(label).splitlines(), place, taken)
-    label = "KL divergence of every recipe against its bits per number; the table below has the numbers"
-    return _svg("pareto", label, BOTTOM + 40, parts)
+        end, side, dx = (0, "left", 4) if kl < min(measured) else (1, "right", -4)
+        text = _note(axes, name, end, kl, (dx, 4), ha=side, color=MUTED)
+        taken += [text.get_window_extent(), Bbox(axes.transData.transform([(left, kl), (right, kl)]))]
+    for (x, y), (further, lower) in pairwise(at[rows.index(row)] for row in best):
+        axes.plot((x, further, further), (y, y, lower), alpha=0.45, **PIXELS)
+        taken += [Bbox([(x, y), (further, y)]), Bbox([(further, y), (further, lower)])]
+    for i, (row, (x, y)) in enumerate(zip(rows, at, strict=True)):
+        finite = math.isfinite(row.kl)
+        look = RING if row is rows[0] or (finite and row not in best) else FULL
+        axes.plot(x, y, "D" if row is rows[0] else "o" if finite else "^", gid=f"point-{i}", **look, **PIXELS)
+        _label(axes, f"label-{i}", row.recipe if finite else f"{row.recipe} ({row.kl})", complex(x, y), taken)
+    return _svg(figure, "KL divergence of every recipe against its bits per number; the table below has the numbers")
 
 
-def tails(recipes: Sequence[tuple[str, tuple[float, float, float]]]) -> str:
+def _label(axes: Axes, gid: str, name: str, point: complex, taken: list[Bbox]) -> None:
+    """Write a name where it covers least, with a line to its point if that is far."""
+    label = axes.text(0, 0, _folded(name), gid=gid, **PIXELS)
+
+    def faults(place: complex) -> tuple[bool, int]:
+        end, up = point + place, place.imag
+        label.set_position((end.real, end.imag))
+        label.set_horizontalalignment("right" if place.real < 0 else "left")
+        label.set_verticalalignment("center" if abs(up) < 1 else "bottom" if up > 0 else "top")
+        box = label.get_window_extent()
+        return not all(axes.bbox.contains(*corner) for corner in box.corners()), box.count_overlaps(taken)
+
+    best = min(PLACES, key=faults)
+    faults(best)  # which puts it there
+    taken.append(label.get_window_extent().padded(2))
+    if abs(best) > 20:
+        end = point + best
+        axes.plot((point.real, end.real), (point.imag, end.imag), color=MUTED, linewidth=0.6, zorder=1, **PIXELS)
+
+
+@style.context(STYLE)
+def tails(rows: list[Row]) -> str:
     """Per recipe a line from the mean KL over the 99th to the 99.9th percentile. KL that is not finite stands right."""
-    numbers = [number for _, three in recipes for number in three if 0 < number < math.inf]
-    x = _Scale(min(numbers, default=1e-3) / 1.5, max(numbers, default=1.0) * 1.5, 8, RIGHT)
-    height, rows = 36.0, []
-    for column, shape, name in zip(COLUMNS, SHAPES, ("mean", "99 %", "99.9 %"), strict=True):
-        rows += [_shape(shape, column - 7 * len(name) - 12, 6), _text(column, 10, name, "end")]
-    for i, (name, three) in enumerate(recipes):
-        lines = broken_name(name).splitlines()
-        rows += [_text(8, height + LINE * n, line, colour="ink") for n, line in enumerate(lines)]
-        rows += [_text(column, height, spell_kl(kl), "end", "ink") for column, kl in zip(COLUMNS, three, strict=True)]
-        height += LINE * (len(lines) - 1) + 14
-        places = [x(kl) if 0 < kl < math.inf else x.begin if kl <= 0 else x.end for kl in three]
-        span = f'<path class="span" d="M{places[0]:.1f} {height}H{places[-1]:.1f}"/>'
-        marks = "".join(_shape(shape, place, height) for shape, place in zip(SHAPES, places, strict=True))
-        rows.append(f'<g id="tail-{i}">{span}{marks}</g>')
-        height += 28
-    height -= 10
-    grid = [f'<path class="grid" d="M{x(tick):.1f} 20V{height}"/>' for tick in x.ticks]
-    grid += [_text(x(tick), height + 14, _tick(tick), "middle") for tick in x.ticks if 24 < x(tick) < RIGHT - 16]
-    return _svg("tails", "Mean KL, and its 99th and 99.9th percentile", height + 20, [*grid, *rows])
+    names, numbers = [_folded(row.recipe) for row in rows], [(row.kl, row.kl_99, row.kl_tail) for row in rows]
+    measured = [kl for three in numbers for kl in three if 0 < kl < math.inf] or [1e-3, 1]
+    low, high = min(measured) / 1.5, 1.5 * max(measured)
+    each = 32 + LINE * max(name.count("\n") for name in names)
+    figure, axes = _plot(each * len(rows) + 46, 18, 22, xlim=(low, high), ylim=(len(rows) - 0.7, -1), yticks=[])
+    axes.spines[:].set_visible(False)
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 3) if high / low < 1e3 else (1,)))
+    for i, (name, three) in enumerate(zip(names, numbers, strict=True)):
+        places = [max(kl, low) if math.isfinite(kl) else high for kl in three]
+        axes.plot(places, [i] * 3, linewidth=2, alpha=0.45)
+        _note(axes, name, 0, i, (0, 8))
+        for kl, place, (mark, marker, look, column) in zip(three, places, MARKS, strict=True):
+            axes.plot(place, i, marker, label=None if i else mark, clip_on=False, **look)
+            _note(axes, spell_kl(kl), column, i, (0, 8), ha="right")
+    axes.legend(ncols=3, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0)
+    return _svg(figure, "Mean KL, and its 99th and 99.9th percentile")
 
 
-def layer_bits(layers: Sequence[LayerBits], most: int) -> str:
-    """A bar per layer: bits of keys upwards, of values downwards. `most` bits fill the height."""
-    middle, high, left = 46.0, 40.0, 24.0
-    width = (RIGHT - left) / len(layers)
-    gap = min(2.0, width / 5)
-    bars = []
-    for i, layer in enumerate(layers):
-        place = f'x="{left + i * width:.2f}" width="{width - gap:.2f}"'
-        up, down = (high * bits / most for bits in (layer.keys, layer.values))
-        bars.append(
-            f"<g><title>layer {layer.layer}: keys {layer.keys:.2f}, values {layer.values:.2f} bits</title>"
-            f'<rect class="keys" {place} y="{middle - 1 - up:.2f}" height="{up:.2f}"/>'
-            f'<rect class="values" {place} y="{middle + 1:.2f}" height="{down:.2f}"/></g>'
-        )
-    ends = [_text(left - 5, middle + sign * high + 4, str(most), "end") for sign in (-1, 1)]
-    ends += [
-        _text(left + width / 2, 104, str(layers[0].layer), "middle"),
-        _text(RIGHT - width / 2, 104, str(layers[-1].layer), "middle") if len(layers) > 1 else "",
-        _text((left + RIGHT) / 2, 104, "layer", "middle") if len(layers) > 4 else "",
-        f'<path class="grid" d="M{left} {middle - high}H{RIGHT}M{left} {middle + high}H{RIGHT}"/>',
-    ]
-    return _svg(None, "Bits of keys and of values per layer", 108, [*ends, *bars])
+def _plot(height: float, left: float, bottom: float, **settings: Any) -> tuple[Figure, Axes]:
+    """A plot over bits or KL, with margins in pixels."""
+    figure = Figure(figsize=(WIDTH / 72, height / 72), dpi=72)
+    frame = (left / WIDTH, bottom / height, 1 - (left + 12) / WIDTH, 1 - (bottom + 24) / height)
+    axes = figure.add_axes(frame, xscale="log", **settings)
+    axes.minorticks_off()
+    axes.xaxis.set_major_formatter("{x:g}")
+    return figure, axes
 
 
-class _Scale(NamedTuple):
-    """A logarithmic scale from pixel `begin` to pixel `end`."""
-
-    low: float
-    high: float
-    begin: float
-    end: float
-
-    def __call__(self, number: float) -> float:
-        share = math.log(number / self.low) / math.log(self.high / self.low) if number > 0 else -1.0
-        return self.begin + share * (self.end - self.begin)
-
-    @property
-    def ticks(self) -> list[float]:
-        """Powers of ten: three times these as well on short scales, and only some of them on long ones."""
-        low, high = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
-        powers = range(low, high + 1, 1 + (high - low) // 9)
-        steps = (1, 3) if high - low < 5 else (1,)
-        ticks = [float(f"{step}e{power}") for power in powers for step in steps]
-        return [tick for tick in ticks if self.low <= tick <= self.high]
+def _note(axes: Axes, text: str, x: float, y: float, distance: tuple[float, float], **look: Any) -> Any:
+    """Text near a place: `x` is a share of the width, `y` a number of the axis."""
+    return axes.annotate(text, (x, y), distance, axes.get_yaxis_transform(), "offset points", **look)
 
 
-def _tick(number: float) -> str:
-    return f"{number:g}" if number >= 0.001 else f"{number:.0e}".replace("e-0", "e-")
+def _folded(name: str) -> str:
+    """Lines of at most 24 characters. They break after a colon or a comma if there is one."""
+    lines = textwrap.fill(re.sub("([:,])", r"\1 ", name), NAME, break_on_hyphens=False)
+    return re.sub("([:,]) ", r"\1", lines)
 
 
-def _marker(i: int, point: Point, place: tuple[float, float], best: bool) -> str:
-    """A diamond for the reference, a triangle for what is not finite, a full circle on the frontier, else a ring."""
-    x, y = place
-    if point.reference:
-        shape = f'class="ring" d="M{x:.1f} {y - 6:.1f}l6 6l-6 6l-6 -6z"'
-    elif not math.isfinite(point.kl):
-        shape = f'class="full" d="M{x:.1f} {y - 4:.1f}l5.5 10h-11z"'
-    else:
-        circle = f"M{x - 4.5:.1f} {y:.1f}a4.5 4.5 0 1 0 9 0a4.5 4.5 0 1 0 -9 0z"
-        shape = f'class="{"full" if best else "ring"}" d="{circle}"'
-    return f'<path id="point-{i}" {shape}/>'
-
-
-def _label(i: int, lines: list[str], place: tuple[float, float], taken: list[Box]) -> Iterator[str]:
-    """Lines of text at the nearest place where they cover nothing, with a line to the point if that is far."""
-    (x, y), width, height = place, LETTER * max(map(len, lines)), LINE * len(lines)
-
-    def box(distance: tuple[float, float]) -> Box:
-        dx, dy = distance
-        left = x + dx - (width if dx < 0 else 0)
-        top = y + dy - height * (0.5 if abs(dy) < 1 else float(dy < 0))
-        return Box(left, top, left + width, top + height)
-
-    def faults(distance: tuple[float, float]) -> tuple[bool, int]:
-        there = box(distance)
-        outside = there.left < LEFT or there.right > RIGHT or there.top < 0 or there.bottom > BOTTOM
-        return outside, sum(map(there.meets, taken))
-
-    dx, dy = best = min(PLACES, key=faults)
-    there = box(best)
-    taken.append(there)
-    if math.hypot(dx, dy) > 20:
-        yield f'<path class="leader" d="M{x:.1f} {y:.1f}l{dx:.1f} {dy:.1f}"/>'
-    anchor, side = ("end", there.right) if dx < 0 else ("start", there.left)
-    texts = "".join(_text(side, there.top + 10 + LINE * n, line, anchor, "ink") for n, line in enumerate(lines))
-    yield f'<g id="label-{i}">{texts}</g>'
-
-
-def _shape(shape: str, x: float, y: float) -> str:
-    if shape == "mean":
-        return f'<circle class="ring" cx="{x:.1f}" cy="{y}" r="4"/>'
-    if shape == "most":
-        return f'<path class="full" d="M{x:.1f} {y - 5}l5 5l-5 5l-5 -5z"/>'
-    return f'<circle class="full" cx="{x:.1f}" cy="{y}" r="4.5"/>'
-
-
-def _text(x: float, y: float, words: str, anchor: str = "start", colour: str = "muted") -> str:
-    return f'<text class="{colour}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
-
-
-def _svg(name: str | None, label: str, height: float, parts: Sequence[str]) -> str:
-    named = f' id="{name}"' if name else ""
-    body = "\n".join(parts)
-    return f'<svg{named} viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{label}">\n{body}\n</svg>'
+def _svg(figure: Figure, label: str) -> str:
+    stream, nothing = StringIO(), dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(stream, format="svg", transparent=True, metadata=nothing)
+    svg = re.sub(r' id="[\w.]+_\d+"', "", stream.getvalue())  # matplotlib's names of parts, alike in every plot
+    for colour, variable in COLOURS.items():
+        svg = svg.replace(colour, variable)
+    return svg[svg.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{label}"', 1)

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from kvfold.evaluate.intervals import Interval, by_haystack, difference, interval
 from kvfold.fitting_table import FittingTable
+from kvfold.recipes import BAD_EXAMPLE
 
 if TYPE_CHECKING:
     from kvfold.evaluate.layer_attention import LayerRow
@@ -58,6 +59,10 @@ class Row:
     layer_bits: list[LayerBits] | None = None
     answer: str | None = None  # to the question of the report
     for_evaluation: str | None = None  # why engines do not serve the recipe; None: they do
+
+    @property
+    def bad_example(self) -> bool:
+        return self.recipe.partition(":")[0] == BAD_EXAMPLE
 
 
 @dataclass(frozen=True)
@@ -137,12 +142,12 @@ def table(report: Report) -> Group:
         "Below it, differences mean nothing.\n"
         f"{report.model} · {report.text} · context {report.context:,} · {report.tokens:,} tokens"
     )
-    measured, more = FittingTable("", "recipe", *COLUMNS), FittingTable("", "recipe", *more_columns(report))
-    for row in report.ordered:
-        name, style = name_of(row, report), "bold" if row is report.reference else ""
-        measured.add_row(name, *cells_of(row, report), style=style)
-        more.add_row(name, *more_cells(row), style=style)
-    shown: list[RenderableType] = [measured, Text(), more, Text()]
+    shown: list[RenderableType] = []
+    for group in columns_of(report):
+        measured = FittingTable("", "recipe", *group)
+        for row, *cells in zip(report.ordered, *group.values(), strict=True):
+            measured.add_row(name_of(row, report), *cells, style="bold" if row is report.reference else "")
+        shown += [measured, Text()]
     if report.summaries(report.reference):
         shown += [_summary_table(report), Text()]
     return Group(*shown, Text(caption, style="table.caption"))
@@ -190,49 +195,50 @@ def _summary_fields(summaries: list[Summary]) -> dict[str, Any]:
 
 # Numbers as people read them.
 
-LAYER_NUMBERS = ("softmax_kl", "top10", "logit_mae")
-COLUMNS = ["bits\nat 2k", "bits\nat 128k", "perplexity", "increase", "KL", "KL\n99.9 %", "top-1"]
-BEYOND_COLUMNS = ["perplexity\n> 16k", "KL\n> 16k", "KL 99.9 %\n> 16k"]
 SUMMARY_COLUMNS = ["measure", "tokens", "share", "95 %", f"against {REFERENCE}, points"]
-
-
-def cells_of(row: Row, report: Report) -> list[str]:
-    return [
-        f"{row.bits_per_element_2k:.2f}",
-        f"{row.bits_per_element_128k:.2f}",
-        spell_perplexity(row.perplexity),
-        NOT_MEASURED if row is report.reference else _increase(report.increase(row)),
-        spell_kl(row.kl),
-        spell_kl(row.kl_tail),
-        f"{100 * row.top1:.1f} %",
-    ]
 
 
 def name_of(row: Row, report: Report) -> str:
     return f"{row.recipe} (reference)" if row is report.reference else row.recipe
 
 
-def more_columns(report: Report) -> list[str]:
-    """Copying, needles, and the columns of optional measurements, which are made for all recipes or for none."""
-    measured = report.reference
-    layers = ["attention\nKL", "top-10\nkept", "logit\nerror"] if measured.layers else []
-    beyond = BEYOND_COLUMNS if measured.kl_beyond_16k is not None else []
-    return ["copy", "needle", *beyond, *layers, *(task.replace(" ", "\n") for task in measured.tasks or ())]
+def columns_of(report: Report) -> list[dict[str, list[str]]]:
+    """What was measured: cells of all rows by the heading of their column. A group fits into a narrow terminal."""
+    rows = report.ordered
+    tasks = list(report.reference.tasks or ())
+    groups: list[dict[str, list[str]]] = [
+        {
+            "bits\nat 2k": [f"{row.bits_per_element_2k:.2f}" for row in rows],
+            "bits\nat 128k": [f"{row.bits_per_element_128k:.2f}" for row in rows],
+            "perplexity": [spell_perplexity(row.perplexity) for row in rows],
+            "increase": [NOT_MEASURED, *(_increase(report.increase(row)) for row in rows[1:])],
+            "KL": [spell_kl(row.kl) for row in rows],
+            "KL\n99.9 %": [spell_kl(row.kl_tail) for row in rows],
+            "top-1": [f"{100 * row.top1:.1f} %" for row in rows],
+        },
+        {
+            "copy": [spell_share(row.copy) for row in rows],
+            "needle": [spell_share(row.needle) for row in rows],
+            "perplexity\n> 16k": [spell_perplexity(row.perplexity_beyond_16k) for row in rows],
+            "KL\n> 16k": [spell_kl(row.kl_beyond_16k) for row in rows],
+            "KL 99.9 %\n> 16k": [spell_kl(row.kl_tail_beyond_16k) for row in rows],
+        },
+        {
+            "attention\nKL": [spell_kl(_layer_mean(row, "softmax_kl")) for row in rows],
+            "top-10\nkept": [spell_share(_layer_mean(row, "top10")) for row in rows],
+            "logit\nerror": [_number(_layer_mean(row, "logit_mae"), ".3g") for row in rows],
+        },
+        *(
+            {task.replace(" ", "\n"): [_number((row.tasks or {}).get(task), ".3f") for row in rows] for task in some}
+            for some in (tasks[i : i + 3] for i in range(0, len(tasks), 3))
+        ),
+    ]
+    measured = [{name: cells for name, cells in group.items() if set(cells) != {NOT_MEASURED}} for group in groups]
+    return list(filter(None, measured))
 
 
-def more_cells(row: Row) -> list[str]:
-    layers, beyond = [], []
-    if row.layers:
-        kl, top, error = (fmean(getattr(layer, name) for layer in row.layers) for name in LAYER_NUMBERS)
-        layers = [spell_kl(kl), spell_share(top), f"{error:.3g}"]
-    if row.perplexity_beyond_16k is not None and row.kl_beyond_16k is not None and row.kl_tail_beyond_16k is not None:
-        beyond = [
-            spell_perplexity(row.perplexity_beyond_16k),
-            spell_kl(row.kl_beyond_16k),
-            spell_kl(row.kl_tail_beyond_16k),
-        ]
-    found = [spell_share(row.copy), spell_share(row.needle)]
-    return [*found, *beyond, *layers, *(f"{score:.3f}" for score in (row.tasks or {}).values())]
+def _layer_mean(row: Row, name: str) -> float | None:
+    return fmean(getattr(layer, name) for layer in row.layers) if row.layers else None
 
 
 def _summary_cells(summary: Summary) -> list[str]:
@@ -242,6 +248,10 @@ def _summary_cells(summary: Summary) -> list[str]:
         points = f"{100 * against.mean:+.1f} ({100 * against.low:+.1f} to {100 * against.high:+.1f})"
     share, low, high = (100 * number for number in (found.mean, found.low, found.high))
     return [summary.measure, f"{summary.length:,}", f"{share:.1f} %", f"{low:.0f} to {high:.0f}", points]
+
+
+def _number(number: float | None, form: str) -> str:
+    return NOT_MEASURED if number is None else format(number, form)
 
 
 def _decimals(number: float) -> int:
