@@ -7,12 +7,13 @@ import pytest
 from rich.console import Console
 from sample_reports import BROKEN, MEASURED, ORDINARY
 
-from kvfold.evaluate.report import Report, rows, table
+from kvfold.cli.output import report_tables
+from kvfold.evaluate.report import Report, rows
 
 
 def printed(report: Report, width: int = 120) -> list[str]:
     console = Console(width=width, file=StringIO())
-    console.print(table(report))
+    console.print(report_tables(report))
     return console.file.getvalue().splitlines()
 
 
@@ -53,10 +54,11 @@ def test_table_shows_intervals_over_haystacks():
     assert "\nexact calls 4,096 40.0 % 40 to 40 -50.0 (-50.0 to -50.0)\n" in text
 
 
-@pytest.mark.parametrize("width", [80, 200])
+@pytest.mark.parametrize("width", [60, 80, 200])
 def test_table_shows_every_recipe_in_any_terminal(width: int):
     for shown in (ORDINARY, BROKEN, MEASURED):
         lines = printed(shown, width)
+        assert "…" not in "".join(lines)
         names = "".join(line.split(" ")[0] for line in lines)
         assert all(row.recipe in names for row in shown.rows)
         assert max(map(len, lines)) <= width
@@ -64,7 +66,7 @@ def test_table_shows_every_recipe_in_any_terminal(width: int):
 
 def test_a_report_without_reference_is_refused():
     with pytest.raises(ValueError, match="no bf16 row"):
-        table(replace(ORDINARY, rows=ORDINARY.rows[:-1]))
+        report_tables(replace(ORDINARY, rows=ORDINARY.rows[:-1]))
 
 
 def test_rows_hold_the_report():

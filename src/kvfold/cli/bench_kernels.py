@@ -8,8 +8,7 @@ import typer
 
 from kvfold.cli.inputs import check_files
 from kvfold.cli.options import CsvFile, JsonFile, Target, recipe_option
-from kvfold.cli.output import collect_rows, err, out, write_csv, write_json
-from kvfold.fitting_table import FittingTable
+from kvfold.cli.output import collect_rows, err, out, table, write_csv, write_json
 from kvfold.geometry import Geometry
 
 
@@ -72,22 +71,17 @@ def kernels(
 
 
 def _print_choices(rows: list[dict[str, Any]]) -> None:
-    table = FittingTable(f"Kernels on {rows[0]['gpu']}", "recipe", "op", "kernel", "why")
-    for row in rows:
-        table.add_row(row["recipe"], row["op"], row["kernel"], row["reason"])
-    out.print(table)
+    choices = map(itemgetter("recipe", "op", "kernel", "reason"), rows)
+    out.print(table(f"Kernels on {rows[0]['gpu']}", ("recipe", "op", "kernel", "why"), choices))
 
 
 def _print_times(rows: list[dict[str, Any]]) -> None:
     """One table per case."""
     for (op, batch, context, new), group in groupby(rows, itemgetter("op", "batch", "context", "new")):
         some = list(group)
-        table = FittingTable(
-            f"{op}, {batch} × {context:,} tokens, {new:,} of them new",
-            *("recipe", "kernel", "MB", "µs", "TB/s", "of copy", "speed-up"),
-        )
-        for row in some:
-            table.add_row(
+        title = f"{op}, {batch} × {context:,} tokens, {new:,} of them new"
+        times = [
+            (
                 row["recipe"],
                 row["kernel"],
                 f"{row['bytes'] / 1e6:.1f}",
@@ -96,7 +90,9 @@ def _print_times(rows: list[dict[str, Any]]) -> None:
                 f"{row['fraction_of_copy']:.0%}",
                 f"{row['speedup']:.2f}×",
             )
-        out.print(table)
+            for row in some
+        ]
+        out.print(table(title, ("recipe", "kernel", "MB", "µs", "TB/s", "of copy", "speed-up"), times))
         beside = [(" or ".join(sorted({row["baseline"] for row in some})), [row["baseline_us"] for row in some])]
         if op == "store":
             beside.append(("a copy", [row["copy_us"] for row in some]))

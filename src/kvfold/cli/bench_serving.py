@@ -8,8 +8,7 @@ import typer
 
 from kvfold.cli.inputs import check_columns, check_files
 from kvfold.cli.options import GrowingCsvFile, JsonFile, recipe_option
-from kvfold.cli.output import collect_rows, out, write_json
-from kvfold.fitting_table import FittingTable
+from kvfold.cli.output import collect_rows, out, table, write_json
 
 
 def serving(
@@ -59,16 +58,18 @@ def _print_serving(rows: list[dict[str, Any]]) -> None:
     first = rows[0]
     for hit, group in groupby(rows, itemgetter("prefix_hit")):
         columns = ("users", "tokens/s", "of each", "TTFT p50", "p90", "p99", "E2E p50", "p90", "p99", "KV tokens")
-        table = FittingTable(f"{first['input']:,} + {first['output']:,} tokens, {hit} % of prompts shared", *columns)
-        for row in group:
-            table.add_row(
+        title = f"{first['input']:,} + {first['output']:,} tokens, {hit} % of prompts shared"
+        times = [
+            (
                 str(row["concurrency"]),
                 f"{row['system_tps']:,.0f}",
                 f"{row['request_tps']:.1f}",
                 *(f"{row[f'{name}_p{p}']:.2f}" for name in ("ttft", "e2e") for p in (50, 90, 99)),
                 "–" if row["kv_tokens"] is None else f"{row['kv_tokens']:,}",
             )
-        out.print(table)
+            for row in group
+        ]
+        out.print(table(title, columns, times))
     out.print(
         f"{first['model']} with {first['recipe']}, {first['engine']} {first['version']} on {first['gpu']}; "
         f'{first["requests"] // first["concurrency"]} requests per user. Times are in seconds. "of each": '

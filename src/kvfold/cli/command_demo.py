@@ -7,7 +7,7 @@ import typer
 from rich.markup import escape
 
 from kvfold.cli.inputs import check, load, needed_artifact
-from kvfold.cli.output import out, progress
+from kvfold.cli.output import out, progress, report_tables
 from kvfold.models import EMBEDDED
 from kvfold.text import DOCUMENTATION, read_text, tokenize
 
@@ -23,7 +23,6 @@ def demo(
     Example: `kvfold demo --html report.html`
     """
     from kvfold.evaluate.page import write_html
-    from kvfold.evaluate.report import table
     from kvfold.recipes import parse
 
     panel, words = [parse(name) for name in DEMO_RECIPES], read_text(None, "evaluation")
@@ -44,7 +43,7 @@ def demo(
             answers=True,
             advance=advance,
         )
-    out.print(table(report))
+    out.print(report_tables(report))
     write_html(report, html)
     out.print(f"\nThe same with plots: {escape(str(html))}", highlight=False)
     out.print(f"\nEach cache reads a page of Python's documentation. {report.question}")

@@ -16,8 +16,7 @@ from rich.markup import escape
 from kvfold import hub
 from kvfold.cli.inputs import check_files, install_command
 from kvfold.cli.options import DEFAULT, JsonFile
-from kvfold.cli.output import err, out, write_json
-from kvfold.fitting_table import FittingTable
+from kvfold.cli.output import err, out, table, write_json
 from kvfold.models import EMBEDDED, INSTALL_EMBEDDED, cache_folder
 from kvfold.version import __version__
 
@@ -44,10 +43,7 @@ def doctor(json_file: JsonFile = None) -> None:
         parts = [*_hardware(), _kernels(), *map(_engine, ENGINES), _embedded(), _cache(), *_hub()]
     if write_json(json_file, [part._asdict() for part in parts]):
         return
-    table = FittingTable("", "part", "found")
-    for part in parts:
-        table.add_row(part.part, part.found)
-    out.print(table)
+    out.print(table("", ("part", "found"), [(part.part, part.found) for part in parts]))
     if fixes := [part for part in parts if part.fix]:
         out.print("\nWhat is missing, if you need it:")
         for part in fixes:

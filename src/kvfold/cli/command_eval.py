@@ -7,7 +7,7 @@ import typer
 
 from kvfold.cli.inputs import check, choose_recipes, find_artifact, load, needed_artifact
 from kvfold.cli.options import ArtifactFolder, CsvFile, JsonFile, Model, TextFile, recipe_option
-from kvfold.cli.output import out, progress, write_csv, write_json
+from kvfold.cli.output import out, progress, report_tables, write_csv, write_json
 from kvfold.cli.unfinished import hash_of, parts_in_cache, unfinished
 from kvfold.text import DOCUMENTATION, haystack_texts, read_text, tokenize
 
@@ -61,7 +61,7 @@ def eval_(
     `kvfold eval Qwen/Qwen3-8B -r oscar-int2 --artifact fits --needle 4096 --needle 32768 --tasks gsm8k`, or
     `kvfold eval Qwen/Qwen3-8B -r saw-int4 --tool-calls 16384 --haystack novel.txt --haystack code.txt --trials 10`
     """
-    from kvfold.evaluate.report import Report, rows, table
+    from kvfold.evaluate.report import Report, rows
     from kvfold.evaluate.run import Haystacks, evaluate
     from kvfold.recipes import method_source
 
@@ -108,4 +108,4 @@ def eval_(
         if html:
             write_html(report, html, artifact)
     if not (json_file == "-" and write_json(json_file, rows(report))):
-        out.print(table(report))
+        out.print(report_tables(report))

@@ -8,8 +8,7 @@ import typer
 import kvfold
 from kvfold.cli.inputs import check_files
 from kvfold.cli.options import JsonFile
-from kvfold.cli.output import check_table, out, write_json
-from kvfold.fitting_table import FittingTable
+from kvfold.cli.output import check_table, out, table, write_json
 
 
 def inspect(
@@ -48,9 +47,6 @@ def inspect(
     for name in artifact.metadata.recipes:
         own = [row for row in rows if row["recipe"] == name]
         columns = [column for column in own[0] if column != "recipe"]
-        table = FittingTable(name, *columns)
-        for row in own:
-            table.add_row(*(str(row[column]) for column in columns))
-        out.print(table)
+        out.print(table(name, columns, [[str(row[column]) for column in columns] for row in own]))
     for name, result in checks.items():
         out.print(check_table(f"{name}, checked", result))

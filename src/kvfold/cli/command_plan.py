@@ -8,8 +8,7 @@ import typer
 
 from kvfold.cli.inputs import bytes_in, check_files, config_of, fitting_recipes
 from kvfold.cli.options import JsonFile
-from kvfold.cli.output import out, write_json
-from kvfold.fitting_table import FittingTable
+from kvfold.cli.output import out, table, write_json
 from kvfold.geometry import Geometry, example_configs, text_config
 from kvfold.layer_kinds import Kind
 
@@ -75,19 +74,18 @@ def plan(
         )
     if write_json(json_file, rows):
         return
-    table = FittingTable(
-        f"{model}: {_packed(geometry)}; {memory} of cache",
-        *("recipe", "bytes per token", "smaller by", "tokens", f"requests of {context:,}"),
-    )
-    for row in rows:
-        table.add_row(
+    shown = [
+        (
             row["recipe"],
             f"{row['bytes_per_token']:,.0f}",
             f"{row['compression']:.2f}×",
             f"{row['tokens']:,}",
             f"{row['requests']:,}",
         )
-    out.print(table)
+        for row in rows
+    ]
+    columns = ("recipe", "bytes per token", "smaller by", "tokens", f"requests of {context:,}")
+    out.print(table(f"{model}: {_packed(geometry)}; {memory} of cache", columns, shown))
     if unserved:
         others.append(f"engines do not serve {', '.join(unserved)}: these are for evaluation")
     if most := max(row["open_block_bytes"] for row in rows):

@@ -7,8 +7,7 @@ from rich.text import Text
 
 from kvfold.cli.inputs import check_files, fitting_recipes
 from kvfold.cli.options import JsonFile
-from kvfold.cli.output import out, write_json
-from kvfold.fitting_table import FittingTable
+from kvfold.cli.output import out, table, write_json
 from kvfold.geometry import Geometry
 
 
@@ -44,23 +43,30 @@ def recipes(
         )
     if write_json(json_file, rows):
         return
-    table = FittingTable(
-        f"Recipes at head dimension {head_dim}", "recipe", "bits at 2k", "at 128k", "slot bytes", "needs", "what it is"
-    )
-    for row in rows:
-        table.add_row(
+    sizes = [
+        (
             row["recipe"],
             f"{row['bits_per_element_2k']:.4g}",
             f"{row['bits_per_element_128k']:.4g}",
             f"{row['key_slot_bytes']} + {row['value_slot_bytes']}",
             row["needs"],
+        )
+        for row in rows
+    ]
+    columns = ("recipe", "bits at 2k", "at 128k", "slot bytes", "needs")
+    out.print(table(f"Recipes at head dimension {head_dim}", columns, sizes), "")
+    about = [
+        (
+            row["recipe"],
             Text.assemble(
                 row["summary"],
                 (", for evaluation" if row["for_evaluation"] else "", "yellow"),
                 ("".join(["\n", ", ".join(row["options"])] if row["options"] else []), "dim"),
             ),
         )
-    out.print(table)
+        for row in rows
+    ]
+    out.print(table("", ("recipe", "what it is"), about))
     for line in others:
         out.print(line, highlight=False)
     out.print(

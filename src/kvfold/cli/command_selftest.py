@@ -8,8 +8,7 @@ from rich.text import Text
 
 from kvfold.cli.inputs import check_files
 from kvfold.cli.options import CsvFile, JsonFile, Target
-from kvfold.cli.output import collect_rows, out, write_json
-from kvfold.fitting_table import FittingTable
+from kvfold.cli.output import collect_rows, out, table, write_json
 
 
 def selftest(target: Target = None, json_file: JsonFile = None, csv_file: CsvFile = None) -> None:
@@ -37,13 +36,14 @@ def _print_checks(rows: list[dict[str, Any]]) -> None:
     paths = list(dict.fromkeys(row["path"] for row in rows))
     ordered = sorted(rows, key=lambda row: (paths.index(row["path"]), choice(row)))
     for (path, kernel, reason), group in groupby(ordered, choice):
-        table = FittingTable(f"{path}: {kernel}, since {reason}", "recipe", "heads, d, page", "error", "allowed", "")
+        shown = []
         for row in group:
             numbers = ("–" if row[name] is None else f"{row[name]:.1e}" for name in ("error", "allowed_error"))
             dims = "/".join(map(str, dict.fromkeys((row["head_dim"], row["value_dim"]))))
             shape = f"{row['q_heads']}:{row['kv_heads']}, {dims}, {row['page']}"
-            table.add_row(row["recipe"], shape, *numbers, "ok" if row["ok"] else Text("WRONG", style="bold red"))
-        out.print(table, "")
+            shown.append((row["recipe"], shape, *numbers, "ok" if row["ok"] else Text("WRONG", style="bold red")))
+        columns = ("recipe", "heads, d, page", "error", "allowed", "")
+        out.print(table(f"{path}: {kernel}, since {reason}", columns, shown), "")
     first = rows[0]
     out.print(
         f"{sum(row['ok'] for row in rows)} of {len(rows)} checks are ok on {first['device']} with kvfold "

@@ -10,10 +10,9 @@ from rich.markup import escape
 import kvfold
 from kvfold.cli.inputs import bytes_in, check, load
 from kvfold.cli.options import JsonFile, Model, TextFile
-from kvfold.cli.output import out, progress, write_json
+from kvfold.cli.output import out, progress, table, write_json
 from kvfold.cli.unfinished import hash_of, unfinished
 from kvfold.files import claimed
-from kvfold.fitting_table import FittingTable
 from kvfold.geometry import Geometry
 from kvfold.text import read_text, tokenize, with_openings
 
@@ -104,23 +103,17 @@ def tune(
             *points, best = tuner.measure([*named, (TUNED.name, chosen)], lambda share: advance(0.07 * share))
         rows = [{**point.row(), "chosen": point is best} for point in (*points, best)]
         with_choices(fits, geometry, chosen, ids[read:]).save(folder)
-        shown = write_json(json_file, rows)
+        in_terminal = write_json(json_file, rows)
         if png:
             draw(points, best, png)
-    if shown:
+    if in_terminal:
         return
-    table = FittingTable(
-        f"{model}, {len(ids) - read:,} tokens of text", "recipe", "bits", "bytes per token", "KL", "copying: KL"
-    )
-    for point in (*points[: len(EQUAL)], best):
-        numbers = (
-            f"{point.bits:.3g}",
-            f"{point.sequence_bytes / context:,.0f}",
-            f"{point.kl:.4f}",
-            f"{point.copy_kl:.4f}",
-        )
-        table.add_row(point.recipe, *numbers)
-    out.print(table)
+    shown = [
+        (p.recipe, f"{p.bits:.3g}", f"{p.sequence_bytes / context:,.0f}", f"{p.kl:.4f}", f"{p.copy_kl:.4f}")
+        for p in (*points[: len(EQUAL)], best)
+    ]
+    title = f"{model}, {len(ids) - read:,} tokens of text"
+    out.print(table(title, ("recipe", "bits", "bytes per token", "KL", "copying: KL"), shown))
     out.print("Bits and bytes include the open block. For KL it was at most a quarter of a passage.", highlight=False)
     out.print(f"Wrote {escape(str(folder))}. Serve it:", soft_wrap=True, highlight=False)
     command = shlex.join(["kvfold", "serve", model, "--recipe", TUNED.name, "--artifact", str(folder)])

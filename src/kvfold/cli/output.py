@@ -3,38 +3,86 @@
 import csv
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich import box
+from rich.console import Console, Group
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 from rich.text import Text
 
 from kvfold.files import append_rows
-from kvfold.fitting_table import FittingTable
 
 if TYPE_CHECKING:
     from kvfold.artifact import CheckResult
+    from kvfold.evaluate.report import Report
 
 out, err = Console(), Console(stderr=True)
 
 STYLES = {"passed": "", "failed": "bold red", "not decided": "bold yellow"}  # of verdicts
+WORDS = (
+    "recipe",
+    "what it is",
+    "needs",
+    "op",
+    "kernel",
+    "why",
+    "measure",
+    "part",
+    "found",
+)  # other columns hold numbers
 
 
-def check_table(title: str, result: "CheckResult") -> FittingTable:
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
+    """A table for the terminal. What is too wide is wrapped, or folded within a word: no cell is cut."""
+    shown = Table(
+        title=Text(title) if title else None,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+    )
+    for column in columns:
+        shown.add_column(column, justify="left" if column in WORDS else "right", overflow="fold")
+    for row in rows:
+        shown.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
+    return shown
+
+
+def report_tables(report: "Report") -> Group:
+    """What was measured, what was found in haystacks, and what it was measured on."""
+    from kvfold.evaluate.report import SUMMARY_COLUMNS, columns_of, name_of, spell_kl, summary_rows
+
+    caption = (
+        "Bits are those allocated for each number in the cache. "
+        f"Noise floor: KL {spell_kl(report.noise_floor)} of the plain model against the 16-bit cache. "
+        "Below it, differences mean nothing.\n"
+        f"{report.model} · {report.text} · context {report.context:,} · {report.tokens:,} tokens"
+    )
+    names = [name_of(row, report) for row in report.ordered]
+    tables = [table("", ["recipe", *group], zip(names, *group.values(), strict=True)) for group in columns_of(report)]
+    if report.summaries(report.reference):
+        tables.append(table("", ["recipe", *SUMMARY_COLUMNS], summary_rows(report)))
+    return Group(*(part for one in tables for part in (one, "")), Text(caption, style="table.caption"))
+
+
+def check_table(title: str, result: "CheckResult") -> Table:
     """The measures of a check, each with what is allowed. Shares are in percent, their losses in points."""
     title = f"{title} at {result.context:,} tokens, {result.date}"
-    table = FittingTable(title, "measure", "16 bits", "packed", "loss", "95 % interval", "allowed", "verdict")
+    columns = ("measure", "16 bits", "packed", "loss", "95 % interval", "allowed", "verdict")
+    rows: list[tuple[str | Text, ...]] = []
     for measure in result.measures:
         spell = "{:.4f}".format if measure.unit == "nats" else lambda share: f"{100 * share:.1f}"
         interval = f"{spell(measure.low)} to {spell(measure.high)}"
         numbers = map(spell, (measure.reference, measure.value, measure.loss))
         verdict = Text(measure.verdict, style=STYLES[measure.verdict])
-        table.add_row(measure.name, *numbers, interval, spell(measure.allowed), verdict)
-    return table
+        rows.append((measure.name, *numbers, interval, spell(measure.allowed), verdict))
+    return table(title, columns, rows)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The results of an evaluation: a table for the terminal, and rows for JSON. Its HTML page is in page.py."""
+"""The results of an evaluation: columns for people, and rows for JSON. Its HTML page is in page.py."""
 
 import math
 from collections.abc import Callable
@@ -6,11 +6,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Group, RenderableType
-from rich.text import Text
-
 from kvfold.evaluate.intervals import Interval, by_haystack, difference, interval
-from kvfold.fitting_table import FittingTable
 from kvfold.recipes import BAD_EXAMPLE
 
 if TYPE_CHECKING:
@@ -135,33 +131,6 @@ class Report:
         return result
 
 
-def table(report: Report) -> Group:
-    caption = (
-        "Bits are those allocated for each number in the cache. "
-        f"Noise floor: KL {spell_kl(report.noise_floor)} of the plain model against the 16-bit cache. "
-        "Below it, differences mean nothing.\n"
-        f"{report.model} · {report.text} · context {report.context:,} · {report.tokens:,} tokens"
-    )
-    shown: list[RenderableType] = []
-    for group in columns_of(report):
-        measured = FittingTable("", "recipe", *group)
-        for row, *cells in zip(report.ordered, *group.values(), strict=True):
-            measured.add_row(name_of(row, report), *cells, style="bold" if row is report.reference else "")
-        shown += [measured, Text()]
-    if report.summaries(report.reference):
-        shown += [_summary_table(report), Text()]
-    return Group(*shown, Text(caption, style="table.caption"))
-
-
-def _summary_table(report: Report) -> FittingTable:
-    result = FittingTable("", "recipe", *SUMMARY_COLUMNS)
-    for row in report.ordered:
-        for i, summary in enumerate(one for one in report.summaries(row) if one.text == ALL_TEXTS):
-            name = "" if i else name_of(row, report)
-            result.add_row(name, *_summary_cells(summary), style="bold" if row is report.reference else "")
-    return result
-
-
 def rows(report: Report) -> list[dict[str, Any]]:
     """Tidy rows for JSON and CSV. Each has the model, text and versions. Numbers that are not finite become None."""
     common = {
@@ -241,13 +210,18 @@ def _layer_mean(row: Row, name: str) -> float | None:
     return fmean(getattr(layer, name) for layer in row.layers) if row.layers else None
 
 
-def _summary_cells(summary: Summary) -> list[str]:
-    found, against = summary.found, summary.difference
-    points = NOT_MEASURED
-    if against is not None:
-        points = f"{100 * against.mean:+.1f} ({100 * against.low:+.1f} to {100 * against.high:+.1f})"
-    share, low, high = (100 * number for number in (found.mean, found.low, found.high))
-    return [summary.measure, f"{summary.length:,}", f"{share:.1f} %", f"{low:.0f} to {high:.0f}", points]
+def summary_rows(report: Report) -> list[list[str]]:
+    """Of all texts together. A recipe is named once."""
+    result = []
+    for row in report.ordered:
+        for i, summary in enumerate(one for one in report.summaries(row) if one.text == ALL_TEXTS):
+            against, points = summary.difference, NOT_MEASURED
+            if against is not None:
+                points = f"{100 * against.mean:+.1f} ({100 * against.low:+.1f} to {100 * against.high:+.1f})"
+            share, low, high = (100 * getattr(summary.found, end) for end in ("mean", "low", "high"))
+            found = [summary.measure, f"{summary.length:,}", f"{share:.1f} %", f"{low:.0f} to {high:.0f}", points]
+            result.append(["" if i else name_of(row, report), *found])
+    return result
 
 
 def _number(number: float | None, form: str) -> str:
