@@ -57,7 +57,7 @@ def _print_serving(rows: list[dict[str, Any]]) -> None:
     """One table per share of prefix hits."""
     first = rows[0]
     for hit, group in groupby(rows, itemgetter("prefix_hit")):
-        columns = ("users", "tokens/s", "of each", "TTFT p50", "p90", "p99", "E2E p50", "p90", "p99", "KV tokens")
+        columns = ("users", "tokens/s", "of\neach", "TTFT\np50", "p90", "p99", "E2E\np50", "p90", "p99", "KV\ntokens")
         title = f"{first['input']:,} + {first['output']:,} tokens, {hit} % of prompts shared"
         times = [
             (

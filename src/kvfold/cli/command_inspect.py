@@ -47,6 +47,7 @@ def inspect(
     for name in artifact.metadata.recipes:
         own = [row for row in rows if row["recipe"] == name]
         columns = [column for column in own[0] if column != "recipe"]
-        out.print(table(name, columns, [[str(row[column]) for column in columns] for row in own]))
+        headings = [column.replace(" ", "\n", 1) for column in columns]
+        out.print(table(name, headings, [[str(row[column]) for column in columns] for row in own]))
     for name, result in checks.items():
         out.print(check_table(f"{name}, checked", result))
