@@ -46,12 +46,12 @@ def test_the_notebook_is_one_that_jupyter_opens_and_has_no_outputs():
 
 
 def test_the_notebook_runs(embedded, monkeypatch):
-    """Cell by cell in one namespace, as in Jupyter: it has no magics."""
+    """Cell by cell in one namespace, as in Jupyter: it has no magics. The texts are shorter."""
     monkeypatch.setattr("kvfold.models.load_model", lambda name: embedded)
     names: dict = {}
     for cell in NOTEBOOK["cells"]:
         if cell["cell_type"] == "code":
-            exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
+            exec(compile("".join(cell["source"]).replace("1024", "256"), cell["id"], "exec"), names)
     assert "Paris" in names["answers"]["fold4"]
     smaller, kl = zip(*names["rows"].values(), strict=True)
     assert smaller[0] < smaller[1], "fold4 and fold2"
