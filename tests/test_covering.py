@@ -6,8 +6,6 @@ from types import SimpleNamespace
 import pytest
 from covering import covering, pytest_collection_modifyitems
 
-PRODUCTS = [(2, 3), (2, 2, 2), (5, 4, 3), (3, 3, 3, 3), (1, 6, 2)]
-
 
 def together(cases, strength):
     """The values of `strength` parameters that meet in a case."""
@@ -18,32 +16,13 @@ def together(cases, strength):
     }
 
 
-@pytest.mark.parametrize("strength", [1, 2])
-@pytest.mark.parametrize("sizes", PRODUCTS, ids=str)
-def test_every_value_or_pair_of_values_occurs(sizes, strength):
+@pytest.mark.parametrize(("sizes", "fewest"), [((2, 2, 2), 4), ((3, 3, 3, 3), 9), ((5, 4, 3), 20), ((1, 6, 2), 12)])
+def test_every_value_and_pair_of_values_occurs_in_few_cases(sizes, fewest):
     cases = list(itertools.product(*map(range, sizes)))
-    chosen = covering(cases, strength)
-    assert chosen == sorted(set(chosen))
-    assert together([cases[i] for i in chosen], strength) == together(cases, strength)
-
-
-def test_few_cases_are_enough():
-    def count(*sizes: int, strength: int = 2) -> int:
-        return len(covering(list(itertools.product(*map(range, sizes))), strength))
-
-    # no fewer are possible
-    assert [count(2, 2, 2), count(3, 3, 3, 3), count(5, 4, 3), count(15, 5, 2)] == [4, 9, 20, 75]
-    assert count(15, 5, strength=1) == 15
-
-
-def test_values_occur_equally_often():
-    chosen = covering(list(itertools.product(range(8), range(4))), 1)
-    assert sorted(i % 4 for i in chosen) == [0, 0, 1, 1, 2, 2, 3, 3]
-
-
-def test_values_that_never_meet_are_not_asked_for():
-    cases = [(0, 0, 0), (0, 1, 1), (1, 0, 1), (1, 0, 0)]  # no (1, 1, …)
-    assert together([cases[i] for i in covering(cases, 2)], 2) == together(cases, 2)
+    for strength, count in ((1, max(sizes)), (2, fewest)):
+        chosen = covering(cases, strength)
+        assert len(chosen) == count
+        assert together([cases[i] for i in chosen], strength) == together(cases, strength)
 
 
 class Item:
@@ -57,25 +36,12 @@ class Item:
         return name == self.mark
 
 
-def collected(mark: str | None) -> list[Item]:
-    return [Item(mark, ids) for ids in itertools.product("abcd", ("0-0", "1-1", "2-2"), "xy")]
-
-
-def thin(items: list[Item], whole: bool = False) -> list[Item]:
-    """What is deselected."""
-    deselected: list[Item] = []
-    hook = SimpleNamespace(pytest_deselected=lambda items: deselected.extend(items))
-    pytest_collection_modifyitems(SimpleNamespace(getoption=lambda _: whole, hook=hook), items)
-    return deselected
-
-
 @pytest.mark.parametrize(("whole", "counts"), [(False, [4, 12, 24]), (True, [24, 24, 24])])
 def test_marked_tests_run_fewer_cases_unless_all_are_asked_for(whole, counts):
-    marks = ("each_value", "pairs", None)
-    items = [item for mark in marks for item in collected(mark)]
-    deselected = thin(items, whole)
+    marks, hook = ("each_value", "pairs", None), SimpleNamespace(pytest_deselected=lambda items: None)
+    items = [Item(mark, ids) for mark in marks for ids in itertools.product("abcd", ("0-0", "1-1", "2-2"), "xy")]
+    pytest_collection_modifyitems(SimpleNamespace(getoption=lambda _: whole, hook=hook), items)
     assert [sum(item.mark == mark for item in items) for mark in marks] == counts
-    assert len(deselected) == 3 * 24 - sum(counts)
 
 
 @pytest.mark.pairs
@@ -84,9 +50,3 @@ def test_marked_tests_run_fewer_cases_unless_all_are_asked_for(whole, counts):
 @pytest.mark.parametrize("d", [{}, {"e": 1}])
 def test_pytest_names_the_values_of_each_decorator(request, a, b, c, d):
     assert request.node.callspec._idlist == [f"d{int(bool(d))}", f"{b}-{c}", str(a)]
-
-
-def test_what_is_left_by_name_is_run():
-    items = collected("pairs")[17:18]
-    assert thin(items) == []
-    assert len(items) == 1

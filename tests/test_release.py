@@ -1,10 +1,9 @@
-"""What a release states: its version, what it takes and was run with, how to cite it and how to report a problem."""
+"""What a release states: its version, what it takes and was run with, and how to cite it."""
 
 import ast
 import csv
 import re
 import tomllib
-from pathlib import Path
 
 import pytest
 import yaml
@@ -18,7 +17,6 @@ from kvfold.artifact import SCHEMA
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
-TEMPLATES = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 NEXT = {"0.32": "0.33", "0.5.23": "0.5.24"}  # the first version that is not taken any more
 PINNED = {  # where `make test` takes versions from
     "vLLM": "constraints-vllm.txt",
@@ -123,19 +121,3 @@ def test_other_files_name_this_version(file: str):
     named = re.findall(r"(?:kvfold-vllm:|\"kvfold\": \")([\d.]+)", (ROOT / file).read_text())
     assert named
     assert set(named) == {__version__}
-
-
-@pytest.mark.parametrize("file", TEMPLATES, ids=lambda file: file.stem)
-def test_issue_templates_are_forms_that_can_be_filled_in(file: Path):
-    form = yaml.safe_load(file.read_text())
-    if file.stem == "config":
-        assert form.keys() <= {"blank_issues_enabled", "contact_links"}
-        return
-    assert {"name", "description", "body"} <= form.keys()
-    ids = [field["id"] for field in form["body"]]
-    assert len(set(ids)) == len(ids)
-    for field in form["body"]:
-        assert field["type"] in ("textarea", "input", "dropdown", "checkboxes")
-        assert field["attributes"]["label"]
-        assert ("options" in field["attributes"]) == (field["type"] in ("dropdown", "checkboxes"))
-        assert field.keys() <= {"type", "id", "attributes", "validations"}
