@@ -21,34 +21,15 @@ from kvfold.format.layout import (
     ("bits", "dims", "group", "code_bytes", "slot_bytes"),
     [
         (8, 64, None, 64, 68),
-        (8, 80, None, 80, 84),
-        (8, 96, None, 96, 100),
-        (8, 128, None, 128, 132),
-        (8, 256, None, 256, 260),
-        (4, 64, None, 32, 36),
         (4, 80, None, 40, 44),
-        (4, 96, None, 48, 52),
-        (4, 128, None, 64, 68),
         (4, 256, None, 128, 132),
-        (2, 64, None, 16, 20),
-        (2, 80, None, 20, 24),
         (2, 96, None, 24, 28),
-        (2, 128, None, 32, 36),
-        (2, 256, None, 64, 68),
         (3, 128, None, 48, 52),
         # groups: 4 bytes of metadata for each
-        (4, 64, 32, 32, 40),
         (4, 80, 40, 40, 48),
-        (4, 96, 32, 48, 60),
-        (4, 128, 32, 64, 80),
         (4, 128, 64, 64, 72),
-        (4, 256, 32, 128, 160),
-        (2, 64, 32, 16, 24),
         (2, 80, 20, 20, 36),
-        (2, 96, 48, 24, 32),
-        (2, 128, 64, 32, 40),
         (2, 256, 128, 64, 72),
-        (8, 64, 16, 64, 80),
         (8, 80, 5, 80, 144),
         (4, 128, 128, 64, 68),
     ],
@@ -119,12 +100,6 @@ def test_evenly_spaced_levels_mix_with_no_other_rule():
         SlotLayout(segments)
     with pytest.raises(ValueError, match="mix with no other rule"):
         SlotLayout(segments[:1], centroid=True)
-
-
-@pytest.mark.parametrize("dims", [64, 80, 96, 128, 256])
-def test_bytes_of_a_raw_slot(dims):
-    slot = raw_slot(dims)
-    assert (slot.code_bytes, slot.meta_bytes, slot.slot_bytes) == (2 * dims, 0, 2 * dims)
 
 
 @pytest.mark.parametrize(
@@ -201,11 +176,6 @@ def test_bytes_of_a_channel_slot(dims, bits, boosted, code_bytes, meta_bytes):
     assert (slot.dims, slot.code_bytes, slot.meta_bytes) == (dims, code_bytes, meta_bytes)
     assert slot.per_page
     assert slot.slot_bytes == code_bytes, "metadata belong to the page"
-
-
-def test_a_centroid_takes_sixteen_bits_of_a_slot():
-    slot = SlotLayout(affine_slot(128, 4).segments, centroid=True)
-    assert (slot.code_bytes, slot.meta_bytes, slot.slot_bytes) == (64, 6, 70)
 
 
 @pytest.mark.parametrize(

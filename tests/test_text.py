@@ -80,7 +80,7 @@ def test_tokenize_gives_the_first_tokens_of_the_whole_text(embedded, caplog: pyt
     text = default_text("evaluation")
     with caplog.at_level(logging.WARNING):
         whole = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        for tokens in (1, 100, 8192, len(whole)):
+        for tokens in (1, 100, 8192, len(whole), None):
             ids = tokenize(text, tokenizer, tokens)
             assert ids.dtype == torch.int64
             assert ids.tolist() == whole[:tokens]
@@ -97,17 +97,6 @@ def test_tokenize_says_how_many_tokens_a_short_text_has(embedded):
     _, tokenizer = embedded
     with pytest.raises(ValueError, match=r"has 5 tokens, fewer than the 6 "):
         tokenize("12345", tokenizer, 6)
-
-
-def test_tokenize_all_of_a_text(embedded, caplog: pytest.LogCaptureFixture):
-    _, tokenizer = embedded
-    text = default_text("evaluation")
-    with caplog.at_level(logging.WARNING):
-        ids = tokenize(text, tokenizer, None)
-    assert ids.dtype == torch.int64
-    assert ids.tolist() == tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    assert not caplog.records
-    assert tokenizer.decode(tokenize("one two three", tokenizer, None)) == "one two three"
 
 
 def words(begins: bool) -> PreTrainedTokenizerFast:
