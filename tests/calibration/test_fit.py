@@ -146,42 +146,6 @@ def test_progress_is_shares_of_one(model, tokens):
     assert min(shares) > 0
 
 
-def test_a_run_that_was_broken_off_goes_on(model, tokens, artifact, tmp_path, monkeypatch):
-    checkpoint, clock = tmp_path / "unfinished.safetensors", iter(range(0, 10_000, 60))
-    monkeypatch.setattr("kvfold.calibration.capture.time.monotonic", lambda: next(clock))  # every save is due
-    panel = [parse(name) for name in PANEL]
-
-    def stop(share: float, calls: list[float] = []) -> None:  # noqa: B006, it counts
-        calls.append(share)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        calibrate(model, tokens, CONTEXT, panel, checkpoint=checkpoint, progress=stop)
-    assert checkpoint.exists()
-    passages = []
-    hook = model.model.register_forward_pre_hook(lambda *_: passages.append(1))
-    resumed = calibrate(model, tokens, CONTEXT, panel, checkpoint=checkpoint)
-    hook.remove()
-    assert len(passages) == 2, "only first keys and the last passage were left"
-    assert checkpoint.exists()  # until the artifact is saved
-    assert same(resumed, artifact)
-
-
-def test_a_checkpoint_of_another_text_is_refused(model, tokens, tmp_path, monkeypatch):
-    checkpoint, clock = tmp_path / "unfinished.safetensors", iter(range(0, 10_000, 60))
-    monkeypatch.setattr("kvfold.calibration.capture.time.monotonic", lambda: next(clock))
-
-    def stop(share: float) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        calibrate(model, tokens, CONTEXT, checkpoint=checkpoint, progress=stop)
-    for text, context in ((random_tokens(TOKENS, seed=5), CONTEXT), (tokens, CONTEXT + 1)):
-        with pytest.raises(ValueError, match="another model, text, context or kvfold"):
-            calibrate(model, text, context, checkpoint=checkpoint)
-
-
 @torch.no_grad()
 def test_saved_and_loaded_it_runs_the_same(model, artifact, tmp_path):
     artifact.save(tmp_path)
@@ -195,14 +159,6 @@ def test_saved_and_loaded_it_runs_the_same(model, artifact, tmp_path):
         assert torch.equal(first, second)
         assert first.isfinite().all()
         assert 0 < (first - exact).norm() < exact.norm(), name
-
-
-def test_a_recipe_that_was_not_calibrated_for_names_the_command(model, tokens, artifact):
-    for other, holds in ((artifact, "oscar-int2, "), (calibrate(model, tokens, CONTEXT), "means alone")):
-        with pytest.raises(ValueError, match="was not calibrated for gtq-k2v2") as caught:
-            cache(model, "gtq-k2v2:block=9", other)
-        assert f"it holds {holds}" in str(caught.value)
-        assert "`kvfold calibrate MODEL --recipe gtq-k2v2 --out DIR`" in str(caught.value)
 
 
 # What an artifact holds
