@@ -187,13 +187,7 @@ def test_a_full_gpu_is_explained_in_one_line(error_of, monkeypatch):
     ("recipe", "message"),
     [
         ("saw-int5", "unknown recipe 'saw-int5': did you mean 'saw-int4'?"),
-        ("int4:order=64", "int4 has no option 'order'; it takes block, centre, group, skip"),
-        ("int4:block=few", "int4: block='few'"),
-        ("int4:block", "write options as name=value, not 'block'"),
         ("int4:recent=256", "int4: recent= is gone: the tokens of the open block are read raw, so write block=64"),
-        ("tq-k9v9", "tq-k9v9: keys and values take 1 to 8 bits, not 9 and 9"),
-        (f"tq-k4v4:seed={2**31}", f"tq-k4v4: seed='{2**31}': Input should be less than {2**31}"),
-        ("gtq-k0v3", "gtq-k0v3: keys and values take 1 to 8 bits, not 0 and 3"),
     ],
 )
 def test_a_recipe_is_read_before_the_model(error_of, command: tuple[str, ...], recipe: str, message: str):
