@@ -119,26 +119,6 @@ def test_blocks_of_one_width_are_one_vector_and_rope_pairs_stay_together(rope):
             assert all((i in mine) == (j in mine) for i, j in blocks_of(rope))
 
 
-def test_heads_share_the_histogram_and_differ_in_their_blocks():
-    layer, fit = fit_of("gtq-k2v2", kv_heads=3, seed=5)
-    assert fit["key_widths"].shape == (1, 32)
-    assert fit["key_order"].shape == (3, 32)
-    assert len({tuple(row) for row in fit["key_order"].tolist()}) == 3
-    layouts = {parse("gtq-k2v2").layouts(32, 32, fit)[0]}
-    assert len(layouts) == 1
-    assert torch.equal(layer.statistics.q.count, 3 * layer.statistics.k.count)
-
-
-@pytest.mark.parametrize("bits", [2, 3, 4])
-@pytest.mark.parametrize("widths", ["two", "all"])
-def test_total_bits_of_a_slot(bits, widths):
-    text = f"gtq-k{bits}v{bits}:widths={widths}"
-    _, fit = fit_of(text)
-    key, value = parse(text).layouts(32, 32, fit)
-    assert key.code_bytes == value.code_bytes == 4 * bits
-    assert (key.meta_bytes, value.meta_bytes) == (2 * len(set(fit["key_widths"].flatten().tolist())), 2)
-
-
 def test_slots_of_heads_alone_hold_their_own_widths():
     text = "gtq-k3v3:widths=all,per_head=true"
     _, fit = fit_of(text)

@@ -11,7 +11,7 @@ from scipy.linalg import block_diag, hadamard
 from kvfold.fitted import Fitted
 from kvfold.geometry import Geometry
 from kvfold.quantizers import even
-from kvfold.recipes import RECIPES, parse
+from kvfold.recipes import parse
 
 WIDTHS = {  # bits per quarter: keys, values
     "fold4": ((8, 4, 4, 2), (4, 4, 4, 4)),
@@ -168,14 +168,6 @@ def test_large_and_small_models_store_equally_well():
     assert errors == pytest.approx([errors[1]] * 3, rel=1e-2)
     with pytest.raises(ValueError, match="cannot store"):
         codec.encode(x * 2.0**20)
-
-
-def test_there_are_three_options():
-    for name in WIDTHS:
-        assert sorted(RECIPES[name].options) == ["block", "skip"]
-        assert str(parse(f"{name}:block=20,skip=0+3")) == f"{name}:block=20,skip=0+3"
-        with pytest.raises(ValueError, match=f"{name} has no option 'centre'; it takes block, skip"):
-            parse(f"{name}:centre=false")
 
 
 def test_widths_of_a_layer_come_from_its_fit():

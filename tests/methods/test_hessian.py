@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
-from random_layers import FIRST, fitted, random_layer
+from random_layers import FIRST, random_layer
 
 from kvfold.recipes import parse
 
@@ -31,15 +31,3 @@ def test_rotation_by_definition(d, order, centred):
     assert rotation.dtype == torch.float32
     np.testing.assert_allclose(rotation[0].numpy(), h @ eigenbasis(moment), atol=1e-5)
     np.testing.assert_allclose(rotation[0] @ rotation[0].T, np.eye(d), atol=1e-5)
-
-
-def test_queries_are_uncorrelated_in_the_basis_behind_the_hadamard_rotation():
-    layer = random_layer(16)
-    fit = fitted("hessian-int4", 16, 2)
-    _, value = parse("hessian-int4").codecs(16, 16, fit)
-    h = torch.tensor(scipy.linalg.hadamard(16)) / 4.0
-    q = (torch.from_numpy(layer.q[FIRST:]) @ h.double() @ fit["key_rotation"][0].double()).flatten(0, 1)  # q·H·H·R
-    moment = q.T @ q / len(q)
-    assert torch.allclose(moment, torch.diag(moment.diagonal()), atol=1e-4 * float(moment.max()))
-    assert (moment.diagonal().diff() <= 1e-5).all(), "by descending energy"
-    assert value.transform.rotation is None

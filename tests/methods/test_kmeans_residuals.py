@@ -30,15 +30,6 @@ def test_centroids_are_means_of_their_own_samples(text, centred):
             np.testing.assert_allclose(joined[number], rows[ids == number].mean(0), atol=1e-4)
 
 
-def test_one_centroid_is_the_mean():
-    layer = random_layer(16)
-    for means in ((None, None), layer.means):
-        fit = parse("kmeans-int4:centroids=1").fit(layer.statistics, layer.rope, means)
-        for side, mean, centre in zip(("key", "value"), layer.means, means, strict=True):
-            expected = mean if centre is None else torch.zeros_like(mean)
-            assert torch.allclose(fit[f"{side}_centroids"][:, 0].double(), expected, atol=1e-5)
-
-
 def test_the_nearest_of_all_heads_together_and_not_of_each():
     """Head 0 is nearer to centroid 0, head 1 to centroid 1 by more."""
     centroids = torch.zeros(2, 2, 16)

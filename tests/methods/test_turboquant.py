@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from lloyd_max_error import distortion
 
 from kvfold.quantizers.lloyd_max import levels
 from kvfold.recipes import parse
@@ -42,20 +41,3 @@ def test_rotations_come_from_the_seed_and_differ_for_keys_and_values():
     distinct = [*first, *other]
     assert all(not torch.equal(a, b) for i, a in enumerate(distinct) for b in distinct[:i])
     assert all(m.shape == (1, 64, 64) for m in distinct)
-
-
-def test_nothing_is_fitted():
-    assert not parse("tq-k3v3").learns
-
-
-@pytest.mark.parametrize("bits", [1, 2, 3, 4])
-def test_the_corrected_norm_halves_the_shrinkage_of_logits(bits):
-    """⟨x̂, x⟩/‖x‖² is 1 − D for the paper's x̂ = ‖x‖·ŷ, with D the distortion, and √(1 − D) with the norm corrected."""
-    x = torch.randn(2000, 1, 128, generator=torch.Generator().manual_seed(1))
-    codec = parse(f"tq-k{bits}v{bits}").codecs(128, 128, {})[0]
-    codes, meta = codec.quantize(codec.transform.forward(x).unsqueeze(-2))
-    y, length = codec.transform.forward(x)[:, 0].double(), x[:, 0].double().norm(dim=-1)
-    decoded = codec.dequantize(codes, meta)[:, 0, 0].double()
-    paper = decoded / meta[:, 0, 0].double() * length[:, None] / 128**0.5
-    shares = [float(((z * y).sum(-1) / length**2).mean()) for z in (paper, decoded)]
-    assert shares == pytest.approx([1 - distortion(bits), (1 - distortion(bits)) ** 0.5], rel=0.01)
