@@ -2,10 +2,11 @@ import numpy as np
 import pytest
 import torch
 from clipping import clipped
+from decoded_slots import decoded_by_hand
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_layers import fitted
-from rounded_rotations import as_multiplied
+from rounded_rotations import as_multiplied, hadamard
 
 from kvfold.format.codec import Codec
 from kvfold.format.layout import Segment, SlotLayout, affine_slot, channel_slot, codebook_slot, mixed_slot, raw_slot
@@ -15,16 +16,10 @@ from kvfold.transforms import Hadamard, Matrix, Transform, random_rotation
 
 HEAD_DIMS = [64, 80, 96, 128, 256]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
 
 
 def heavy_tailed(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).standard_t(3, shape).astype(np.float32))
-
-
-def rotation_matrix(dims: int, order: int) -> np.ndarray:
-    signs = [[(-1.0) ** (i & j).bit_count() for j in range(order)] for i in range(order)]
-    return np.kron(np.eye(dims // order), np.array(signs)) / np.sqrt(order)
 
 
 def error_bound(y: np.ndarray, bits: int) -> np.ndarray:
@@ -41,66 +36,6 @@ def error_bound(y: np.ndarray, bits: int) -> np.ndarray:
     e, f = np.maximum(scale * 2**-11, 2**-25), np.maximum(np.abs(low) * 2**-11, 2**-25)
     float32 = 4 * 2**-24 * (np.abs(y).max(-1, keepdims=True) + high - low)
     return np.maximum((scale + e) / 2, f + levels * e) * (1 + 2**-10) + float32
-
-
-def decoded_by_hand(
-    slots: torch.Tensor,
-    layout: SlotLayout,
-    raw_dtype: torch.dtype,
-    centroids: torch.Tensor | None = None,
-) -> np.ndarray:
-    """Slots uint8[..., kv_heads, slot_bytes] -> transformed float64[..., kv_heads, d], from the bytes as documented."""
-    if layout.heads:  # each with its own codes from the first byte of the slot, and its own metadata behind them all
-        parts = []
-        for number, head in enumerate(layout.heads):
-            slot, behind = slots[..., number, :], layout.code_bytes
-            own = torch.cat((slot[..., : head.code_bytes], slot[..., behind : behind + head.meta_bytes]), dim=-1)
-            parts.append(decoded_by_hand(own, head, raw_dtype))
-        return np.stack(parts, axis=-2)
-    data = slots.numpy()
-    entries = np.ascontiguousarray(data[..., layout.code_bytes :])
-    if layout.even:  # scales 16·e + m
-        meta = np.where(entries < 16, 0, (1 + entries % 16 / 16) * 2.0 ** (entries // 16 - 8.0))
-    else:
-        meta = entries.view("<f2").astype(np.float64)
-    parts, byte, entry = [], 0, 0
-    for segment in layout.segments:
-        n = segment.stop - segment.start
-        if segment.rule == "raw":
-            raw = np.ascontiguousarray(data[..., byte : byte + 2 * n])
-            if raw_dtype == torch.float16:
-                parts.append(raw.view("<f2").astype(np.float64))
-            else:  # bfloat16: the upper half of a float32
-                parts.append((raw.view("<u2").astype(np.uint32) << 16).view(np.float32).astype(np.float64))
-            byte += 2 * n
-            continue
-        n = -(-n // 8) * 8 if segment.rule == "codebook" else n
-        codes, below = np.zeros((*data.shape[:-1], n)), 0
-        for width in PLANES[segment.bits]:
-            stride = n * width // 8
-            plane = data[..., byte : byte + stride].astype(np.int64)
-            for part in range(8 // width):
-                bits = plane // 2 ** (part * width) % 2**width
-                codes[..., part * stride : (part + 1) * stride] += bits * 2**below
-            byte, below = byte + stride, below + width
-        if segment.rule == "codebook":
-            levels = np.array(lloyd_max.levels(segment.bits))
-            parts.append(levels[codes[..., : segment.dims].astype(np.int64)] * meta[..., entry : entry + 1])
-            entry += 1
-        elif segment.rule == "even":
-            parts.append((codes - (2**segment.bits - 1) / 2) * meta[..., entry : entry + 1])
-            entry += 1
-        else:
-            parts.append(codes * meta[..., entry : entry + 1] + meta[..., entry + 1 : entry + 2])
-            entry += 2
-    assert byte == layout.code_bytes
-    assert (1 if layout.even else 2) * (entry + layout.centroid) == layout.meta_bytes
-    decoded = np.concatenate(parts, axis=-1)
-    if layout.centroid:
-        assert centroids is not None
-        numbers = entries.view("<u2")[..., -1].astype(np.int64)  # [..., kv_heads]
-        decoded += centroids.double().numpy()[np.arange(decoded.shape[-2]), numbers]
-    return decoded
 
 
 def is_codebook_decoding(by_hand: np.ndarray, y: np.ndarray, bits: int, slack: np.ndarray) -> bool:
@@ -210,13 +145,6 @@ def test_constants_of_sixteen_bits_decode_exactly(bits):
     assert torch.equal(affine.dequantize(codes, meta), constants)
 
 
-def test_bfloat16_constants_decode_exactly():
-    """bfloat16 has fewer bits than float16: everything from the smallest normal float16 to its largest fits."""
-    bits = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16).float()
-    constants = bits[(bits.abs() >= 2**-14) & (bits.abs() <= 65504)][:, None].expand(-1, 16).contiguous()
-    assert torch.equal(affine.dequantize(*affine.quantize(constants, 4)), constants)
-
-
 @pytest.mark.parametrize("dims", [1, 3, 8, 33, 64])
 @pytest.mark.parametrize("tokens", [0, 1, 7, 130])
 def test_every_code_is_its_multiple_of_the_scale_rounded_once(tokens, dims):
@@ -321,7 +249,7 @@ def matrices(text: str, dims: int, which: int, fit: dict[str, torch.Tensor], cod
     """The linear map of a recipe and its inverse, from its definition."""
     recipe, name = parse(text), name_of(text)
     if name in ("saw-int4", "quarot-int2", "kmeans-saw-int4") and (which == 0 or recipe.values):
-        matrix = rotation_matrix(dims, recipe.order or min(dims & -dims, 128))
+        matrix = hadamard(dims, recipe.order or min(dims & -dims, 128))
     elif name == "oscar-int2" or (name == "hessian-int4" and which == 0):
         matrix = fit[("key_rotation", "value_rotation")[which]].double().numpy()
     elif name.startswith("tq") or (name.startswith("gtq") and which == 1):
@@ -439,6 +367,7 @@ ROW_BY_ROW = [
     "tq-k3v5",
     "gtq-k3v2",
     "gtq-k2v2:widths=all,per_head=true",
+    "fold4",
     "fold3",
 ]
 
@@ -486,13 +415,13 @@ def test_slots_of_many_widths(raw_dtype):
     x = heavy_tailed(30, 2, 96, seed=2)
     slots = codec.encode(x)
     by_hand = decoded_by_hand(slots, codec.layout, raw_dtype)
-    y = (x.double() - codec.transform.mean.double()).numpy() @ rotation_matrix(96, 32)
+    y = (x.double() - codec.transform.mean.double()).numpy() @ hadamard(96, 32)
     for segment in segments:
         part = slice(segment.start, segment.stop)
         raw = segment.rule == "raw"
         bound = 2**-8 * np.abs(y[..., part]) if raw else error_bound(y[..., part], segment.bits)
         assert (np.abs(by_hand[..., part] - y[..., part]) <= bound + 1e-5).all()
-    back = by_hand @ rotation_matrix(96, 32).T + codec.transform.mean.double().numpy()
+    back = by_hand @ hadamard(96, 32).T + codec.transform.mean.double().numpy()
     np.testing.assert_allclose(codec.decode(slots).numpy(), back, atol=1e-5)
 
 

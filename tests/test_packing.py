@@ -2,12 +2,12 @@ import math
 
 import pytest
 import torch
+from decoded_slots import PLANES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvfold.format.packing import pack, packed_bytes, planes, unpack
 
-PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
 WIDTHS = sorted(PLANES)
 
 

@@ -15,7 +15,7 @@ from even_codecs import even_codecs
 from even_steps import chosen
 from page_views import key_views, value_views
 from random_layers import fitted
-from rounded_rotations import as_multiplied
+from rounded_rotations import as_multiplied, hadamard
 
 from kvfold.bench.scattered_cache import TOKENS, ScatteredCache
 from kvfold.fitted import Fitted
@@ -431,9 +431,7 @@ def transformed(x: torch.Tensor, codec: Codec) -> np.ndarray:
         matrix = np.broadcast_to(as_multiplied(rotation.matrix.double().numpy()), (x.shape[1], *y.shape[-1:] * 2))
         return np.einsum("...hd,hde->...he", y, matrix)
     if isinstance(rotation, Hadamard):
-        order = rotation.order
-        signs = [[(-1.0) ** (i & j).bit_count() for j in range(order)] for i in range(order)]
-        return y @ np.kron(np.eye(y.shape[-1] // order), np.array(signs)) * order**-0.5
+        return y @ hadamard(y.shape[-1], rotation.order)
     return y
 
 

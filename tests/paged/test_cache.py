@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
+from decoded_slots import decoded_by_hand
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -21,13 +22,12 @@ from rounded_rotations import as_multiplied
 
 from kvfold.fitted import Fitted
 from kvfold.format.codec import Codec
-from kvfold.format.layout import SlotLayout, affine_slot, channel_slot, raw_slot
+from kvfold.format.layout import affine_slot, channel_slot, raw_slot
 from kvfold.geometry import Geometry
 from kvfold.ops import naive
 from kvfold.ops.attend import attend_torch
 from kvfold.ops.pages import Logits
 from kvfold.paged import PagedCache
-from kvfold.quantizers.lloyd_max import levels
 from kvfold.recipe import Recipe
 from kvfold.recipes import parse
 from kvfold.transforms import Matrix
@@ -155,39 +155,6 @@ def hadamard(dims: int, order: int) -> np.ndarray:
     return np.kron(np.eye(dims // order), np.array(signs))
 
 
-PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
-
-
-def decoded(slots: torch.Tensor, codec: Codec) -> np.ndarray:
-    """Slots uint8[n, kv_heads, slot_bytes] -> float64[n, kv_heads, d], from the bytes as documented."""
-    data, layout = slots.numpy(), codec.layout
-    heads = [
-        decoded_head(data[:, i], layout, layout.heads[i] if layout.heads else layout) for i in range(data.shape[1])
-    ]
-    if layout.centroid:
-        numbers = np.ascontiguousarray(data[:, 0, -2:]).view("<i2")[:, 0]
-        heads = [x + centroids[numbers] for x, centroids in zip(heads, codec.centroids.double().numpy(), strict=True)]
-    return np.stack(heads, axis=1)
-
-
-def decoded_head(data: np.ndarray, slot: SlotLayout, layout: SlotLayout) -> np.ndarray:
-    """Of one KV head, whose `layout` lies in slots as large as `slot` says."""
-    entries = np.ascontiguousarray(data[:, slot.code_bytes :]).view("<f2").astype(np.float64)
-    meta, parts, byte = list(entries.T[..., None]), [], 0
-    for segment in layout.segments:
-        n = segment.stop - segment.start
-        stored, below, codes = -(-n // 8) * 8 if segment.rule == "codebook" else n, 0, 0
-        for width in PLANES[segment.bits]:
-            plane = data[:, byte : byte + stored * width // 8].astype(np.int64)
-            codes = codes + np.concatenate([(plane >> s) % 2**width for s in range(0, 8, width)], -1) * 2**below
-            byte, below = byte + stored * width // 8, below + width
-        if segment.rule == "affine":
-            parts.append(codes * meta.pop(0) + meta.pop(0))
-        else:
-            parts.append(np.array(levels(segment.bits))[codes[:, :n]] * meta.pop(0))
-    return np.concatenate(parts, -1)
-
-
 def by_channel(y: np.ndarray, bits: int, boosted: int) -> np.ndarray:
     """Full pages float64[pages, tokens, kv_heads, d] of 16-bit numbers, through the integers of each channel."""
     y = y.astype(np.float32)
@@ -223,13 +190,16 @@ class Side:
             return np.stack((wide, wide, wide), axis=1)
         if self.codec.layout.per_page:
             return np.stack((wide, *[np.full_like(wide, np.nan)] * 2), axis=1)
-        packed = decoded(self.codec.encode(x), self.codec)
+        packed = self.decoded(self.codec.encode(x))
         if self.first is None:
             return np.stack((wide, packed, packed), axis=1)
         near = (by_head((self.first - self.mean)[None], self.matrix) * self.order**-0.5).astype(np.float32)
         parts = self.codec.quantize(torch.from_numpy(y - near).unsqueeze(-2))
         slots = torch.cat([part.view(torch.uint8) for part in parts], dim=-1).squeeze(-2)
-        return np.stack((wide, packed, decoded(slots, self.codec) + near), axis=1)
+        return np.stack((wide, packed, self.decoded(slots) + near), axis=1)
+
+    def decoded(self, slots: torch.Tensor) -> np.ndarray:
+        return decoded_by_hand(slots, self.codec.layout, self.codec.raw_dtype, self.codec.centroids)
 
     def packed(self, stored: np.ndarray, page_size: int) -> np.ndarray:
         """All tokens of a sequence [tokens, 3, kv_heads, d] -> their packed form; NaN in a page that is not full and is
