@@ -13,9 +13,6 @@ import numpy as np
 import pytest
 import torch
 from decoded_slots import decoded_by_hand
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from page_views import key_views, value_views
 from random_layers import random_layer
 from rounded_rotations import as_multiplied
@@ -332,8 +329,8 @@ class World:
                 kv[:, :, row, column] = token.raw
         return q, [[side[..., :dims] for side, dims in zip(layer, setup.both, strict=True)] for layer in kv]
 
-    def step(self, counts: Sequence[int], definition: bool = False) -> None:
-        """Feed random tokens; `definition`: compare with `naive`, too, however slow."""
+    def step(self, counts: Sequence[int]) -> None:
+        """Feed random tokens. `naive` is compared, too, where it is not slow, and where it quantizes whole pages."""
         new = [self.tokens(count) for count in counts]
         columns = max(counts)
         q, kv = self.batch(new, columns)
@@ -351,7 +348,7 @@ class World:
             assert out.shape == (*q.shape[1:-1], self.setup.both[1])
             assert all((padded[: columns - count] == 0).all() for padded, count in zip(out, counts, strict=True))
             outputs = [flat(out, counts)]
-            if columns <= 2 or (definition and layer == (0 in self.setup.parsed.skip)):  # the first that is packed
+            if columns <= 2 or (self.setup.by_page and layer == (0 in self.setup.parsed.skip)):  # the first packed one
                 pages = self.cache.pages(layer)
                 pages.ring.copy_(ring)  # as before the step
                 new = naive.store(pages, *(flat(x, counts) for x in kv[layer]))
@@ -562,142 +559,6 @@ def test_random_histories(setup, monkeypatch):
         else:
             world.failing_step([rng.randrange(1, 5) for _ in range(sequences)], rng.randrange(LAYERS))
     world.step([1] * len(world.rows))
-
-
-class Histories(RuleBasedStateMachine):
-    """The same, with histories that shrink."""
-
-    @initialize(
-        recipe=st.sampled_from(RECIPES),
-        block=st.sampled_from((0, 1, 2, 5, 20)),
-        page_size=st.sampled_from((1, 2, 4, 16)),
-        sequences=st.integers(1, 3),
-        seed=st.integers(0, 2**20),
-    )
-    def begin(self, recipe: str, block: int, page_size: int, sequences: int, seed: int) -> None:
-        text = f"{recipe}{',' if ':' in recipe else ':'}block={block}"
-        self.world = World(
-            Setup(
-                text,
-                page_size if page_size > 1 or not recipe.startswith(("kivi", "kitty")) else 2,
-                kv_heads=1,
-                ratio=2,
-                dims=16 if "order" in text or "kitty" in text else 8,
-            ),
-            sequences,
-            seed,
-        )
-
-    def room(self) -> bool:
-        return max(map(len, self.world.rows)) < 60
-
-    @precondition(room)
-    @rule(data=st.data(), largest=st.sampled_from((1, 4, 40)))
-    def extend(self, data: st.DataObject, largest: int) -> None:
-        self.world.step([data.draw(st.integers(0, largest)) for _ in self.world.rows])
-
-    @precondition(room)
-    @rule(steps=st.integers(1, 3))
-    def decode(self, steps: int) -> None:
-        for _ in range(steps):
-            self.world.step([1] * len(self.world.rows))
-
-    @rule(data=st.data())
-    def crop(self, data: st.DataObject) -> None:
-        self.world.crop([data.draw(st.integers(0, len(tokens))) for tokens in self.world.rows])
-
-    @rule(data=st.data())
-    def take_back(self, data: st.DataObject) -> None:
-        """Within the last step, as speculative decoding does."""
-        world = self.world
-        last = [
-            min(len(tokens), top - start)
-            for tokens, start, top in zip(world.rows, world.starts, world.tops, strict=True)
-        ]
-        world.crop([data.draw(st.integers(0, most)) for most in last])
-
-    @rule(data=st.data())
-    def select(self, data: st.DataObject) -> None:
-        self.world.select(data.draw(st.lists(st.integers(0, len(self.world.rows) - 1), min_size=1, max_size=4)))
-
-    @rule(count=st.integers(1, 40), layer=st.integers(0, LAYERS - 1))
-    def fail(self, count: int, layer: int) -> None:
-        self.world.failing_step([count] * len(self.world.rows), layer)
-
-    def teardown(self) -> None:
-        if hasattr(self, "world"):
-            self.world.step([1] * len(self.world.rows))
-
-
-TestHistories = Histories.TestCase
-TestHistories.settings = settings(deadline=None, derandomize=True, max_examples=50, stateful_step_count=10)
-
-
-# --- pages that are quantized as a whole
-
-
-def one_shot(world: World) -> None:
-    world.step([37, 21, 8], definition=True)
-
-
-def chunked(world: World) -> None:
-    for count in (5, 11, 1, 16, 4):
-        world.step([count] * 3, definition=True)
-
-
-def token_by_token(world: World) -> None:
-    for _ in range(22):
-        world.step([1, 1, 1])
-
-
-def ragged(world: World) -> None:
-    """Full pages beside empty rows, rows that end on a page and rows that begin in one."""
-    for counts in ([16, 0, 3], [0, 7, 1], [1, 9, 0], [12, 0, 12], [3, 1, 16]):
-        world.step(counts, definition=True)
-
-
-def forked(world: World) -> None:
-    """In the middle of a page, so that each fills its own copy; and at its end."""
-    world.step([10, 16, 7], definition=True)
-    world.select([0, 0, 1, 1])
-    for counts in ([1, 1, 1, 1], [5, 9, 0, 3], [8, 1, 4, 17]):
-        world.step(counts, definition=True)
-    world.select([3, 0, 3])
-    world.step([2, 2, 2], definition=True)
-
-
-def cropped(world: World) -> None:
-    """Into pages that were full, of the same step and of an older one; then on."""
-    world.step([18, 16, 9], definition=True)
-    assert world.crop([3, 1, 9])
-    world.step([6, 1, 16], definition=True)
-    assert world.crop([6, 1, 15])
-    for counts, back in (([2, 5, 7], [2, 4, 0]), ([20, 1, 1], [13, 0, 1]), ([1, 9, 30], [0, 9, 29])):
-        world.step(counts, definition=True)
-        assert world.crop(back)
-    world.step([4, 4, 4], definition=True)
-
-
-def forked_and_cropped(world: World) -> None:
-    """One goes back into a page that another still reads packed."""
-    world.step([20, 3, 12], definition=True)
-    world.select([0, 0, 2])
-    assert world.crop([5, 0, 0])
-    world.step([9, 1, 1], definition=True)
-    assert world.crop([8, 0, 1])
-    world.step([2, 12, 2], definition=True)
-
-
-@pytest.mark.parametrize("history", [one_shot, chunked, token_by_token, ragged, forked, cropped, forked_and_cropped])
-@pytest.mark.parametrize("setup", BY_PAGE, ids=describe)
-def test_pages_that_are_quantized_as_a_whole(setup, history, monkeypatch):
-    """A query at t reads its own block in 16 bits, all else packed from the 16-bit tokens of a full page:
-    `attend_torch` and `naive` against float64."""
-    rng = random.Random(describe(setup) + history.__name__)
-    monkeypatch.setattr(attend_torch, "CHUNK_TOKENS", rng.choice((4, 4096)))
-    world = World(setup, 3, rng.randrange(2**31))
-    world.poison()
-    history(world)
 
 
 def test_a_page_is_quantized_when_it_fills_and_not_before():
@@ -952,37 +813,6 @@ def test_a_step_without_tokens_changes_nothing():
     world.step([1, 1])
 
 
-def test_sequences_that_are_empty_for_long():
-    world = World(Setup("int4:block=3", page_size=4), 3, seed=4)
-    for counts in ([9, 0, 0], [1, 0, 0], [1, 5, 0], [1, 1, 0], [0, 0, 40], [1, 1, 1]):
-        world.step(counts)
-
-
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 3e38])
-@pytest.mark.parametrize("which", [0, 1])
-def test_a_failing_step_leaves_nothing_behind(bad, which):
-    """Once it is taken back, the next one reads what it would without it."""
-    setup = Setup("saw-int4:block=8")
-    caches = [make_cache(setup, 2) for _ in range(2)]
-    generator = torch.Generator().manual_seed(0)
-    kv = torch.randn(2, 2, 12, setup.kv_heads, setup.dims, generator=generator)
-    q = torch.randn(2, 12, setup.kv_heads * setup.ratio, setup.dims, generator=generator)
-    for cache in caches:
-        cache.extend([12, 9])
-        cache.attend(0, q, *kv, setup.logits)
-    broken = kv.clone()
-    broken[which, 1, 11, 1, 3] = bad
-    caches[0].extend([12, 12])
-    with pytest.raises(ValueError, match="cannot store NaN, Inf or numbers beyond the range of 16-bit floats"):
-        caches[0].attend(0, q, *broken, setup.logits)
-    caches[0].crop([12, 12])
-    outs = []
-    for cache in caches:
-        cache.extend([12, 12])
-        outs.append(cache.attend(0, q, *kv, setup.logits))
-    assert torch.equal(*outs)
-
-
 def test_what_only_the_window_cannot_hold_is_refused():
     """70000 packs, as the upper end of a range, but is no float16."""
     setup = Setup("int4:block=8", centred=False, raw_dtype=torch.float16)
@@ -1078,14 +908,6 @@ def test_what_may_be_rolled_back_with_an_open_block():
     world.step([2, 1])
     assert world.crop([0, len(world.rows[1]) % 6 + 60]), "to the border of any block"
     world.step([2, 70])
-
-
-def test_without_an_open_block_everything_can_be_rolled_back():
-    world = World(Setup("int4", page_size=4), 2, seed=6)
-    world.step([90, 40])
-    for counts in ([70, 1], [0, 30], [17, 9], [3, 0]):
-        assert world.crop(counts)
-        world.step([2, 2])
 
 
 @pytest.mark.parametrize("counts", [[11, 0], [0, -1], [-3, -3], [0, 9], [1], [1, 1, 1]])
