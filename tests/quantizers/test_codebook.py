@@ -81,12 +81,3 @@ def test_what_the_norm_cannot_hold_is_seen_there(bad):
     x[3, 5] = bad
     _, norm = codebook.quantize(x, 3)
     assert norm.isfinite().flatten().tolist() == [row != 3 for row in range(7)]
-
-
-def test_rows_do_not_depend_on_their_batch():
-    x = random(61, 3, 96)
-    codes, norm = codebook.quantize(x, 3)
-    for rows in (1, 7):
-        parts = [codebook.quantize(part, 3) for part in x.split(rows)]
-        assert torch.equal(torch.cat([part for part, _ in parts]), codes)
-        assert torch.equal(torch.cat([part for _, part in parts]), norm)

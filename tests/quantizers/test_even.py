@@ -149,13 +149,3 @@ def test_what_no_scale_holds_is_seen_there(bits, bad):
     x[3, 5] = bad
     _, scale = even.quantize(x, bits)
     assert (scale == even.UNSTORABLE).flatten().tolist() == [row == 3 for row in range(7)]
-
-
-@pytest.mark.parametrize("bits", WIDTHS)
-def test_rows_do_not_depend_on_their_batch(bits):
-    x = random(61, 3, 96)
-    codes, scale = even.quantize(x, bits)
-    for rows in (1, 7):
-        parts = [even.quantize(part, bits) for part in x.split(rows)]
-        assert torch.equal(torch.cat([part for part, _ in parts]), codes)
-        assert torch.equal(torch.cat([part for _, part in parts]), scale)
