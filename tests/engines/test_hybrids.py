@@ -236,6 +236,7 @@ def test_bytes_of_packed_and_of_other_layers():
     cache = kvfold.cache(model, "int4", means(model))
     logits_of(model, tokens(20), cache, [1] * 20)
     assert cache.allocated_bytes == 2 * 2 * 2 * 16 * 2 * (16 + 4)
+    assert all(cache.layers[layer].keys is cache.layers[layer].values is None for layer in (2, 5))
     assert cache.unpacked_bytes == 4 * 2 * 2 * WINDOW * 32 * 4  # a view leaves out the oldest token
 
 

@@ -23,8 +23,6 @@ from transformers import (
 
 import kvfold
 from kvfold.geometry import UnsupportedModel
-from kvfold.ops.naive import read
-from kvfold.ops.pages import Logits
 from kvfold.recipe import PAGE_SIZE
 from kvfold.recipes import parse
 
@@ -144,86 +142,7 @@ def test_calls_may_record_gradients_or_not():
     assert model.model.layers[0].self_attn.o_proj.weight.grad.abs().sum() > 0
 
 
-def test_a_model_without_packed_cache_attends_as_before():
-    model = tiny()
-    tokens = random_tokens(40, batch=2)
-    mask = torch.ones_like(tokens)
-    mask[0, :9] = 0
-    options = {"attention_mask": mask}
-    plain = [logits_of(model, tokens, None, **options), logits_of(model, tokens, DynamicCache(config=model.config))]
-    chunked = logits_of(model, tokens[:1], DynamicCache(config=model.config), chunks=7)
-    kvfold.cache(model, "bf16")
-    assert model.config._attn_implementation == "kvfold"
-    after = [logits_of(model, tokens, None, **options), logits_of(model, tokens, DynamicCache(config=model.config))]
-    seen = mask.bool()
-    assert torch.allclose(plain[0][seen], after[0][seen], atol=1e-5)
-    assert torch.allclose(plain[1], after[1], atol=1e-5)
-    assert torch.allclose(logits_of(model, tokens[:1], DynamicCache(config=model.config), chunks=7), chunked, atol=1e-5)
-
-
 # Packed recipes: how tokens are fed changes nothing
-
-PACKED = (
-    "int4",
-    "saw-int4",
-    "int2:group=16",
-    "saw-int4:values=true",
-    "quarot-int2:block=20",
-    "int4:block=1",
-    "kmeans-int4:centroids=9",
-    "hessian-int4",
-    "oscar-int2:block=20",
-    "tq-k3v2",
-    "gtq-k3v3:block=20",
-    "kivi-2:block=20",
-    "kitty-2:boost=0.125,block=9",
-)
-
-
-@pytest.mark.parametrize("recipe", PACKED)
-def test_same_keys_and_values_give_the_same_bytes_and_reads(recipe):
-    """The same K and V, fed at once, in odd chunks and one by one: equal bytes of every token, bit-equal reads."""
-    model = tiny(layers=1)
-    artifact, generator = means(model, recipe=recipe), torch.Generator().manual_seed(2)
-    q, k, v = (torch.randn(1, heads, 75, 64, generator=generator) for heads in (4, 2, 2))
-    states = []
-    for sizes in ([75], [1, 13, 29, 32], [1] * 75):
-        packed = kvfold.cache(model, recipe, artifact)
-        begin = 0
-        for size in sizes:
-            end = begin + size
-            packed.attend(0, q[:, :, begin:end], k[:, :, begin:end], v[:, :, begin:end], None, Logits(0.125))
-            begin = end
-        packed.crop(-1)  # the last token once more, so that every way of feeding ends with the same step
-        packed.attend(0, *(x[:, :, 74:] for x in (q, k, v)), None, Logits(0.125))
-        pages = packed.paged.pages(0)
-        size = pages.layout.page_size
-        assert size == {"kivi-2": 32, "kitty-2": 128}.get(packed.recipe.name, PAGE_SIZE)
-        tokens = torch.arange(75)
-        page, offset = pages.step.table[0, tokens // size], tokens % size
-        full = 75 // size * size  # of pages that are quantized as a whole, nothing is packed before they are full
-        live = [
-            view[page, :, offset % view.shape[2]][: full if slot.per_page else 75]
-            for slot, both in (
-                (pages.key.layout, key_views(pages.layout, pages.pool)),
-                (pages.value.layout, value_views(pages.layout, pages.pool)),
-            )
-            for view in both
-        ]
-        new = (
-            None
-            if not pages.block
-            else tuple(
-                codec.transform.forward(x[:, :, 74:].transpose(1, 2)).bfloat16()
-                for codec, x in ((pages.key, k), (pages.value, v))
-            )
-        )
-        states.append((live, read(pages, 0, 74, new)))
-    for views, reads in states[1:]:
-        assert all(
-            torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(views, states[0][0], strict=True)
-        )
-        assert all(torch.equal(a, b) for a, b in zip(reads, states[0][1], strict=True))
 
 
 def live_bytes(packed):
@@ -339,64 +258,6 @@ def test_chunked_prefill_in_generate(small_model, small_caches, words, recipe):
     with batch_invariant():
         got = generate(small_model, inputs, cache, prefill_chunk_size=5, **options)
         assert torch.equal(got, generate(small_model, inputs, other, **options))
-
-
-def test_repeat_and_select():
-    model = tiny()
-    tokens, artifact = random_tokens(30, batch=2), means(model)
-    packed, *others = (kvfold.cache(model, "saw-int4", artifact) for _ in range(3))
-    next_tokens = random_tokens(4, batch=2, seed=5)
-    with batch_invariant():
-        logits_of(model, tokens, packed)
-        packed.batch_repeat_interleave(2)
-        packed.batch_select_indices(torch.tensor([3, 0]))
-        got = logits_of(model, next_tokens, packed)
-        for row, source in enumerate((1, 0)):
-            whole = torch.cat((tokens[source], next_tokens[row]))[None]
-            assert torch.equal(got[row], logits_of(model, whole, others[row])[0, -4:])
-    packed.reset()
-    assert packed.allocated_bytes == 0
-    assert packed.get_seq_length() == 0
-
-
-# Bytes
-
-
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        *("bf16", "int8", "int4", "int2", "saw-int4", "quarot-int2", "saw-int4:skip=0,block=8"),
-        *("kmeans-int4:centroids=9", "hessian-int4", "oscar-int2:block=0", "tq-k3v2", "gtq-k3v3"),
-        *("kivi-2", "kitty-2:block=16"),
-    ],
-)
-def test_resident_bytes_are_the_packed_bytes(recipe):
-    """All storage that tensors reachable from the cache hold, counted by hand, is what the layout says."""
-    model = tiny(layers=3)
-    packed = kvfold.cache(model, recipe, means(model, recipe=recipe))
-    logits_of(model, random_tokens(100), packed)
-    storages, size = {}, packed.page_size
-    # with 64 tokens that can be taken back; KIVI and Kitty have whole pages in the open block
-    ring = {"saw-int4:skip=0,block=8": 8 + 64, "kivi-2": 128 + 64, "kitty-2:block=16": 128 + 64}.get(recipe, 0)
-    for tensor in (*packed.paged.pools, *packed.paged.rings):
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    assert sum(storages.values()) == packed.allocated_bytes
-    by_hand = 0
-    for layer in range(3):
-        key, value = packed.codecs[layer]
-        page = sum(
-            -(-count * part // 16) * 16
-            for codec in (key, value)
-            for count, part in (
-                (size, codec.layout.code_bytes),
-                (1 if codec.layout.per_page else size, codec.layout.meta_bytes),
-            )
-        )
-        by_hand += {16: 7, 32: 4, 128: 1}[size] * 2 * page  # 100 tokens, for 2 heads
-        if "skip" not in recipe or layer != 0:
-            by_hand += ring * 2 * 2 * 64 * 2
-    assert packed.allocated_bytes == by_hand
-    assert all(layer.keys is None and layer.values is None for layer in packed.layers)
 
 
 # Refusals
