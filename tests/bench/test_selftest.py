@@ -129,10 +129,6 @@ def test_every_path_has_a_table(monkeypatch: pytest.MonkeyPatch):
     assert "3 of 3 checks are ok" in printed
 
 
-def test_the_help_has_an_example():
-    assert "kvfold selftest --csv" in CliRunner().invoke(app, ["selftest", "--help"]).stdout
-
-
 @no_gpu
 def test_without_transformers_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(selftest, "find_spec", lambda name: None)

@@ -38,7 +38,6 @@ from kvfold.engines.serving import Config, Plan
 from kvfold.engines.sglang import hooks
 from kvfold.engines.sglang.attention import MixedBackend, PackedBackend
 from kvfold.engines.sglang.packed_pool import PackedPool
-from kvfold.models import embedded_folder
 from kvfold.recipes import parse
 from kvfold.text import default_text, tokenize
 
@@ -55,12 +54,6 @@ MODEL = {
 
 
 # Room
-
-
-def test_more_tokens_fit_in_the_same_memory(artifact):
-    wide = serve(tokens_that_fit, budget=64 * MIB, dtype="bfloat16")
-    assert serve(tokens_that_fit, "saw-int4", artifact, budget=64 * MIB) >= 3.5 * wide
-    assert serve(tokens_that_fit, "int2", artifact, budget=64 * MIB) >= 6.3 * wide
 
 
 @pytest.fixture(scope="module")
@@ -232,15 +225,6 @@ def test_what_fails_while_kvfold_is_loaded_ends_sglang_with_one_line(loaded, num
     *_, last = loaded[number].errors.splitlines()
     assert last.startswith("kvfold cannot serve this: ")
     assert named in last
-
-
-def test_a_command_line_that_cannot_be_served_ends_with_one_line():
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(embedded_folder()), "--device", "cpu"]
-    environment = {**os.environ, "KVFOLD_RECIPE": "saw-int5"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 1
-    assert run.stderr.splitlines()[-1].startswith("kvfold cannot serve this: unknown recipe 'saw-int5'")
-    assert "Traceback" not in run.stderr
 
 
 def test_a_hook_that_sglang_does_not_have_ends_it(artifact, monkeypatch):

@@ -503,27 +503,12 @@ def test_the_server_needs_the_plugin(starts):
     assert starts[-1].errors.endswith("install kvfold with pip, and see VLLM_PLUGINS\n")
 
 
-@pytest.mark.parametrize(
-    ("recipe", "kind", "line"),
-    [
-        ("saw-int5", None, "error: unknown recipe 'saw-int5': did you mean 'saw-int4'?"),
-        ("int4", "missing", "error: {folder} is no artifact: there is no kvfold.json in it"),
-        ("int4", "cut short", "error: {folder}/tensors.safetensors is damaged"),
-        ("int4", "of other weights", "error: the artifact was made for another model: its weights are others"),
-    ],
-)
-def test_the_server_refuses_in_one_line(artifact, tmp_path, recipe, kind, line):
-    folder = tmp_path / "artifact"
-    if kind == "cut short":  # as a full disk leaves a copy
-        shutil.copytree(artifact, folder)
-        tensors = folder / "tensors.safetensors"
-        tensors.write_bytes(tensors.read_bytes()[:-1000])
-    elif kind == "of other weights":
-        other_weights(artifact, folder)
-    with kvfold("serve", "embedded", "-r", recipe, *(("--artifact", str(folder)) if kind else ())) as server:
+def test_the_server_refuses_in_one_line(artifact, tmp_path):
+    other_weights(artifact, folder := tmp_path / "artifact")
+    with kvfold("serve", "embedded", "-r", "int4", "--artifact", str(folder)) as server:
         printed = server.communicate()[0].splitlines()
     assert server.returncode == 1
-    assert printed[-1].startswith(line.format(folder=folder))
+    assert printed[-1].startswith("error: the artifact was made for another model: its weights are others")
     assert not any(word in each for each in printed for word in ("Traceback", "EngineCore"))
 
 
