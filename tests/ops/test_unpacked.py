@@ -189,6 +189,7 @@ def test_blocks(block, library):
         step(world, counts, library)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("library", [None, *fakes.LIBRARIES])
 @pytest.mark.parametrize("block", [0, 8, 64])
 @pytest.mark.parametrize("before", [151, 180])
@@ -198,6 +199,7 @@ def test_contexts_beyond_the_workspace(before, block, library):
     step(world, (18, 3), library)
 
 
+@pytest.mark.pairs
 @READERS
 @pytest.mark.parametrize("cost", [0, 1000])
 @pytest.mark.parametrize("recipes", ["saw-int4:values=true", "saw-int4", "oscar-int2:per_head=true"])
@@ -208,6 +210,7 @@ def test_keys_and_values_or_queries_and_outputs_are_rotated(recipes, cost, libra
     step(world, (18, 17), library)
 
 
+@pytest.mark.pairs
 @READERS
 @pytest.mark.parametrize("block", [0, 16])
 @pytest.mark.parametrize("recipes", ["int4", "saw-int4:values=true"])
@@ -217,6 +220,7 @@ def test_learned_sinks(recipes, block, library):
     step(world, (3, 19), library)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("recipes", ["int4", "tq-k4v4"])  # whose queries are those of the engine, or turned ones
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("library", [None, fakes.LIBRARIES[0]])
@@ -305,6 +309,7 @@ def test_a_single_call_writes_where_outputs_are_wanted(before, counts, direct, b
     assert places == direct
 
 
+@pytest.mark.pairs
 @READERS
 @pytest.mark.parametrize("block", [0, 8, 24])
 @pytest.mark.parametrize("recipes", ["int4", "tq-k3v3 / bf16"])
