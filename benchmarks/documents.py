@@ -393,7 +393,6 @@ NOT_RUN = {  # examples that the tests of the documents do not run: what they ne
     "demo": "needs some minutes",
     "selftest": "needs some minutes",
     "bench kernels": "needs a GPU",
-    "bench serving": "needs a server",
     "bench soak": "needs a server",
 }
 

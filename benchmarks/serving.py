@@ -1,6 +1,5 @@
-"""Draw the rows of `kvfold bench serving --csv`.
+"""Draw the rows of `sweep.py`.
 
-    kvfold bench serving http://localhost:8000 -r saw-int4 -c 8 -c 32 -c 128 --csv saw-int4.csv
     python benchmarks/serving.py results/serving-h200.csv serving.svg
 
 There are two panels per engine, model, and lengths of prompt and answer. Left: tokens per second of the GPU over tokens
@@ -26,7 +25,7 @@ Row = dict[str, str]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", type=Path, help="CSV file of `kvfold bench serving`")
+    parser.add_argument("rows", type=Path, help="CSV file of `sweep.py`")
     parser.add_argument("picture", type=Path, help="PNG or SVG file to write")
     options = parser.parse_args()
     with options.rows.open() as file:

@@ -28,8 +28,8 @@ import torch
 from sweep import model_folder
 from transformers import AutoConfig
 
+from kvfold.bench.client import TOKENS
 from kvfold.bench.random_fits import random_artifact
-from kvfold.bench.serving_times import TOKENS
 from kvfold.files import append_rows
 from kvfold.recipes import parse
 

@@ -28,8 +28,8 @@ from sglang_decode import served_by, stream
 from sweep import model_folder
 from transformers import AutoConfig
 
+from kvfold.bench.client import TOKENS
 from kvfold.bench.random_fits import random_artifact
-from kvfold.bench.serving_times import TOKENS
 from kvfold.engines.serving import Config, Plan
 from kvfold.files import append_rows
 from kvfold.recipes import parse

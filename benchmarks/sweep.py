@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -25,17 +26,19 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
+import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
-from kvfold.bench import serving_times
+from kvfold.bench import client
 from kvfold.bench.random_fits import random_artifact
 from kvfold.files import append_rows
 from kvfold.geometry import example_configs, text_config
@@ -43,6 +46,12 @@ from kvfold.recipes import parse
 
 GATES = Path(__file__).parent / "gate"
 WARM_UP = 32  # tokens per answer of a load of two users before the others: it compiles what is left to compile
+# Requests before timing come in two parts. First one short request per user, all at once: servers compile kernels per
+# number of requests. Then some requests like the timed ones, which leave the shared prefix in the cache.
+WARM_UP_INPUT = 16  # tokens of a short prompt
+WARM_UP_REQUESTS = 2  # of the second part
+WARM_UP_OUTPUT = 4  # tokens per answer, in both parts
+POLL = 0.25  # seconds between two reads of the server's metrics
 STOCK = {  # the engines' own servers
     "vllm": ["-m", "vllm.entrypoints.openai.api_server", "--model"],
     "sglang": ["-m", "sglang.launch_server", "--model-path"],
@@ -54,6 +63,40 @@ PACKED = ["-c", "from kvfold.cli import main; main()", "serve"]
 class Cache:
     name: str  # a recipe, or a type of the engine's own cache
     own: bool
+
+
+@dataclass(frozen=True)
+class Load:
+    """One point of a sweep: a request per user."""
+
+    input: int  # tokens per prompt
+    output: int  # tokens per answer
+    concurrency: int  # users
+    prefix_hit: int  # percent of each prompt that is the same for all
+
+
+@dataclass(frozen=True)
+class Row:
+    engine: str
+    version: str
+    model: str
+    recipe: str
+    input: int
+    output: int
+    concurrency: int
+    prefix_hit: int  # percent
+    requests: int
+    system_tps: float  # tokens of all answers per second
+    request_tps: float  # tokens per second of the median answer after its first token
+    ttft_p50: float  # seconds
+    ttft_p90: float
+    ttft_p99: float
+    e2e_p50: float
+    e2e_p90: float
+    e2e_p99: float
+    kv_tokens: int | None  # the most that running requests held; None: the server does not say
+    gpu: str
+    date: str
 
 
 def main() -> None:
@@ -74,7 +117,7 @@ def main() -> None:
     options = parser.parse_args(sys.argv[1:end])
     if not options.caches:
         parser.error("name a cache at least: -r saw-int4, -r bf16, --own fp8")
-    loads = [serving_times.Load(tokens, options.output, users, hit, 1) for tokens, users, hit in options.load]
+    loads = [Load(tokens, options.output, users, hit) for tokens, users, hit in options.load]
     options.logs.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory() as scratch:
         folder = model_folder(options.model, Path(scratch), max(load.input + load.output for load in loads))
@@ -167,22 +210,86 @@ class Server:
         self.process.wait()
 
 
-def sweep(server: Server, loads: list[serving_times.Load], limit: float, rows: Path) -> None:
+def row_of(
+    server: client.Server,
+    load: Load,
+    answers: list[client.Answer],
+    seconds: float,
+    kv_tokens: int | None,
+    recipe: str,
+    gpu: str,
+) -> Row:
+    ttft, e2e = (np.array([getattr(answer, name) for answer in answers]) for name in ("ttft", "e2e"))
+    return Row(
+        **client.served_by(server, recipe, gpu),
+        input=load.input,
+        output=load.output,
+        concurrency=load.concurrency,
+        prefix_hit=load.prefix_hit,
+        requests=load.concurrency,
+        system_tps=round(load.concurrency * load.output / seconds, 2),
+        request_tps=round(float(np.median((load.output - 1) / (e2e - ttft))), 2),
+        **client.percentiles("ttft", ttft, 50, 90, 99),
+        **client.percentiles("e2e", e2e, 50, 90, 99),
+        kv_tokens=kv_tokens,
+    )
+
+
+async def drive(server: client.Server, load: Load) -> tuple[list[client.Answer], float, int | None]:
+    """All answers of a load, the seconds from the first request to the last token, and the peak of `kv_tokens`."""
+    rng = random.Random()  # no seed: the server's cache must hold no prefix of these prompts from an earlier load
+    shared = rng.choices(client.TOKENS, k=load.input * load.prefix_hit // 100)
+
+    def prompts(n: int) -> list[list[int]]:
+        return [shared + rng.choices(client.TOKENS, k=load.input - len(shared)) for _ in range(n)]
+
+    short = [rng.choices(client.TOKENS, k=min(load.input, WARM_UP_INPUT)) for _ in range(load.concurrency)]
+    async with client.client_session() as session:
+        ask = partial(client.request, session, server)
+        await asyncio.gather(*(ask(prompt, WARM_UP_OUTPUT) for prompt in short))
+        for prompt in prompts(WARM_UP_REQUESTS):
+            await ask(prompt, WARM_UP_OUTPUT)
+        asked = prompts(load.concurrency)
+        watch = asyncio.create_task(watch_tokens(server))
+        start = time.perf_counter()
+        users = [asyncio.create_task(ask(prompt, load.output)) for prompt in asked]
+        try:
+            answers = await asyncio.gather(*users)
+            seconds = time.perf_counter() - start
+        finally:
+            for task in (watch, *users):
+                task.cancel()
+            with suppress(asyncio.CancelledError):
+                await watch
+    return answers, seconds, watch.result()
+
+
+async def watch_tokens(server: client.Server) -> int | None:
+    """The peak of `kv_tokens` until cancelled."""
+    peak = None
+    with suppress(asyncio.CancelledError):
+        while (now := await asyncio.to_thread(server.kv_tokens)) is not None:
+            peak = max(peak or 0, now)
+            await asyncio.sleep(POLL)
+    return peak
+
+
+def sweep(server: Server, loads: list[Load], limit: float, rows: Path) -> None:
     begin = time.monotonic()
     if not server.open():
         print(f"{server.cache.name}: the server ended, see its log", flush=True)
         return
     print(f"{server.cache.name}: up after {time.monotonic() - begin:.0f} s", flush=True)
-    warm_up = serving_times.Load(loads[0].input, WARM_UP, 2, 0, 1)
+    warm_up = Load(loads[0].input, WARM_UP, 2, 0)
     for load in (warm_up, *loads):
         try:
-            asked = serving_times.Server.find(server.url, None)
-            answers = asyncio.run(asyncio.wait_for(serving_times.drive(asked, load, lambda: None), limit))
-        except (TimeoutError, serving_times.ServerError) as error:
+            asked = client.Server.find(server.url, None)
+            answers = asyncio.run(asyncio.wait_for(drive(asked, load), limit))
+        except (TimeoutError, client.ServerError) as error:
             print(f"{server.cache.name}: {load} failed: {error or f'no end after {limit} s'}", flush=True)
             continue
         if load is not warm_up:
-            row = serving_times.row(asked, load, *answers, server.cache.name, serving_times.this_machine())
+            row = row_of(asked, load, *answers, server.cache.name, client.this_machine())
             append_rows(rows, [asdict(row)])
             print(row, flush=True)
     server.end()

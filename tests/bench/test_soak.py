@@ -12,7 +12,7 @@ from fake_server import FIRST, NEXT, FakeServer, running
 from typer.testing import CliRunner
 
 from kvfold.bench import soak
-from kvfold.bench.serving_times import Server, ServerError
+from kvfold.bench.client import Server, ServerError
 from kvfold.bench.soak import MOST_LOST, Row, Soak
 from kvfold.cli import app
 

@@ -16,7 +16,7 @@ import aiohttp
 import numpy as np
 import torch
 
-from kvfold.bench.serving_times import (
+from kvfold.bench.client import (
     TOKENS,
     Answer,
     Server,

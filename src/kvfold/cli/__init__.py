@@ -11,7 +11,6 @@ from rich.markup import escape
 from safetensors import SafetensorError
 
 from kvfold.cli.bench_kernels import kernels
-from kvfold.cli.bench_serving import serving
 from kvfold.cli.bench_soak import soak
 from kvfold.cli.command_calibrate import calibrate
 from kvfold.cli.command_check import check
@@ -103,5 +102,4 @@ app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options"
 app.command()(demo)
 app.command()(selftest)
 bench.command()(kernels)
-bench.command()(serving)
 bench.command()(soak)

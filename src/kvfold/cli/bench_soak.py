@@ -35,7 +35,7 @@ def soak(
     Example: `kvfold bench soak http://localhost:8000 -r fold4 --users 128 --minutes 30 --csv soak.csv`
     """
     from kvfold.bench import soak as bench
-    from kvfold.bench.serving_times import Server, this_machine
+    from kvfold.bench.client import Server, this_machine
 
     check_files(json_file, csv_file)
     check_columns(csv_file, bench.Row)

@@ -1,20 +1,12 @@
-"""`kvfold bench serving`: a server under load. Any OpenAI endpoint will do.
+"""A client of OpenAI endpoints: requests of fixed lengths, when their tokens came, what the server says of itself."""
 
-Prompts and answers have fixed lengths. Each user sends its next request when the last is answered. Prompts are random
-token ids. A given share of every prompt is the same for all users, and is in the server's prefix cache before timing
-begins.
-"""
-
-import asyncio
 import json
 import platform
-import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from http.client import HTTPException
 from itertools import pairwise
 from typing import Any
@@ -26,32 +18,11 @@ import numpy as np
 import torch
 
 TOKENS = range(1000, 30000)  # ids that every vocabulary has and that are not special
-# Requests before timing come in two parts. First one short request per user, all at once: servers compile kernels per
-# number of requests. Then some requests like the timed ones, which leave the shared prefix in the cache.
-WARM_UP_INPUT = 16  # tokens of a short prompt
-WARM_UP = 2  # requests of the second part
-WARM_UP_OUTPUT = 4  # tokens per answer, in both parts
-POLL = 0.25  # seconds between two reads of the server's metrics
 WAIT = 10.0  # the time-out of all requests but completions, in seconds
 
 
 class ServerError(ValueError):
     """The server cannot be measured. The message says what to change."""
-
-
-@dataclass(frozen=True)
-class Load:
-    """One point of a sweep."""
-
-    input: int  # tokens per prompt
-    output: int  # tokens per answer
-    concurrency: int  # users
-    prefix_hit: int  # percent of each prompt that is the same for all
-    rounds: int  # requests per user
-
-    @property
-    def requests(self) -> int:
-        return self.concurrency * self.rounds
 
 
 @dataclass(frozen=True)
@@ -102,65 +73,8 @@ class Answer:
     tokens: int = 0
 
 
-@dataclass(frozen=True)
-class Row:
-    engine: str
-    version: str
-    model: str
-    recipe: str
-    input: int
-    output: int
-    concurrency: int
-    prefix_hit: int  # percent
-    requests: int
-    system_tps: float  # tokens of all answers per second
-    request_tps: float  # tokens per second of the median answer after its first token
-    ttft_p50: float  # seconds
-    ttft_p90: float
-    ttft_p99: float
-    e2e_p50: float
-    e2e_p90: float
-    e2e_p99: float
-    kv_tokens: int | None  # the most that running requests held; None: the server does not say
-    gpu: str
-    date: str
-
-
-def run(
-    server: Server,
-    loads: Sequence[Load],
-    recipe: str,
-    gpu: str,
-    progress: Callable[[float], None] = lambda share: None,
-) -> Iterator[Row]:
-    """Run one load after the other. A request that fails ends the run."""
-    requests = sum(load.requests for load in loads)
-    for load in loads:
-        answers, seconds, kv_tokens = asyncio.run(drive(server, load, lambda: progress(1 / requests)))
-        yield row(server, load, answers, seconds, kv_tokens, recipe, gpu)
-
-
 def this_machine() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
-
-
-def row(
-    server: Server, load: Load, answers: list[Answer], seconds: float, kv_tokens: int | None, recipe: str, gpu: str
-) -> Row:
-    ttft, e2e = (np.array([getattr(answer, name) for answer in answers]) for name in ("ttft", "e2e"))
-    return Row(
-        **served_by(server, recipe, gpu),
-        input=load.input,
-        output=load.output,
-        concurrency=load.concurrency,
-        prefix_hit=load.prefix_hit,
-        requests=load.requests,
-        system_tps=round(load.requests * load.output / seconds, 2),
-        request_tps=round(float(np.median((load.output - 1) / (e2e - ttft))), 2),
-        **percentiles("ttft", ttft, 50, 90, 99),
-        **percentiles("e2e", e2e, 50, 90, 99),
-        kv_tokens=kv_tokens,
-    )
 
 
 def served_by(server: Server, recipe: str, gpu: str) -> dict[str, Any]:
@@ -173,51 +87,6 @@ def served_by(server: Server, recipe: str, gpu: str) -> dict[str, Any]:
 def percentiles(name: str, times: "np.ndarray[Any, Any]", *shares: float) -> dict[str, Any]:
     """As columns: of 99.9 percent, the name ends in `p999`."""
     return {f"{name}_p{share:g}".replace(".", ""): round(float(np.percentile(times, share)), 4) for share in shares}
-
-
-async def drive(server: Server, load: Load, answered: Callable[[], None]) -> tuple[list[Answer], float, int | None]:
-    """All answers of a load, the seconds from the first request to the last token, and the peak of `kv_tokens`."""
-    rng = random.Random()  # no seed: the server's cache must hold no prefix of these prompts from an earlier load
-    shared = rng.choices(TOKENS, k=load.input * load.prefix_hit // 100)
-
-    def prompts(n: int) -> list[list[int]]:
-        return [shared + rng.choices(TOKENS, k=load.input - len(shared)) for _ in range(n)]
-
-    short = [rng.choices(TOKENS, k=min(load.input, WARM_UP_INPUT)) for _ in range(load.concurrency)]
-    async with client_session() as session:
-        ask = partial(request, session, server)
-        await asyncio.gather(*(ask(prompt, WARM_UP_OUTPUT) for prompt in short))
-        for prompt in prompts(WARM_UP):
-            await ask(prompt, WARM_UP_OUTPUT)
-        waiting, answers = prompts(load.requests), list[Answer]()
-
-        async def user() -> None:
-            while waiting:
-                answers.append(await ask(waiting.pop(), load.output))
-                answered()
-
-        watch = asyncio.create_task(_watch(server))
-        start = time.perf_counter()
-        users = [asyncio.create_task(user()) for _ in range(load.concurrency)]
-        try:
-            await asyncio.gather(*users)
-            seconds = time.perf_counter() - start
-        finally:
-            for task in (watch, *users):
-                task.cancel()
-            with suppress(asyncio.CancelledError):
-                await watch
-    return answers, seconds, watch.result()
-
-
-async def _watch(server: Server) -> int | None:
-    """The peak of `kv_tokens` until cancelled."""
-    peak = None
-    with suppress(asyncio.CancelledError):
-        while (now := await asyncio.to_thread(server.kv_tokens)) is not None:
-            peak = max(peak or 0, now)
-            await asyncio.sleep(POLL)
-    return peak
 
 
 async def request(session: aiohttp.ClientSession, server: Server, prompt: list[int], output: int) -> Answer:
