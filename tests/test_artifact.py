@@ -544,7 +544,6 @@ ROTATION, ORDER, WIDTHS = (
         ("key_mean", torch.full(SHAPE, 1e38), "must be at most 65,504, which 16 bits hold"),
         ("value_mean", torch.full(SHAPE, -65536.0), "must be at most 65,504, which 16 bits hold"),
         ("key_first", torch.full(SHAPE, 1e6), "must be at most 65,504, which 16 bits hold"),
-        ("oscar-int2/key_spectrum", torch.full((3, 1, 16), -1.0), "must not be negative"),
         ("oscar-int2/value_folded", torch.zeros(3, 1), "must be 1"),
         ("gtq-k3v3:seed=4/key_order", torch.zeros_like(ORDER), "must hold permutations"),
         ("gtq-k3v3:seed=4/key_order", ORDER - 1, "must hold permutations"),

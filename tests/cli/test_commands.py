@@ -37,7 +37,6 @@ COMMANDS = (
     "demo",
     "selftest",
     "bench kernels",
-    "bench serving",
     "bench soak",
 )
 
@@ -238,8 +237,8 @@ def test_an_artifact_of_another_model(error_of, means: Path):
 
 COMMANDS_WITH_TARGETS = [
     *(("eval", "nobody/nothing", "-r", "int4", option) for option in ("--json", "--csv", "--html")),
-    *(("tune", "nobody/nothing", "--out", "new", "--bits", "3", option) for option in ("--json", "--png")),
-    *(("inspect", "nobody/nothing", option) for option in ("--json", "--png")),
+    ("tune", "nobody/nothing", "--out", "new", "--bits", "3", "--json"),
+    ("inspect", "nobody/nothing", "--json"),
     *(("bench", "kernels", option) for option in ("--json", "--csv")),
     ("check", "nobody/nothing", "--html"),
     ("demo", "--html"),

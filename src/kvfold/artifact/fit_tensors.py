@@ -48,7 +48,6 @@ def in_range(x: Tensor) -> Tensor:
 
 KINDS = {
     "rotation": Kind(torch.float32, ("d", "d"), _orthogonal, "hold orthogonal matrices"),
-    "spectrum": Kind(torch.float32, ("d",), lambda x: (x >= 0).all(), "not be negative"),
     "clip": Kind(torch.float32, (), lambda x: (x > 0).all() & in_range(x), f"be positive and at most {LARGEST:,.0f}"),
     "folded": Kind(torch.float32, (), lambda x: (x == 1).all(), "be 1"),
     "centroids": Kind(torch.float32, ("centroids", "d"), in_range, f"be at most {LARGEST:,.0f}"),

@@ -1,6 +1,5 @@
 """`kvfold inspect`: what an artifact holds."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,22 +12,19 @@ from kvfold.cli.output import check_table, out, table, write_json
 
 def inspect(
     folder: Annotated[str, typer.Argument(help="A folder written by `kvfold calibrate`, or its Hub id.")],
-    png: Annotated[Path | None, typer.Option(help="Draw widths, spectra and clips of all layers.")] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Show what an artifact holds: its model, its text, what was found per recipe and layer, and its checks.
 
-    Example: `kvfold inspect fits --png fits.png`
+    Example: `kvfold inspect fits`
     """
-    from kvfold.calibration.describe import describe, draw
+    from kvfold.calibration.describe import describe
     from kvfold.recipes import parse
 
-    check_files(png, json_file)
+    check_files(json_file)
     artifact = kvfold.Artifact.load(folder)
     rows = describe(artifact)
     checks = {name: result for name in artifact.metadata.checks if (result := artifact.check_result(parse(name)))}
-    if png:
-        draw(artifact, png)
     if write_json(json_file, [*rows, *(row for name, result in checks.items() for row in result.rows(name))]):
         return
     model, made = artifact.metadata.model, artifact.metadata.calibration

@@ -38,7 +38,6 @@ def tune(
     artifact: Annotated[
         str | None, typer.Option(help="An artifact with the fits of fold2, fold3 and fold4: a folder, or its Hub id.")
     ] = None,
-    png: Annotated[Path | None, typer.Option(help="Draw KL against bits.")] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Split a budget over layers, keys and values, for the recipe `fold`.
@@ -60,9 +59,6 @@ def tune(
     from kvfold.tune.curves import passages
     from kvfold.tune.tuner import Tuner
 
-    if png:
-        from kvfold.tune.plot import draw  # before the long work: matplotlib may be missing
-
     if sum(budget is not None for budget in (bits, memory, quality)) != 1:
         raise ValueError("say what may be spent, with one of --bits, --memory and --quality")
     check_place(folder)
@@ -70,7 +66,7 @@ def tune(
         raise FileExistsError(f"{folder} holds another artifact than {artifact}: write to another folder")
     equal, words = [parse(name) for name in EQUAL], read_text(text, "calibration")
     fits = kvfold.Artifact.load(artifact) if artifact else None
-    geometry = check(model, equal, png, json_file, artifact=fits)
+    geometry = check(model, equal, json_file, artifact=fits)
     budget = 0 if quality is not None else _budget(geometry, bits, memory, context, requests)
     # what calibration keeps is deleted only if it was made or read here
     checkpoint, measured = folder / "unfinished.safetensors", folder / "unfinished.jsonl"
@@ -104,8 +100,6 @@ def tune(
         rows = [{**point.row(), "chosen": point is best} for point in (*points, best)]
         with_choices(fits, geometry, chosen, ids[read:]).save(folder)
         in_terminal = write_json(json_file, rows)
-        if png:
-            draw(points, best, png)
     if in_terminal:
         return
     shown = [

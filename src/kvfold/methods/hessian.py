@@ -25,8 +25,8 @@ class Hessian(Integers):
 
     def fit(self, layer: "LayerStatistics", rope: "Rope", means: Means) -> Fit:
         from kvfold.transforms import hadamard_matrix
-        from kvfold.transforms.covariance import eigenvectors, spectrum
+        from kvfold.transforms.covariance import eigenvectors
 
         moment = layer.q.second().mean(dim=0)
         rotation = (hadamard_matrix(len(moment)) @ eigenvectors(moment)).float()
-        return {"key_rotation": rotation.unsqueeze(0), "key_spectrum": spectrum(moment).unsqueeze(0)}
+        return {"key_rotation": rotation.unsqueeze(0)}

@@ -52,13 +52,10 @@ class Oscar(Integers):
         return Matrix(fit["key_rotation"]), None if "value_folded" in fit else Matrix(fit["value_rotation"])
 
     def fit(self, layer: "LayerStatistics", rope: "Rope", means: Means) -> Fit:
-        from kvfold.transforms.covariance import spectrum
-
         metrics = layer.q.second(), layer.out.second(means[1])  # they weigh errors of keys and of values
         fit: dict[str, Tensor] = {}
         for side, metric in zip(("key", "value"), metrics, strict=True):
-            moments = metric if self.per_head else metric.mean(dim=0, keepdim=True)
-            fit |= {f"{side}_rotation": self._rotation(moments), f"{side}_spectrum": spectrum(moments)}
+            fit[f"{side}_rotation"] = self._rotation(metric if self.per_head else metric.mean(dim=0, keepdim=True))
         return {**fit, **self._clips(layer, fit, means)} if self.clip else fit
 
     def _clips(self, layer: "LayerStatistics", fit: Fit, means: Means) -> Fit:

@@ -12,11 +12,6 @@ def eigenvectors(moments: Tensor) -> Tensor:
     return vectors * largest.sign()
 
 
-def spectrum(moments: Tensor) -> Tensor:
-    """Symmetric float64[..., d, d] -> its eigenvalues in descending order, float32[..., d]."""
-    return torch.linalg.eigvalsh(moments).flip(-1).clamp_min(0).float()
-
-
 def bit_reversal(dims: int) -> Tensor:
     """int64[dims]: the numbers below `dims`, sorted by their reversed bits. Neighbours end up far apart."""
     bits = max(1, (dims - 1).bit_length())

@@ -19,7 +19,7 @@ from kvfold.tune.choices import CHOICES, EQUAL, OPTIONS, Choice, layer_fit, size
 from kvfold.tune.curves import Packed, divergences
 from kvfold.tune.solve import solve, weigh
 
-STEPS = 32  # budgets from the least to the most bytes, for the curve of the plot and for `cheapest`
+STEPS = 32  # budgets from the least to the most bytes, for `cheapest`
 
 Choices = tuple[Choice, ...]  # one per packed layer
 Advance = Callable[[float], None]
