@@ -1,7 +1,6 @@
 """The libraries that attention is compared with, as their documentation describes them: they need a GPU themselves."""
 
 import sys
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,79 +42,13 @@ def flash_attn(reads_fp8: bool, wrong: float = 1.0) -> Any:
     return SimpleNamespace(flash_attn_with_kvcache=flash_attn_with_kvcache)
 
 
-class Wrapper:
-    """FlashInfer's wrappers: pages [pages, kv_heads, page, d], and pages of a request between two entries of indptr."""
-
-    def __init__(self, workspace: Tensor, kv_layout: str = "NHD", use_tensor_cores: bool = False):
-        assert (kv_layout, workspace.dtype) == ("HND", torch.uint8)
-
-    def plan_pages(self, indptr: Tensor, indices: Tensor, last: Tensor, shape: tuple[int, ...], **dtypes: Any) -> None:
-        assert {x.dtype for x in (indptr, indices, last)} == {torch.int32}
-        self.pages = [indices[a:b].tolist() for a, b in pairwise(indptr)]
-        self.last, self.shape, self.dtypes = last.tolist(), shape, dtypes
-
-    def run(self, q: Tensor, kv: tuple[Tensor, Tensor]) -> Tensor:
-        q_heads, kv_heads, head_dim, page = self.shape
-        assert self.dtypes == {"q_data_type": q.dtype, "kv_data_type": kv[0].dtype}
-        assert q.shape[1:] == (q_heads, head_dim)
-        assert kv[0].shape[1:] == (kv_heads, page, head_dim)
-        outs = []
-        for (begin, end), pages, last in zip(self.queries, self.pages, self.last, strict=True):
-            tokens = (len(pages) - 1) * page + last
-            k, v = (side[pages].transpose(1, 2).flatten(0, 1)[:tokens] for side in kv)
-            outs.append(attention(q[begin:end], k, v, self.causal))
-        return torch.cat(outs).to(q.dtype)
-
-
-class DecodeWrapper(Wrapper):
-    def plan(
-        self,
-        indptr: Tensor,
-        indices: Tensor,
-        last_page_len: Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        *,
-        q_data_type: torch.dtype,
-        kv_data_type: torch.dtype,
-    ) -> None:
-        shape = num_qo_heads, num_kv_heads, head_dim, page_size
-        self.plan_pages(indptr, indices, last_page_len, shape, q_data_type=q_data_type, kv_data_type=kv_data_type)
-        self.queries, self.causal = [(i, i + 1) for i in range(len(self.pages))], False
-
-
-class PrefillWrapper(Wrapper):
-    def plan(
-        self,
-        qo_indptr: Tensor,
-        paged_kv_indptr: Tensor,
-        paged_kv_indices: Tensor,
-        paged_kv_last_page_len: Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim_qk: int,
-        page_size: int,
-        *,
-        causal: bool = False,
-        q_data_type: torch.dtype,
-        kv_data_type: torch.dtype,
-    ) -> None:
-        shape = num_qo_heads, num_kv_heads, head_dim_qk, page_size
-        pages = paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
-        self.plan_pages(*pages, shape, q_data_type=q_data_type, kv_data_type=kv_data_type)
-        self.queries, self.causal = list(pairwise(qo_indptr.tolist())), causal
-
-
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Puts modules in the place of all libraries outside of PyTorch; those without a module cannot be imported."""
-    monkeypatch.setattr(attention_libraries, "WORKSPACE", 16)
 
     def put(**modules: Any) -> None:
         attention_libraries._module.cache_clear()
-        for name in ("flash_attn", "flash_attn_interface", "sgl_kernel", "sgl_kernel.flash_attn", "flashinfer"):
+        for name in ("flash_attn", "flash_attn_interface", "sgl_kernel", "sgl_kernel.flash_attn"):
             monkeypatch.setitem(sys.modules, name, modules.get(name))
 
     yield put
@@ -125,9 +58,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Any:
 ALL = {
     "flash_attn": flash_attn(False),
     "flash_attn_interface": flash_attn(True),
-    "flashinfer": SimpleNamespace(
-        BatchDecodeWithPagedKVCacheWrapper=DecodeWrapper, BatchPrefillWithPagedKVCacheWrapper=PrefillWrapper
-    ),
 }
 
 
@@ -142,7 +72,7 @@ def test_all_libraries_attend_to_the_same(
     case = Case.parse(op, text, **SMALL)
     calls = library_calls(case, CPU, dtype)
     sixteen = [] if dtype == FP8 else ["FlashAttention", "FlashAttention 2"]
-    assert list(calls) == [*sixteen, "FlashAttention 3", "FlashInfer"]
+    assert list(calls) == [*sixteen, "FlashAttention 3"]
     q, *states = made
     for number, kv in enumerate(states):
         k, v = kv.transpose(2, 3)  # [batch, tokens, kv_heads, d]
@@ -157,11 +87,11 @@ def test_all_libraries_attend_to_the_same(
 
 def test_what_is_not_installed_is_named_and_left_out(install: Any):
     install()
-    assert missing() == ["FlashAttention 2", "FlashAttention 3", "FlashInfer"]
+    assert missing() == ["FlashAttention 2", "FlashAttention 3"]
     assert list(library_calls(Case.parse("decode", "1x20", **SMALL), CPU, torch.bfloat16)) == ["FlashAttention"]
     assert not library_calls(Case.parse("decode", "1x20", **SMALL), CPU, FP8)
     install(**{"sgl_kernel": SimpleNamespace(), "sgl_kernel.flash_attn": flash_attn(True)})
-    assert missing() == ["FlashAttention 2", "FlashInfer"]
+    assert missing() == ["FlashAttention 2"]
     assert list(library_calls(Case.parse("decode", "1x20", **SMALL), CPU, FP8)) == ["FlashAttention 3"]
 
 

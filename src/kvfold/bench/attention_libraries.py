@@ -1,5 +1,5 @@
-"""What `kvfold bench kernels` compares attention with: cuDNN, FlashAttention and FlashInfer, over dense keys and values
-in 16 bits or in FP8. A library that gives wrong results is left out."""
+"""What `kvfold bench kernels` compares attention with: cuDNN and FlashAttention, over dense keys and values in 16
+bits or in FP8. A library that gives wrong results is left out."""
 
 import math
 from collections.abc import Callable
@@ -13,16 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 from kvfold.bench.cuda_graphs import Calls, copies
 from kvfold.bench.expected_ops import relative_error
 from kvfold.bench.kernel_cases import Case
 from kvfold.ops.attend.flash_attention_3 import SGLANG
-from kvfold.ops.sizes import ceil_div
 
 FP8 = torch.float8_e4m3fn
-WORKSPACE = 2**29  # bytes for FlashInfer's partial results
 ALLOWED, ALLOWED_FP8 = 0.02, 0.2  # relative errors; FP8 rounds queries, keys, values and weights by up to 6 % each
 
 Call = Callable[[], Tensor]  # returns [batch, new, q_heads, d], or the same numbers in another shape
@@ -68,39 +66,11 @@ def _flash_attn(module: Any, case: Case, q: Tensor, dtype: torch.dtype) -> Calla
     return call
 
 
-def _flashinfer(module: Any, case: Case, q: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Call]:
-    pages = ceil_div(case.context, case.page)
-    padding = pages * case.page - case.context
-    numbers = partial(torch.arange, dtype=torch.int32, device=q.device)
-    table = (
-        pages * numbers(case.batch + 1),
-        numbers(case.batch * pages),
-        torch.full((case.batch,), case.page - padding, dtype=torch.int32, device=q.device),
-    )
-    shape = case.q_heads, case.kv_heads, case.head_dim, case.page
-    dtypes = {"q_data_type": q.dtype, "kv_data_type": dtype}
-    workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=q.device)
-    if case.new == 1:
-        wrapper = module.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
-        wrapper.plan(*table, *shape, **dtypes)
-    else:
-        wrapper = module.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
-        wrapper.plan(case.new * numbers(case.batch + 1), *table, *shape, causal=True, **dtypes)
-    queries = q.transpose(1, 2).flatten(0, 1)
-
-    def call(kv: Tensor) -> Call:
-        paged = pad(kv, (0, 0, 0, padding)).unflatten(3, (pages, case.page)).transpose(2, 3).flatten(1, 2)
-        return partial(wrapper.run, queries, tuple(paged.to(dtype)))
-
-    return call
-
-
 LIBRARIES = {
     "cuDNN": Library(("torch",), _cudnn, False),
     "FlashAttention": Library(("torch",), _torch_flash, False),  # PyTorch's own copy
     "FlashAttention 2": Library(("flash_attn",), _flash_attn, False),
     "FlashAttention 3": Library(("flash_attn_interface", SGLANG), _flash_attn, True),
-    "FlashInfer": Library(("flashinfer",), _flashinfer, True),
 }
 
 

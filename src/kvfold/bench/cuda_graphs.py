@@ -6,6 +6,7 @@ Calls run over more data than the L2 cache holds. Graphs that are compared are r
 import math
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -56,18 +57,14 @@ def capture(begin: Callable[[], object], call: Callable[[], T]) -> tuple[torch.c
 
 def _capture(calls: Calls) -> tuple[torch.cuda.CUDAGraph, int]:
     """A graph of all calls, repeated if they are short, and the number of calls in it."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls[:2]:  # these compile
-            call()
-        once = milliseconds(lambda: [call() for call in calls])
-    rounds = max(1, math.ceil(GRAPH_MS / once))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+
+    def run(rounds: int = 1) -> None:
         for call in calls * rounds:
             call()
-    return graph, len(calls) * rounds
+
+    run()  # compiles
+    rounds = max(1, math.ceil(GRAPH_MS / milliseconds(run)))
+    return capture(lambda: None, partial(run, rounds))[0], len(calls) * rounds
 
 
 def milliseconds(run: Callable[[], object]) -> float:

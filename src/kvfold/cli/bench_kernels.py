@@ -39,7 +39,7 @@ def kernels(
 ) -> None:
     """Verify the kernels, then time them beside other libraries and a plain INT4 store.
 
-    Attention is compared with the fastest of cuDNN, FlashAttention and FlashInfer, as far as they are installed, over
+    Attention is compared with the fastest of cuDNN and FlashAttention, as far as they are installed, over
     16 bits and over FP8.
 
     Example: `kvfold bench kernels -r saw-int4 --op decode --case 32x8192`, or `kvfold bench kernels --explain`
