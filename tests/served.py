@@ -1,6 +1,7 @@
 """A model behind `kvfold serve`, as a user starts it, and how to ask it."""
 
 import json
+import random
 import socket
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,11 +45,17 @@ class Server:
         return json.loads(self.get("/v1/completions", **asked))["choices"][0]["text"]
 
 
+def free_port() -> int:
+    """Below those that the system hands out, one of which another process may take before a server has started."""
+    while True:
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", random.randrange(10_000, 30_000)))
+            return free.getsockname()[1]
+
+
 @contextmanager
 def serving(*arguments: str, model: str = "embedded") -> Iterator[Server]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     where = ("--host", "127.0.0.1", "--port", str(port))
     with kvfold("serve", model, *arguments, *where) as process:
         server = Server(f"http://127.0.0.1:{port}", process, model)

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 WARM_UP = (1, 2, 4, 8, 16, 32, 64, 128, 8192)  # new tokens of a request: these numbers run different kernels
 MANY_SHORT = ([0] * 64, 128), ([0] * 512, 32)  # starts and new tokens per request: these run yet other kernels
-# Tokens of all requests in a step. With fewer, reading the weights takes nearly all of its time (benchmarks/README.md).
-FEW_TOKENS = 16_384
 
 
 @dataclass(frozen=True)
@@ -203,13 +201,6 @@ class Plan:
             f"{self.raw_token_bytes / self.token_bytes:.2f} times smaller",
             f"pages: {pages:,} of {self.page_size} tokens, so that {tokens:,} tokens fit",
         ]
-        if self.device.type == "cuda":
-            lines += [
-                f"decoding: on an H200, faster than with 16 bits from about {FEW_TOKENS:,} tokens in flight on; with "
-                f"fewer, {'0.95 to 1.00' if self.block else '1.00 to 1.05'} times as fast",
-                "prompts: on an H200, long ones are read in the time of 16 bits; many short ones make a small model "
-                "slower (1.5B parameters and fold4: 0.80 times the tokens per second)",
-            ]
         if self.block:
             lines.append(
                 f"open block: up to {self.block} tokens of a running request in 16 bits, "
