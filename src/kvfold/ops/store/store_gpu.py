@@ -151,11 +151,7 @@ def _launcher(pages: LayerPages, card: Card, dtype: torch.dtype, many: bool) -> 
     """For keys and values in this dtype, and what a CTA takes of them."""
     device, layout, overlap = pages.pool.device, pages.layout, AFTER if card.overlaps else ALONE
     # `wgmma` gives a row to one warp. `mma` gives it to two if there are 128 columns, and few columns to one.
-    together = card.products == "wgmma"
-    key, value = (
-        _prepare(codec, side, together, dtype, device)
-        for codec, side in ((pages.key, tiles.key_side(layout)), (pages.value, tiles.value_side(layout)))
-    )
+    key, value = pages.once(_prepared, card.products == "wgmma", dtype)
     long = max(layout.key.dims, layout.value.dims) > 128
     if many:
         large = MANY[card.products]
@@ -203,6 +199,12 @@ def _source(pages: LayerPages, codec: Codec, x: Tensor, new: Tensor | None) -> _
     if new is None:
         return _Source(x, token, head, None, None, None, begins)
     return _Source(x, token, head, new.view(torch.int16), pages.fresh.rows, pages.fresh.kept, begins)
+
+
+def _prepared(pages: LayerPages, together: bool, dtype: torch.dtype) -> list[tuple[_Operands, _Packing]]:
+    """For keys and for values, whatever a CTA takes of them."""
+    sides = (pages.key, tiles.key_side(pages.layout)), (pages.value, tiles.value_side(pages.layout))
+    return [_prepare(codec, side, together, dtype, pages.pool.device) for codec, side in sides]
 
 
 def _prepare(
