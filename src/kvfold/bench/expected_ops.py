@@ -52,12 +52,8 @@ def attend(
     start, length = step.known.starts[row], step.known.lengths[row]
     position = torch.arange(start, length, device=q.device).unsqueeze(1)
     token = torch.arange(length, device=q.device)
-    page, offset = step.table[row, token // step.page_size], token % step.page_size
     seen = token <= position  # [n, tokens]
-    packed = pages.unpack(page, offset)  # k, v [tokens, kv_heads, d]
-    if pages.key.first is not None:
-        packed[0][0] += pages.key.first
-    read = [(packed, seen)]  # and which queries read them
+    read = [(naive.read_packed(pages, row, length), seen)]  # and which queries read them
     if new is not None:
         raw = token >= raw_from(position, pages.block)
         begin, end, first = (int(x) for x in (*pages.fresh.starts[row : row + 2], pages.fresh.first[row]))

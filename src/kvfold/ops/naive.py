@@ -109,11 +109,7 @@ def read(pages: LayerPages, row: int, position: int, new: tuple[Tensor, Tensor] 
 
     They depend on the position alone: see open_block.py. Tokens of the step may be among those that are read packed.
     """
-    step = pages.step
-    tokens = torch.arange(position + 1, device=pages.pool.device)
-    x = pages.unpack(step.table[row, tokens // step.page_size], tokens % step.page_size)
-    if pages.key.first is not None:
-        x[0][0] += pages.key.first
+    step, x = pages.step, read_packed(pages, row, position + 1)
     if new is None:
         return x
     start, first = int(pages.fresh.starts[row]), int(pages.fresh.first[row])
@@ -123,3 +119,12 @@ def read(pages: LayerPages, row: int, position: int, new: tuple[Tensor, Tensor] 
         for side, raw, ring in zip(x, new, pages.ring_sides, strict=True):
             side[j] = raw[start + j - first] if j >= first else ring[block, :, offset]
     return x
+
+
+def read_packed(pages: LayerPages, row: int, length: int) -> tuple[Tensor, Tensor]:
+    """The transformed keys and values [length, kv_heads, d] of a sequence's first tokens, as their slots hold them."""
+    step, tokens = pages.step, torch.arange(length, device=pages.pool.device)
+    k, v = pages.unpack(step.table[row, tokens // step.page_size], tokens % step.page_size)
+    if pages.key.first is not None:
+        k[0] += pages.key.first
+    return k, v

@@ -3,8 +3,8 @@
 A code is a number that integer products take as it is. The middle of the grid is the same for all tokens, so it goes
 into a constant of the query. Levels are symmetric, so no offset is stored.
 
-A scale is a byte 16·e + m. It stands for (1 + m/16)·2^(e − 8), and for 0 if e = 0. Recipes scale
-coordinates so that scales of usual tokens are near 1, the middle of the range: see `usual_step`.
+A scale is a byte 16·e + m. It stands for (1 + m/16)·2^(e − 8), and for 0 if e = 0. Recipes scale coordinates so
+that scales of usual tokens are near 1, the middle of the range: see `usual_step`.
 """
 
 import math
